@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
-from benchmarks.simulator.shared_cores import SharedCores
+from benchmarks.simulator.slow_calls import SlowCalls
 from benchmarks.simulator.traffic import grouped_trace, small_trace
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from cluster.cli.bench.prompts import FIRST_ID
@@ -211,6 +211,7 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
         prefill_replicas=layout.prefill,
         engine=CONFIG,
         cost=found.cost,
+        contention=found.contention,
         num_blocks=ENGINE["num_blocks"],
         kv_bytes=layout.kv_bytes,
         max_model_len=MAX_MODEL_LEN,
@@ -218,7 +219,7 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
         token_s=way_s,
         handoff_s=max(0.0, found.request_s - 3 * way_s),
     )
-    cluster = SharedCores(spec, trace, contention=found.contention, busy_s=found.busy_s)
+    cluster = SlowCalls(spec, trace, busy_s=found.busy_s)
     cluster.run()
     return cluster.report()
 

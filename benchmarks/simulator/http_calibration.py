@@ -62,8 +62,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class HttpFit:
-    """request_s: of the time to the first token, what is not steps. busy_s, contention: as in
-    SharedCores. times: that it was fitted to. error: median of |predicted - measured| / measured over them."""
+    """request_s: of the time to the first token, what is not steps. contention, busy_s: as in
+    ClusterSpec and SlowCalls. times: that it was fitted to. error: median of |predicted - measured| / measured over
+    them."""
 
     cost: LinearCostModel
     request_s: float

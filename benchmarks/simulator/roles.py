@@ -28,7 +28,7 @@ import typer
 from benchmarks.command import run
 from benchmarks.simulator.cluster import TOKENIZER, VOCABULARY
 from benchmarks.simulator.http_calibration import HttpFit, completion, fit_observations, observe
-from benchmarks.simulator.shared_cores import SharedCores
+from benchmarks.simulator.slow_calls import SlowCalls
 from cluster.autoscaling.slo import Limits
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from cluster.cli.bench.prompts import FIRST_ID
@@ -192,6 +192,7 @@ def simulate(layout: Layout, found: HttpFit, trace: Trace) -> list[float]:
         prefill_replicas=max(1, layout.prefill),
         engine=CONFIG,
         cost=found.cost,
+        contention=found.contention,
         num_blocks=ENGINE["num_blocks"],
         kv_bytes=KV_BYTES,
         router="prefix_aware",
@@ -204,7 +205,7 @@ def simulate(layout: Layout, found: HttpFit, trace: Trace) -> list[float]:
         switch_roles=layout.switch,
         startup_s=STARTUP_S,
     )
-    cluster = SharedCores(spec, trace, contention=found.contention, busy_s=found.busy_s)
+    cluster = SlowCalls(spec, trace, busy_s=found.busy_s)
     cluster.run()
     results = cluster.results
     tpot_s = (results.last_at - results.first_at) / (trace.output_tokens - 1)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from cluster.simulator.events import EventLoop
+from cluster.simulator.cost_model import CostModel
+from cluster.simulator.events import MESSAGE, EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
 from cluster.simulator.moves import MoveTraffic
 from cluster.simulator.pool import Pool
@@ -25,6 +26,7 @@ from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
+from engine.wire.handoff import FinishPrefill, OpenHandoff
 from engine.wire.messages import GenerateRequest
 from engine.wire.remote_request import Peer
 
@@ -40,12 +42,12 @@ class Cluster:
 
     def __init__(self, spec: ClusterSpec, trace: Trace, *, fast_forward: int = MAX_FAST_FORWARD_STEPS):
         """fast_forward: maximum steps of a fast-forward; 0 simulates every step of every engine, slowly, as tests do
-        for comparison. Raises PromptTooLong."""
+        for comparison, and as replicas that share cores need. Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
         self.spec, self.trace, self.results, self.loop = spec, trace, Results(trace), EventLoop()
         self.turns = 0  # number of events processed
-        self._fast_forward = fast_forward
+        self._fast_forward = 0 if spec.contention else fast_forward
         self._policies: list[RemotePrefillPolicy] = []
         self._engines = 0  # that ever existed
         self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
@@ -155,7 +157,14 @@ class Cluster:
             self._policies.append(policy)
             handoffs = HandoffManager(policy, Peer(name, name, self._engines))
         tiers = partial(make_tiers, self.spec) if self.spec.tiers else None
-        return Replica(name, role, self.spec, handoffs, times, self._fast_forward, tiers)
+        replica = Replica(name, role, self.spec, handoffs, times, self._fast_forward, tiers)
+        if self.spec.contention:
+            replica.cost = SharedCores(self.spec.cost, self.spec.contention, replica, self)
+        return replica
+
+    def num_busy(self, but: Replica | None = None) -> int:
+        """Count the replicas that compute."""
+        return sum(r.due is not None and r is not but for pool in self.pools.values() for r in pool.replicas)
 
     def _up(self) -> list[Replica]:
         return [replica for pool in self.pools.values() for replica in pool.up.values()]
@@ -180,6 +189,20 @@ class Cluster:
             self._scaling.poll()
             self._queue.window = self._decode.capacity
             self._start()
+
+
+class SharedCores:
+    """The cost of the steps of a replica whose cores compute for other replicas, and for messages, too."""
+
+    def __init__(self, cost: CostModel, contention: float, replica: Replica, cluster: Cluster):
+        self._cost, self._contention, self._replica, self._cluster = cost, contention, replica, cluster
+
+    def seconds(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
+        on_way = sum(kind == MESSAGE for _, kind, *_ in self._cluster.loop.heap)
+        # and those that set out as the step begins
+        on_way += sum(isinstance(a, OpenHandoff | FinishPrefill) for a in self._replica.scheduler.handoffs.actions)
+        others = self._cluster.num_busy(self._replica) + on_way
+        return self._cost.seconds(tokens, sequences, pairs, context) * (1 + self._contention * others)
 
 
 def simulate(spec: ClusterSpec, trace: Trace, progress: Progress = lambda done: None) -> Report:

@@ -59,6 +59,7 @@ class ClusterSpec:
     engine: EngineConfig
     prefill_engine: EngineConfig | None = None  #: None for the same as `engine`
     cost: CostModel
+    contention: float = 0.0  #: by what fraction a step takes longer for each other replica that computes as it begins
     num_blocks: int  #: KV blocks of one replica
     kv_layers: KVLayers | None = None  #: None if all layers keep all tokens
     tiers: tuple[TierSpec, ...] = ()  #: tiers below the KV cache of each replica, the fastest first

@@ -39,7 +39,10 @@ def save(
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of `manta tape save`.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="Files of `manta tape save`, with one tape of each engine."),
+    ],
     engine: Annotated[str | None, typer.Option(help="Id of the engine to look at. Default: the first.")] = None,
     request: Annotated[str | None, typer.Option(help="Show what happened to the request with this id.")] = None,
     at: Annotated[
@@ -65,11 +68,9 @@ def replay(
 
     Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
     """
-    from engine.core.tape.file import read_tapes
+    from engine.core.tape.file import read_all
 
-    tapes = read_tapes(file)
-    if not tapes:
-        raise InvalidParameter("tape", str(file), "a file with the tape of at least one engine")
+    tapes = read_all(files)
     if set_ is None and request is None and at is None and not step:
         raise typer.Exit(_compare(tapes, as_json))
     from engine.core.tape.replay import Diverged
@@ -83,7 +84,9 @@ def replay(
         else:
             _look(_chosen(tapes, engine), request, at)
     except (Diverged, UnknownState) as error:
-        raise InvalidParameter("tape", str(file), f"one whose decisions this version makes again ({error})") from None
+        raise InvalidParameter(
+            "tape", " ".join(map(str, files)), f"one whose decisions this version makes again ({error})"
+        ) from None
 
 
 def _look(tape: EngineTape, request: str | None, at: str | None) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from rich.table import Table
+
 from cluster.cli.bench.tables import make_table, show
+from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
-from cluster.simulator.recorded.what_if import UNKNOWN, Prediction, predict
+from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, Prediction, simulated_figures
+from cluster.simulator.tuning.settings import parse_setting, with_settings
 from engine.core.tape.ring import EngineTape
 
 LABELS = {
@@ -22,21 +26,32 @@ LABELS = {
 
 
 def show_prediction(tapes: Sequence[EngineTape], settings: Sequence[str], *, as_json: bool) -> None:
-    recording = Recording(tapes)
-    found = predict(recording, settings)
+    baseline = Baseline(Recording(tapes))
+    changed = with_settings(baseline.spec, dict(map(parse_setting, settings)))
+    figures = simulated_figures(simulate(changed, baseline.trace), changed.slo)
+    found = [prediction for prediction in baseline.predict(figures) if prediction.name in LABELS]
     if as_json:
         print(json.dumps({prediction.name: prediction.figures() for prediction in found}))
         return
-    table = make_table("", "recorded", "simulated", "error, %", f"with {' '.join(settings)}", "+/-")
+    show(*told(baseline.recording), predictions(found, f"with {' '.join(settings)}"))
+    show(f"+/- is the error of the simulation of what really happened; a figure is unknown above {UNKNOWN:.0%}")
+
+
+def told(recording: Recording) -> list[str]:
+    """Return what there is to say about a tape."""
+    fit = recording.fit
+    shared = f"; a step takes {fit.contention:.0%} longer for each other engine that computes" if fit.contention else ""
+    return [
+        f"{len(recording.requests)} requests in {recording.decode + recording.prefill} engines; the cost of a step is "
+        f"fitted to {fit.steps} steps, median error {fit.error:.0%}{shared}"
+    ]
+
+
+def predictions(found: Sequence[Prediction], name: str) -> Table:
+    table = make_table("", "recorded", "simulated", "error, %", name, "+/-")
     for prediction in found:
         table.add_row(*_row(prediction))
-    fit = recording.fit
-    show(
-        f"{len(recording.requests)} requests in {recording.decode + recording.prefill} engines; the cost of a step is "
-        f"fitted to {fit.steps} steps, median error {fit.error:.0%}",
-        table,
-        f"+/- is the error of the simulation of what really happened; a figure is unknown above {UNKNOWN:.0%}",
-    )
+    return table
 
 
 def _row(prediction: Prediction) -> tuple[str, ...]:

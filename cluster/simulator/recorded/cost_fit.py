@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from cluster.simulator.cost_model import LinearCostModel, Work
+
+MIN_STEPS = 30  # to which a cost can be fitted
+CONTENTIONS = np.linspace(0.05, 2, 40).tolist()
+MIN_CONTENTION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Fit:
     steps: int
     error: float  #: median
     p90_error: float
+    contention: float = 0.0  #: by what fraction a step takes longer for each other engine that computes as it begins
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -40,6 +45,21 @@ def fit_cost(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
     errors = np.abs(features @ coefficients - measured) / measured
     cost = LinearCostModel(*coefficients.tolist())
     return Fit(cost, len(works), float(np.median(errors)), float(np.percentile(errors, 90)))
+
+
+def fit_shared(works: Sequence[Work], seconds: Sequence[float], others: np.ndarray) -> Fit:
+    """Fit a cost, and the contention of engines that share cores. others: for each step, the number of other engines
+    that computed as it began. Contention is 0 if it cannot be told from the cost, or is small."""
+    alone = fit_cost(works, seconds)
+    if min(np.count_nonzero(others), np.count_nonzero(others == 0)) < MIN_STEPS:
+        return alone
+    measured, best, least = np.asarray(seconds, dtype=np.float64), alone, alone.error
+    for contention in CONTENTIONS:
+        slowed = 1 + contention * others
+        found = fit_cost(works, (measured / slowed).tolist())
+        if found.error < least:
+            best, least = replace(found, contention=contention), found.error
+    return best if best.contention >= MIN_CONTENTION else alone
 
 
 def non_negative(features: np.ndarray) -> np.ndarray:

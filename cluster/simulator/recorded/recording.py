@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from cluster.simulator.cost_model import Work
-from cluster.simulator.recorded.cost_fit import Fit, fit_cost
+from cluster.simulator.options import HandoffPolicy
+from cluster.simulator.recorded.cost_fit import MIN_STEPS, Fit, fit_shared
 from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
 from engine.core.request import Request
@@ -19,98 +22,140 @@ from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
 
-MIN_STEPS = 30  # to which a cost can be fitted
+TAKEN_S = 0.0005  # after a step, within which an engine takes what came during it
+HANDOFF_S = 0.006  # call and messages of a handoff (docs/measurements/simulator.md)
 WARM_UP_STEPS = 4  # of an engine's first steps, which compile kernels
 
 
 @dataclass(slots=True)
 class RecordedRequest:
+    request: Request
     arrived_at: float  #: seconds since 1970
-    num_prompt: int
+    waited_s: float  #: before the engine took it, which it does between two steps
     engine: int  #: number of its tape
-    request: Request | None = None
     hashes: list[bytes] = field(default_factory=list)  #: of its first blocks, as many as the engine needed
     ended: bool = False  #: whether it ended by itself; if not, it was aborted, or the tape ends before it
 
     @property
-    def ttft_s(self) -> float | None:
-        assert self.request is not None
-        first = self.request.clock.first_token_at
-        return None if first is None else first - self.request.clock.arrived_at
+    def num_prompt(self) -> int:
+        return self.request.num_prompt
 
     @property
-    def tpot_s(self) -> float | None:
-        assert self.request is not None
-        clock, tokens = self.request.clock, self.request.num_output
-        if clock.first_token_at is None or clock.last_token_at is None or tokens < 2:
-            return None
-        return (clock.last_token_at - clock.first_token_at) / (tokens - 1)
+    def num_output(self) -> int:
+        return self.request.num_output
+
+    @property
+    def num_cached(self) -> int:
+        return self.request.prefix.num_cached
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        clock = self.request.clock
+        assert clock.first_token_at is not None
+        return clock.first_token_at - clock.arrived_at + self.waited_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first; nan if there is only one."""
+        clock, tokens = self.request.clock, self.num_output
+        assert clock.first_token_at is not None and clock.last_token_at is not None
+        return (clock.last_token_at - clock.first_token_at) / (tokens - 1) if tokens > 1 else float("nan")
+
+    @property
+    def ended_at(self) -> float:
+        """Time of its last token, in seconds since 1970."""
+        clock = self.request.clock
+        assert clock.last_token_at is not None
+        return self.arrived_at + self.waited_s + clock.last_token_at - clock.arrived_at
 
 
 class Recording:
-    """The requests and the steps of some tapes of one cluster."""
+    """The requests and the steps of some tapes of one cluster, merged by time."""
 
-    def __init__(self, tapes: Sequence[EngineTape]):
-        """Raises Diverged if a tape does not replay, and InvalidParameter if it says too little."""
+    def __init__(self, tapes: Sequence[EngineTape], *, since: float = 0.0, until: float = float("inf")):
+        """since, until: seconds since 1970 between which requests arrived. Raises Diverged if a tape does not replay,
+        and InvalidParameter if it says too little."""
         self.requests: list[RecordedRequest] = []
         self.decode = self.prefill = 0  # engines
+        self.policy: HandoffPolicy = "auto"
+        self._since, self._until = since, until
         self._works: list[Work] = []
-        self._seconds: list[float] = []
+        self._steps: list[tuple[int, float, float]] = []  # engine, start and end of each of them, in seconds since 1970
         for number, tape in enumerate(tapes):
             self._read(number, tape)
-        self.requests = sorted((r for r in self.requests if r.request is not None), key=lambda r: r.arrived_at)
+        self.requests.sort(key=lambda recorded: recorded.arrived_at)
         if not self.requests or self.decode == 0:
             raise InvalidParameter("tape", "", "one with requests that have ended")
-        started = sum(request.request.num_output > 0 for request in self.requests if request.request)
-        if not started or len(self._works) < MIN_STEPS:
+        if len(self._works) < MIN_STEPS:
             raise InvalidParameter(
                 "tape", f"{len(self._works)} steps", f"one of at least {MIN_STEPS} steps with answers"
             )
 
     def _read(self, number: int, tape: EngineTape) -> None:
-        replay = Replay(tape)
+        segments = tape.segments
+        while len(segments) > 1 and tape.wall_s + segments[1].started_at <= self._since:
+            segments = segments[1:]
+        replay = Replay(msgspec.structs.replace(tape, segments=segments))
         began, idle = 0.0, True  # when the step began that ends next; whether it was the first after a pause
+        ended, step_s = 0.0, 0.0  # the newest step's end and time
         remote = tape.role == "prefill"
         of_order: dict[int, RecordedRequest] = {}
-        own: list[tuple[RecordedRequest, Request]] = []
+        own: list[RecordedRequest] = []
 
         def on_step(plan: StepPlan, _: float) -> None:
             # requests also wait for the host between two steps, which the recorded seconds do not contain
-            seconds = replay.moments[replay.position].at - began
-            if plan.step > WARM_UP_STEPS and seconds > 0:
+            end = replay.moments[replay.position].at
+            if plan.step > WARM_UP_STEPS and end > began and self._covers(tape.wall_s + began):
                 self._works.append(Work.of(plan))
-                self._seconds.append(seconds)
+                self._steps.append((number, tape.wall_s + began, tape.wall_s + end))
 
         def on_end(request: Request, reason: str) -> None:
             recorded = of_order.pop(request.order[1], None)
             if recorded is not None:
-                recorded.request, recorded.hashes = request, list(request.prefix.hashes)
-                recorded.ended = reason in ("stop", "length")
+                recorded.hashes, recorded.ended = list(request.prefix.hashes), reason in ("stop", "length")
 
         replay.on_step, replay.on_end = on_step, on_end
         for moment in replay.run():
+            if tape.wall_s + moment.at > self._until and not of_order:
+                break
             if isinstance(moment.input, Added):
                 live = replay.scheduler.queue.live[moment.input.message.request_id]
-                new = RecordedRequest(tape.wall_s + moment.at, live.num_prompt, number)
+                # it may have come at any time during the step before, and is taken to have come in the middle
+                waited_s = step_s / 2 if not idle or moment.at - ended < TAKEN_S else 0.0
+                new = RecordedRequest(live, tape.wall_s + moment.at - waited_s, waited_s, number)
                 of_order[live.order[1]] = new
-                own.append((new, live))
+                own.append(new)
             if moment.commits:
+                ended, step_s = moment.at, moment.at - began
                 began, idle = moment.at, not replay.scheduler.has_work
             elif moment.digest is not None and (idle or not moment.digest):
                 began, idle = moment.at, not moment.digest
-        for new, live in own:
-            if new.request is None:  # it still ran at the end of the tape
-                new.request, new.hashes = live, list(live.prefix.hashes)
-        self.requests += [new for new, live in own if live.num_output > 0]
+        for still_running in of_order.values():
+            still_running.hashes = list(still_running.request.prefix.hashes)
+        answered = (each for each in own if each.request.clock.last_token_at is not None)
+        self.requests += [each for each in answered if self._covers(each.arrived_at)]
         self.prefill += remote
         self.decode += not remote
         if not remote or not hasattr(self, "scheduler"):
             self.scheduler = replay.scheduler
+        if (policy := replay.scheduler.handoffs.policy) is not None and policy.config.policy == "always":
+            self.policy = "always"
 
-    @property
+    def _covers(self, at: float) -> bool:
+        return self._since <= at <= self._until
+
+    @cached_property
     def fit(self) -> Fit:
         """The cost of the steps."""
-        return fit_cost(self._works, self._seconds)
+        engines, starts, ends = (np.array(column) for column in zip(*self._steps, strict=True))
+        others = np.zeros(len(starts), dtype=np.int64)  # engines that compute as a step begins
+        for engine in range(self.decode + self.prefill):
+            own = engines == engine
+            if own.any():
+                place = np.searchsorted(starts[own], starts, "right") - 1
+                others += (place >= 0) & (starts < ends[own][place]) & ~own
+        return fit_shared(self._works, (ends - starts).tolist(), others)
 
     def trace(self) -> Trace:
         """Return the requests as a trace: an id for each block, the same for the same prompt. Blocks of answers are the
@@ -120,7 +165,6 @@ class Recording:
         texts: dict[int, list[int]] = {}
         hash_ids = []
         for index, recorded in enumerate(self.requests):
-            assert recorded.request is not None
             whole = recorded.num_prompt // size
             own = [ids.setdefault(each, len(ids) + 1) for each in recorded.hashes]
             prompt = own[:whole]
@@ -134,7 +178,7 @@ class Recording:
             "tape",
             np.array([recorded.arrived_at - start for recorded in self.requests]),
             np.array([recorded.num_prompt for recorded in self.requests], dtype=np.int64),
-            np.array([r.request.num_output for r in self.requests if r.request is not None], dtype=np.int64),
+            np.array([recorded.num_output for recorded in self.requests], dtype=np.int64),
             hash_ids,
             size,
             texts,
@@ -156,7 +200,8 @@ class Recording:
         return size
 
     def spec(self) -> ClusterSpec:
-        """Return the cluster as it was. Its router is not on the tape: it is the default."""
+        """Return the cluster as it was. Its router is not on the tape: it is the default. Nor is the time of handoffs,
+        if there were none."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.pool
         if len(scheduler.kv_cache.pools) > 1:
             raise InvalidParameter("tape", "KV cache groups", "one of a model whose layers all keep all tokens")
@@ -165,10 +210,12 @@ class Recording:
             prefill_replicas=self.prefill,
             engine=replace(scheduler.config, block_size=pool.block_size, max_waiting=NO_LIMIT),
             cost=self.fit.cost,
+            contention=self.fit.contention,
             num_blocks=pool.num_blocks,
             max_model_len=scheduler.limits.max_model_len,
             kv_bytes=pool.block_bytes / pool.block_size,
             call_s=0.0,
             token_s=0.0,
-            handoff="auto",
+            handoff_s=HANDOFF_S,
+            handoff=self.policy,
         )

@@ -47,6 +47,15 @@ def test_every_request_ends_whatever_the_router(router, prefill):
         assert report.handoffs.count == 60
 
 
+def test_replicas_that_share_cores_slow_each_other_down():
+    spec = small_cluster(replicas=2, router="round_robin")
+    pair = Trace("pair", np.array([1.0, 1.0]), np.array([100, 100]), np.array([40, 40]))
+    shares = replace(spec, contention=0.5)
+    alone, shared, apart = simulate(shares, one_request(100, 40)), simulate(shares, pair), simulate(spec, pair)
+    assert alone.itl_p50_ms == apart.itl_p50_ms is not None
+    assert shared.itl_p50_ms == pytest.approx(1.5 * apart.itl_p50_ms, rel=0.02)
+
+
 def test_equal_seeds_give_equal_results():
     spec, trace = small_cluster(1, router="power_of_two"), make_trace("azure-conversation", 40, 10.0).first(40)
     spec = replace(spec, max_model_len=20_000, num_blocks=1500)

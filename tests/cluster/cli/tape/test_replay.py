@@ -8,38 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.scheduler import Scheduler
-from engine.core.tape.file import pack_tapes
-from engine.core.tape.ring import tape_with_key
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest
-from engine.wire.sampling_params import SamplingParams
-from tests.models import make_model
-
-KEY = b"a key of a tape."
+from tests.cluster.cli.tape.taped_engine import record
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Two requests with a common prefix, then more than fit at a time."""
-    folder = make_model(tmp_path_factory.mktemp("model"), "llama")
-    core = build_engine(
-        EngineConfig(model=str(folder), block_size=4, num_blocks=40, max_num_seqs=3, num_threads=1, tape_mib=16),
-        engine_id="engine-1",
-    )
-    for i in range(8):
-        params = SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0)
-        core.add(GenerateRequest(request_id=f"r{i}", prompt=[*range(5, 14), 20 + i], params=params))
-        core.step()
-    while core.has_work:
-        core.step()
-    assert core.scheduler.totals.prefix_hit_tokens
-    file = tmp_path_factory.mktemp("tapes") / "some.tape"
-    file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
-    core.close()
-    return file
+    return record(tmp_path_factory.mktemp("tapes"), "engine-1")
 
 
 def run(*args: object, stdin: str = "") -> str:
@@ -100,10 +76,21 @@ def test_what_other_options_would_have_done_comes_with_the_error_of_the_simulati
 
 
 @pytest.mark.parametrize(
-    "setting", ["max_num_seqs", "max_num_seqs=x", "nothing=3", "routing.policy=best", "enable_prefix_caching=1"]
-)
+    "setting",
+    ["max_num_seqs", "max_num_seqs=x", "nothing=3", "routing.policy=best", "enable_prefix_caching=1",
+     "decode.num_replicas=0", "handoff.policy=never", "num_blocks=2"],
+)  # fmt: skip
 def test_an_unknown_setting_is_refused(file, setting):
     assert CliRunner().invoke(app, ["replay", str(file), "--set", setting]).exit_code != 0
+
+
+def test_the_tapes_of_two_engines_are_one_load(file, tmp_path):
+    other = record(tmp_path, "engine-2")
+    assert [each["engine_id"] for each in json.loads(run(file, other, "--json"))] == ["engine-1", "engine-2"]
+    table = run(file, other, "--set", "decode.num_replicas=1")
+    assert "16 requests in 2 engines" in table
+    result = CliRunner().invoke(app, ["replay", str(file), str(file)])
+    assert isinstance(result.exception, InvalidParameter) and "two are of engine-1" in str(result.exception)
 
 
 def test_a_file_that_is_no_tape_is_refused(tmp_path):

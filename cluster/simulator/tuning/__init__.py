@@ -1,0 +1,1 @@
+"""Options of a simulated cluster, and a search for the best ones."""

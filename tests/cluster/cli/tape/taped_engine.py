@@ -1,0 +1,35 @@
+"""The tape of a real engine, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.tape.file import pack_tapes
+from engine.core.tape.ring import tape_with_key
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.models import make_model
+
+KEY = b"a key of a tape."
+
+
+def record(folder: Path, engine_id: str) -> Path:
+    """Two requests with a common prefix, then more than fit at a time."""
+    model = make_model(folder / "model", "llama")
+    core = build_engine(
+        EngineConfig(model=str(model), block_size=4, num_blocks=40, max_num_seqs=3, num_threads=1, tape_mib=16),
+        engine_id=engine_id,
+    )
+    for i in range(8):
+        params = SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0)
+        core.add(GenerateRequest(request_id=f"r{i}", prompt=[*range(5, 14), 20 + i], params=params))
+        core.step()
+    while core.has_work:
+        core.step()
+    assert core.scheduler.totals.prefix_hit_tokens
+    file = folder / f"{engine_id}.tape"
+    file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
+    core.close()
+    return file
