@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +22,9 @@ class SimulationOptions:
 
     trace: str = option(
         "azure-conversation",
-        "azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file of JSON "
-        "lines in Mooncake's format: timestamp (ms), input_length, output_length and, optionally, "
-        "hash_ids (one per 512 tokens).",
+        "azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file: JSON "
+        "lines in Mooncake's format, which are timestamp (ms), input_length, output_length and, optionally, "
+        "hash_ids (one per 512 tokens); or a CSV file of Azure's traces or of BurstGPT.",
         **TRAFFIC,
     )
     requests: int = option(2000, "Number of requests; with a file, the first requests of the file.", **TRAFFIC, min=1)
@@ -110,3 +110,16 @@ class SimulationOptions:
     ttft_ms: float = option(2000.0, "Limit of the time to the first token.", **GOAL)
     tpot_ms: float = option(50.0, "Limit of the mean time per token after the first.", **GOAL)
     good: float = option(0.9, "Fraction of requests that must keep both limits.", **GOAL, min=0, max=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions(SimulationOptions):
+    """Options of `manta tune`. With a tape, traffic, cluster and engines are those of the tape."""
+
+    trace: str = option("", "Traffic, as for `manta simulate`. Default: that of --tape.", **TRAFFIC, show_default=False)
+    requests: int = option(2000, "Number of requests of a simulation: those of the busiest time.", **TRAFFIC, min=1)
+
+    def given(self) -> dict[str, object]:
+        """Return the options that are not at their default, by flag."""
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {f"--{name.replace('_', '-')}": value for name, (value, default) in values.items() if value != default}

@@ -11,10 +11,12 @@ BurstGPT (arXiv:2401.17644).
 
 from __future__ import annotations
 
+import csv
 import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -29,6 +31,10 @@ from engine.errors import InvalidParameter
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
+CSV_COLUMNS = (  # of Azure's traces, and of BurstGPT's: time, tokens of the prompt and of the answer
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("Timestamp", "Request tokens", "Response tokens"),
+)
 PIECE = 512  # tokens per hash id, as in Mooncake's traces
 OUTPUT_ID = 2**30  # ids from here on are sampled tokens
 VOCABULARY = 2**31 - 1  # of the simulated model, in which a token is the id of the piece to which it belongs
@@ -95,8 +101,21 @@ class Trace:
         return GenerateRequest(request_id=str(index), prompt=self.prompt(index), params=params)
 
     def first(self, requests: int) -> Trace:
-        arrays = self.arrivals_s[:requests], self.prompt_tokens[:requests], self.output_tokens[:requests]
-        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests], self.piece, self.texts)
+        return self._part(slice(requests))
+
+    def busiest(self, requests: int) -> Trace:
+        """Return the `requests` consecutive requests with the most tokens per second, from second 0 on."""
+        if requests >= len(self):
+            return self
+        tokens = np.concatenate([[0], np.cumsum(self.prompt_tokens + self.output_tokens)])
+        seconds = self.arrivals_s[requests - 1 :] - self.arrivals_s[: len(self) - requests + 1]
+        begin = int(np.argmax((tokens[requests:] - tokens[:-requests]) / np.maximum(seconds, 1e-9)))
+        part = self._part(slice(begin, begin + requests))
+        return replace(part, arrivals_s=part.arrivals_s - part.arrivals_s[0])
+
+    def _part(self, part: slice) -> Trace:
+        arrays = self.arrivals_s[part], self.prompt_tokens[part], self.output_tokens[part]
+        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[part], self.piece, self.texts)
 
     def at_rate(self, requests_per_s: float) -> Trace:
         """Return the same requests with arrival times scaled to `rate`. Raises InvalidParameter."""
@@ -109,16 +128,9 @@ class Trace:
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Read JSON lines in Mooncake's format (arXiv:2407.00079): timestamp in ms, input_length, output_length, and
-        hash_ids, which may be left out. Raises InvalidParameter that names the line."""
-        decoder = msgspec.json.Decoder(_Line)
-        lines = []
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    if line.strip():
-                        lines.append(decoder.decode(line))
-                except msgspec.MsgspecError as error:
-                    raise InvalidParameter(f"{path}:{number}", line[:80], f"a request ({error})") from None
+        hash_ids, which may be left out. Or read a CSV file with the columns of Azure's traces or of BurstGPT. Raises
+        InvalidParameter that names the line."""
+        lines = _of_csv(path) if path.suffix == ".csv" else _of_json(path)
         if not lines:
             raise InvalidParameter("trace", str(path), "at least one request")
         lines.sort(key=lambda line: line.timestamp)
@@ -131,6 +143,41 @@ class Trace:
             np.array([max(1, line.output_length) for line in lines], dtype=np.int64),
             [_complete(line, own) for line in lines] if shared else None,
         )
+
+
+def _of_json(path: Path) -> list[_Line]:
+    decoder, lines = msgspec.json.Decoder(_Line), []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    lines.append(decoder.decode(line))
+            except msgspec.MsgspecError as error:
+                raise InvalidParameter(f"{path}:{number}", line[:80], f"a request ({error})") from None
+    return lines
+
+
+def _of_csv(path: Path) -> list[_Line]:
+    """Requests without tokens, which are those that failed, are left out."""
+    lines = []
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file)
+        columns = next((names for names in CSV_COLUMNS if set(names) <= set(rows.fieldnames or ())), None)
+        if columns is None:
+            known = " or ".join(", ".join(names) for names in CSV_COLUMNS)
+            raise InvalidParameter("trace", str(path), f"a file with the columns {known}")
+        for row in rows:
+            when, *counts = (row[name] or "" for name in columns)
+            try:
+                ms = 1000 * (
+                    float(when) if when.replace(".", "").isdigit() else datetime.fromisoformat(when).timestamp()
+                )
+                prompt, output = (int(float(count)) for count in counts)
+            except ValueError as error:
+                raise InvalidParameter(f"{path}:{rows.line_num}", str(row)[:80], f"a request ({error})") from None
+            if prompt > 0 and output > 0:
+                lines.append(_Line(ms, prompt, output))
+    return lines
 
 
 def _complete(line: _Line, own: Iterator[int]) -> list[int]:

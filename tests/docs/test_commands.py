@@ -53,6 +53,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
     r"manta tape|manta replay": "tests/cluster/cli/tape",
+    r"manta tune": "tests/cluster/cli/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
     r"curl .*key/generate": "tests/deployments/test_key_routes.py",
     r"curl": SERVER,
@@ -62,7 +63,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"python -m benchmarks.(peers|embeddings)": PEERS,
     r"python -m benchmarks.random_gguf": "writes a model of 0.58 billion weights",
     r"python -m benchmarks.real_model|python -m tools.medusa": "minutes of SmolLM2, if it was fetched",
-    r"python -m benchmarks.(isolation|lora|costs|pipeline_stages|quotas|fair_costs)": "measures for minutes",
+    r"python -m benchmarks.(isolation|lora|costs|pipeline_stages|quotas|fair_costs|what_if)": "measures for minutes",
     r"python -m benchmarks.simulator.fit": "tests/benchmarks/simulator",
     r"python -m benchmarks.simulator.write_trace": HERE,
 }

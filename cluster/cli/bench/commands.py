@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,6 +51,15 @@ def serve(
     base_url: Annotated[str, typer.Option(help="Address of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Name of the model. Default: the first of /v1/models.")] = None,
     api_key: ApiKeyOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Send the requests of a tape (`manta tape save`) or of a file in Mooncake's format, at their times or "
+            "at --request-rate. Prompts are random, and begin alike where they did.",
+        ),
+    ] = None,
     goodput: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +77,8 @@ def serve(
     first, E2EL the time to the end. Token counts come from the server's usage. Exit code 1 if any request failed.
 
     Example: manta bench serve --request-rate 8 --num-prompts 200 --goodput "ttft:500 tpot:50"
+
+    Example: manta bench serve --trace monday.tape
     """
     from cluster.cli.bench.openai_client import OpenAIClient
     from cluster.cli.bench.progress import progress_bar
@@ -74,6 +86,10 @@ def serve(
     from cluster.cli.bench.tables import show_serve
 
     objectives = parse_goodput(goodput or "")
+    if trace is not None:
+        from cluster.cli.bench.trace_load import TraceLoad
+
+        load = TraceLoad.of(trace, load)
     with progress_bar() as progress:
         report = asyncio.run(measure(load, OpenAIClient(base_url, api_key, timeout_s), model, objectives, progress))
     if html is not None:

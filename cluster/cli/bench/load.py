@@ -79,13 +79,23 @@ class ServeLoad:
             self.num_warmups + self.num_prompts, self.input_len, self.prefix_len, self.prefix_groups, self.vocab_size,
             self.seed, text=self.text or self.endpoint == "chat",
         )  # fmt: skip
-        return [msgspec.json.encode(self._body(model, prompt)) for prompt in prompts]
+        return [msgspec.json.encode(self._body(model, prompt, self.output_len)) for prompt in prompts]
 
-    def _body(self, model: str, prompt: list[int] | str) -> dict[str, Any]:
+    def times(self) -> list[float]:
+        """Return the seconds from the start at which requests are sent."""
+        from cluster.arrivals import arrival_times  # numpy
+
+        return arrival_times(self.num_prompts, self.request_rate, self.burstiness, self.seed)
+
+    def full_output(self, completed: int) -> int:
+        """Return the output tokens of so many completed requests, if answers have the full length."""
+        return completed * self.output_len
+
+    def _body(self, model: str, prompt: list[int] | str, max_tokens: int) -> dict[str, Any]:
         chat = {"messages": [{"role": "user", "content": prompt}]}
         return {
             "model": model,
-            "max_tokens": self.output_len,
+            "max_tokens": max_tokens,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -4,11 +4,15 @@ prompts."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidParameter
+
+if TYPE_CHECKING:  # numpy
+    from cluster.simulator.trace import Trace
 
 WARM_UP = 1000  # number of the first warm-up repetition
 FIRST_ID = 10  # ids below are special tokens in many vocabularies
@@ -54,6 +58,22 @@ def random_jobs(count: int, input_len: int, output_len: int, vocab_size: int, se
 def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
     first = min(FIRST_ID, vocab_size - 1)
     return [rng.randrange(first, vocab_size) for _ in range(count)]
+
+
+def trace_prompts(trace: Trace, vocab_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield a prompt of random ids for each request of a trace. Prompts begin alike as far as the trace says so."""
+    rng, pieces = random.Random(seed), dict[int, list[int]]()
+
+    def ids_of(piece: int) -> list[int]:
+        if piece not in pieces:
+            pieces[piece] = random_ids(random.Random(f"{seed}-{piece}"), trace.piece, vocab_size)
+        return pieces[piece]
+
+    for index, length in enumerate(trace.prompt_tokens.tolist()):
+        if trace.hash_ids is None:
+            yield random_ids(rng, length, vocab_size)
+        else:
+            yield [token for piece in trace.hash_ids[index] for token in ids_of(piece)][:length]
 
 
 def random_words(rng: random.Random, count: int) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from cluster.arrivals import arrival_times
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
@@ -85,7 +84,6 @@ async def measure(
             raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
         model = model or served[0]
         bodies = load.bodies(model)
-        times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
         task = progress.add_task("warming up", total=len(bodies))
 
         async def send(body: bytes) -> Outcome:
@@ -97,7 +95,7 @@ async def measure(
             await send(body)
         progress.update(task, description="measuring")
         cpu, started = time.process_time(), time.perf_counter()
-        outcomes = await send_all(send, bodies[load.num_warmups :], times, load.max_concurrency)
+        outcomes = await send_all(send, bodies[load.num_warmups :], load.times(), load.max_concurrency)
         duration = time.perf_counter() - started
         cpu_share = (time.process_time() - cpu) / duration
     return summarise(outcomes, duration, load, client.base_url, model, objectives, cpu_share)

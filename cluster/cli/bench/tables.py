@@ -80,7 +80,7 @@ def serve_notes(report: ServeReport) -> list[str]:
     notes = [f"failed {count} times: {error}" for error, count in report.errors.items()]
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage; their tokens were counted by chunks")
-    elif report.total_output_tokens < (asked := report.completed * report.load.output_len):
+    elif report.total_output_tokens < (asked := report.load.full_output(report.completed)):
         notes.append(f"answers are shorter than requested: in full they would have {asked} tokens")
     if report.client_cpu_share > BUSY_CLIENT:
         notes.append(

@@ -120,3 +120,39 @@ def test_bursts_are_burstier_than_a_poisson_process():
 def test_traces_that_cannot_be_are_refused(arguments):
     with pytest.raises(InvalidParameter):
         make_trace(*arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,40,5\n2023-11-16 18:17:05.4799600,7,3\n",
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,40,5,45,Conversation log\n5.5,GPT-4,9,0,9,API log\n6.5,GPT-4,7,3,10,API log\n",
+    ],
+    ids=["Azure", "BurstGPT"],
+)
+def test_the_csv_files_of_others_are_traces_too(text, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    trace = Trace.read(tmp_path / "t.csv")
+    assert trace.arrivals_s.tolist() == pytest.approx([0, 1.5])
+    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([40, 7], [5, 3])
+
+
+def test_a_csv_file_with_other_columns_or_no_numbers_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("when,in,out\n1,2,3\n")
+    with pytest.raises(InvalidParameter, match="ContextTokens"):
+        Trace.read(path)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n4,many,6\n")
+    with pytest.raises(InvalidParameter, match=r"t\.csv:3"):
+        Trace.read(path)
+
+
+def test_the_busiest_part_begins_at_second_0_with_its_own_prompts():
+    tokens = np.array([10, 10, 500, 500, 10])
+    ids = [[i] for i in range(5)]
+    trace = Trace("t", np.array([0.0, 5, 10, 11, 30]), tokens, np.ones(5, dtype=int), ids)
+    busiest = trace.busiest(2)
+    assert busiest.arrivals_s.tolist() == [0, 1]
+    assert busiest.prompt_tokens.tolist() == [500, 500] and busiest.prompt(0)[0] == 2
+    assert trace.busiest(5) is trace

@@ -16,6 +16,7 @@ from cluster.cli.bench.openai_client import Outcome
 from cluster.cli.bench.serve import meets, parse_goodput, send_all, summarise
 from engine.errors import InvalidParameter
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
+from tests.cluster.cli.tape.taped_engine import record
 
 
 @pytest.fixture
@@ -239,3 +240,37 @@ def test_failed_requests_count_for_nothing_but_themselves():
     assert result.latencies["ttft"].median == pytest.approx(200)
     assert result.latencies["e2el"].max == pytest.approx(500)
     assert result.latencies["itl"].mean == pytest.approx(100)
+
+
+def test_the_requests_of_a_trace_are_sent_with_their_lengths_and_common_beginnings(server, tmp_path):
+    lines = [
+        {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 40, "input_length": 700, "output_length": 5, "hash_ids": [1, 3]},
+        {"timestamp": 20, "input_length": 9, "output_length": 2},
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    fields = json.loads(bench("--base-url", server.url, "--json", "--trace", str(tmp_path / "t.jsonl")).stdout)
+    assert (fields["completed"], fields["num_prompts"], fields["input_len"]) == (3, 3, 436)
+    assert fields["duration"] > 0.04
+    prompts = {body["max_tokens"]: body["prompt"] for _, body in server.requests}
+    assert {tokens: len(prompt) for tokens, prompt in prompts.items()} == {3: 600, 5: 700, 2: 9}
+    assert prompts[3][:512] == prompts[5][:512] != prompts[3][512:] and prompts[3][512] != prompts[5][512]
+
+
+def test_the_arrivals_of_a_tape_are_sent_again_at_another_rate(server, tmp_path):
+    tape = record(tmp_path, "engine-1")
+    fields = json.loads(
+        bench(
+            "--base-url", server.url, "--json", "--trace", str(tape), "--request-rate", "80", "--num-warmups", "2"
+        ).stdout
+    )
+    assert (fields["completed"], fields["total_output_tokens"]) == (8, 8 * 15)
+    assert fields["request_rate"] == pytest.approx(80)
+    sent = [body["prompt"] for _, body in server.requests[2:]]
+    assert len(sent) == 8 and {len(prompt) for prompt in sent} == {10} and len({tuple(p[:8]) for p in sent}) == 1
+
+
+def test_lengths_beside_a_trace_are_refused(server, tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"timestamp": 0, "input_length": 5, "output_length": 1}')
+    result = CliRunner().invoke(cli.app, ["bench", "serve", "--trace", str(tmp_path / "t.jsonl"), "--input-len", "9"])
+    assert isinstance(result.exception, InvalidParameter) and "--input-len" in str(result.exception)

@@ -1,0 +1,227 @@
+"""`manta tune`: finds the options that serve a load best, by simulation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from cluster.cli.bench.tables import figure, make_table, show
+from cluster.flags import JsonOption, with_flags
+from cluster.simulator.options import TuneOptions
+from engine.errors import InvalidParameter
+
+if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
+    from cluster.simulator.recorded.what_if import Baseline, Figures
+    from cluster.simulator.spec import ClusterSpec, GoodputSlo
+    from cluster.simulator.trace import Trace
+    from cluster.simulator.tuning.search import Trial
+
+WITH_TAPE = {"--requests", "--rate", "--ttft-ms", "--tpot-ms", "--good"}
+WITH_TRACE = WITH_TAPE | {"--trace", "--burstiness", "--seed"}
+
+
+@with_flags
+def tune(
+    options: TuneOptions,
+    tape: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="File of `manta tape save`; may be given several times."),
+    ] = None,
+    objective: Annotated[
+        Literal["goodput", "cost"],
+        typer.Option(
+            help="`goodput`: most requests within both latency targets. `cost`: fewest GPUs with which --good of the "
+            "requests are within them."
+        ),
+    ] = "goodput",
+    max_gpus: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of GPUs (of replicas, on a CPU). Default: as many as now.")
+    ] = None,
+    try_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try", help="Values of an option to try, such as `num_blocks=500,1000`, in place of the usual ones."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the options that serve a load best, and print them as keys of serve_config.yaml with their expected effect.
+
+    With --tape, the load, the cluster and the cost of its steps are those of a tape, and the error of the simulation is
+    known. With --tape and --trace, the load is another one. With --trace alone, the cluster is described by flags, as
+    for `manta simulate`. docs/replay.md says what is tried. Exit code 1 if `cost` finds nothing that is good enough.
+
+    Example: manta tune --tape monday.tape --ttft-ms 500 --tpot-ms 40
+
+    Example: manta tune --trace azure-code --rate 40 --replicas 4 --objective cost
+    """
+    from cluster.cli.bench.progress import progress_bar
+    from cluster.simulator.tuning.search import Tuner, make_grid
+
+    start = make_start(options, tape or [])
+    limit = start.spec.gpus if max_gpus is None else max_gpus
+    grid = make_grid(start.spec, limit, [pair for text in try_ or [] for pair in parse_values(text)])
+    searched = start.trace.busiest(options.requests)
+    with progress_bar() as progress:
+        task = progress.add_task("simulating", total=None)
+
+        def on_trial(trial: Trial) -> None:
+            told = ", ".join(f"{name}={value}" for name, value in trial.changes.items()) or "as it is"
+            progress.update(task, advance=1, description=f"{told}: {trial.report.good:.0%} good")
+
+        tuner = Tuner(start.spec, searched, objective, limit, grid, on_trial)
+        best = tuner.tune()
+        result = Result(
+            start, best, tuner.num_tried, *(simulated(spec, start.trace) for spec in (start.spec, best.spec))
+        )
+    if as_json:
+        print(json.dumps(result.figures()))
+    else:
+        show_result(result)
+    raise typer.Exit(int(objective == "cost" and not tuner.is_good_enough(best)))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The cluster as it is, its load, and what a tape tells of them."""
+
+    spec: ClusterSpec
+    trace: Trace
+    baseline: Baseline | None = None
+    is_other_load: bool = False  #: whether the load is not the tape's
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    start: Start
+    best: Trial
+    tried: int
+    before: Figures
+    after: Figures
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Errors of the simulation of what really happened, as fractions by figure; empty without a tape."""
+        baseline = self.start.baseline
+        return {} if baseline is None else {each.name: each.error for each in baseline.predict(baseline.simulated)}
+
+    @property
+    def serve_config(self) -> str:
+        from cluster.simulator.tuning.settings import to_yaml
+
+        return to_yaml(self.start.spec, self.best.spec)
+
+    @property
+    def is_within_error(self) -> bool:
+        """Whether the gain in good requests is not larger than the error."""
+        gain = abs(self.after.good - self.before.good)
+        return "good" in self.errors and gain <= self.errors["good"] * self.after.good
+
+    def figures(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        return {
+            "tried": self.tried,
+            "changes": self.best.changes,
+            "serve_config": self.serve_config,
+            "gpus": [self.start.spec.gpus, self.best.spec.gpus],
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "errors": self.errors,
+        }
+
+
+def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
+    """Return where the search begins. Raises ServingError."""
+    from cluster.simulator.recorded.recording import Recording
+    from cluster.simulator.recorded.what_if import Baseline
+    from cluster.simulator.spec import find_trace, make_cluster
+    from engine.core.tape.file import read_all
+
+    given = options.given()
+    for flag in ("--autoscale", "--switch-roles"):
+        if flag in given:
+            raise InvalidParameter(flag, given[flag], "left out, because `manta tune` compares clusters of fixed sizes")
+    if not tapes:
+        if not options.trace:
+            raise InvalidParameter("--tape", None, "given, or --trace")
+        trace = find_trace(whole_file(options))
+        return Start(make_cluster(options, trace), trace)
+    for flag, value in given.items():
+        if flag not in (WITH_TRACE if options.trace else WITH_TAPE):
+            raise InvalidParameter(flag, value, "left out with --tape, which tells it")
+    baseline = Baseline(Recording(read_all(tapes)), slo_of(options))
+    if options.trace:
+        return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)
+    trace = baseline.trace if options.rate is None else baseline.trace.at_rate(options.rate)
+    return Start(baseline.spec, trace, baseline, is_other_load=options.rate is not None)
+
+
+def whole_file(options: TuneOptions) -> TuneOptions:
+    """Return the options with all requests of a trace's file, of which the busiest are chosen later."""
+    return replace(options, requests=sys.maxsize) if Path(options.trace).is_file() else options
+
+
+def slo_of(options: TuneOptions) -> GoodputSlo:
+    from cluster.simulator.spec import GoodputSlo
+
+    return GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good)
+
+
+def parse_values(text: str) -> list[tuple[str, Any]]:
+    """Return name and value of each of `NAME=VALUE,VALUE`. Raises InvalidParameter."""
+    from cluster.simulator.tuning.settings import parse_setting
+
+    name, _, values = text.partition("=")
+    return [parse_setting(f"{name}={value}", "--try") for value in values.split(",")]
+
+
+def simulated(spec: ClusterSpec, trace: Trace) -> Figures:
+    from cluster.simulator.cluster import simulate
+    from cluster.simulator.recorded.what_if import simulated_figures
+
+    return simulated_figures(simulate(spec, trace), spec.slo)
+
+
+def show_result(result: Result) -> None:
+    start, slo = result.start, result.start.spec.slo
+    goal = f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"
+    if start.baseline is not None:
+        from cluster.cli.tape.prediction import told
+
+        show(*told(start.baseline.recording))
+    show(f"{len(start.trace)} requests; {result.tried} clusters simulated", effects(result), goal)
+    if start.baseline is None:
+        show("without a tape, the error is not known; docs/measurements/simulator.md has some that were measured")
+    else:
+        show("+/- is the error of the simulation of what really happened when the tape was recorded")
+    if not result.serve_config:
+        show("nothing that was tried is expected to be better")
+        return
+    if result.is_within_error:
+        show("the expected gain is not larger than the error: measure it before you rely on it")
+    show("change in the model's section of serve_config.yaml:", result.serve_config)
+
+
+def effects(result: Result) -> Table:
+    from cluster.cli.tape.prediction import LABELS
+
+    labels = {"good": ("good requests, %", 100.0), **LABELS}
+    baseline, errors = result.start.baseline, result.errors
+    recorded = baseline.recorded if baseline is not None and not result.start.is_other_load else None
+    columns = ["", "recorded", "simulated", "with the change", "+/-"]
+    table = make_table(*(name for name in columns if recorded is not None or name != "recorded"))
+    for name, (label, scale) in labels.items():
+        before, after = (scale * getattr(each, name) for each in (result.before, result.after))
+        row = [] if recorded is None else [figure(scale * getattr(recorded, name))]
+        band = figure(after * errors[name]) if name in errors else None
+        table.add_row(label, *row, figure(before), figure(after), band or "-")
+    gpus = ["-"] if recorded is not None else []
+    table.add_row("GPUs", *gpus, str(result.start.spec.gpus), str(result.best.spec.gpus), "-")
+    return table
