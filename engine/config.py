@@ -401,6 +401,11 @@ class EngineConfig:
         "Number of engines that share the experts of a mixture. Each has its own requests, scheduler and KV cache, and "
         "computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
     )
+    enable_elastic_ep: bool = option(
+        False,
+        "Let the engines of `data_parallel` go on if one of them dies. The others take over its experts and its "
+        "requests (docs/rank_groups.md).",
+    )
     enable_eplb: bool = option(
         False,
         "Move experts between ranks by their measured load, with `expert_parallel` on at least two ranks "
@@ -514,6 +519,9 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", kv_events)
         if isinstance(self.eplb_config, dict):
             object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
+        if self.enable_elastic_ep and self.speculative is not None and self.speculative.has_weights:
+            limit = "one without weights (ngram or suffix) with enable_elastic_ep"
+            raise ConfigError("speculative.method", self.speculative.method, limit)
         if self.enable_eplb:
             if not self.expert_parallel or self.tensor_parallel == 1:
                 raise ConfigError("enable_eplb", True, "false without expert_parallel on at least two ranks")
@@ -542,6 +550,8 @@ class EngineConfig:
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel == 1:
+            if self.enable_elastic_ep:
+                raise ConfigError("enable_elastic_ep", True, "false without data_parallel above 1")
             return
         if not self.expert_parallel:
             limit = "1 without expert_parallel; for independent engines, use replicas instead"

@@ -54,11 +54,12 @@ class RankReady:
 
     address: str  #: ZMQ address on which the engine takes commands
     max_model_len: int
+    engines: Sequence[str] = ()  #: ZMQ addresses at which engines that go on without lost ones are told who they are
 
 
 class RankActor:
-    """Hosts an engine on its first rank, and a worker on its other ranks. A dead rank is never restarted; its replica
-    is replaced."""
+    """Hosts an engine on its first rank, and a worker on its other ranks. A dead rank is never restarted: its replica
+    is replaced, at once or, if the other engines go on, later."""
 
     def __init__(self) -> None:
         # else torch would print a page about a lost connection when rank 0 ends first
@@ -124,17 +125,13 @@ class RankActor:
 
     def _lead(self, config: EngineConfig, engine: EngineTask, ranks: TPGroup, host: str) -> RankReady:
         from engine.core.server import EngineServer
-        from engine.distributed.data_parallel_group import engine_group
+        from engine.distributed.data_parallel_group import DataParallelGroup, engine_group
 
-        server = EngineServer(
-            config,
-            engine_id=engine.engine_id,
-            status_to=engine.status_to,
-            host=host,
-            group=engine_group(config, ranks),
-        )
+        group = engine_group(config, ranks)
+        server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)
         self._process = server
-        return RankReady(server.address, server.max_model_len)
+        engines = group.waves.addresses if isinstance(group, DataParallelGroup) and config.enable_elastic_ep else ()
+        return RankReady(server.address, server.max_model_len, engines)
 
     def _follow(self, config: EngineConfig, group: TPGroup, host: str) -> None:
         from engine.runner.worker import Worker

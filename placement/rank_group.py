@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.roster import Roster
 from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.cuda_device import rank_options
 from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask
@@ -34,6 +35,7 @@ class RankGroup:
     def __init__(self, spec: GroupSpec):
         self._spec = spec
         self._ranks: list[Any] = []  # actor handles, by bundle until the ranks' order is known, then by rank
+        self._roster: Roster | None = None  # if engines go on without a lost one; each then has one rank
 
     async def start(
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
@@ -49,16 +51,24 @@ class RankGroup:
             self.kill()
             raise
 
-    async def run(self) -> str:
-        """Let all ranks serve. Returns why the first of them ended."""
-        running = [asyncio.ensure_future(_ended(rank, number)) for number, rank in enumerate(self._ranks)]
+    async def run(self, on_loss: Callable[[int, str], None] = lambda engine, reason: None) -> str:
+        """Let all ranks serve. Returns why the first of them ended, or the last if engines go on without lost ones.
+        on_loss: function called with the number of an engine without which the others go on, and the reason."""
+        running = {asyncio.ensure_future(_ended(rank, number)): number for number, rank in enumerate(self._ranks)}
         try:
-            done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            reasons = [reason for ended in done if (reason := ended.result())]
-            if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows the reason
-                done, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 reasons = [reason for ended in done if (reason := ended.result())]
-            return reasons[0] if reasons else "its ranks ended"
+                if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows why
+                    told, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+                    reasons, done = [reason for ended in told if (reason := ended.result())], done | told
+                reason = reasons[0] if reasons else "its ranks ended"
+                for ended in done:
+                    number = running.pop(ended)
+                    if self._roster is None or not self._roster.lose(number, reason):
+                        return reason
+                    ray.kill(self._ranks[number])  # its process may live
+                    on_loss(number, reason)
         finally:
             for ended in running:
                 ended.cancel()
@@ -67,6 +77,8 @@ class RankGroup:
         """End the ranks' processes, even those that hang."""
         for rank in self._ranks:
             ray.kill(rank)
+        if self._roster is not None:
+            self._roster.close()
 
     async def _start(
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
@@ -86,7 +98,10 @@ class RankGroup:
         started = [actor.start.remote(task, rank, rank_0) for rank, actor in enumerate(self._ranks)]
         ready: list[RankReady | None] = await self._all(started, deadline)
         logger.info("ranks ready engine_id=%s ranks=%d", replica, len(self._ranks))
-        return [engine.address for engine in ready if engine is not None]
+        leaders = [rank for rank in ready if rank is not None]
+        if leaders[0].engines:
+            self._roster = Roster(leaders[0].engines, key)
+        return [engine.address for engine in leaders]
 
     def _create(self) -> list[Any]:
         """Create one actor per bundle."""

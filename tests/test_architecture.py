@@ -171,6 +171,7 @@ OTHER_MODELS = """
     distributed/stage_group.py distributed/step_results.py runner/stages/stage_runner.py runner/stages/stage_times.py
     runner/drafting.py model/expert_split.py model/expert_parallel.py
     distributed/data_parallel_group.py distributed/expert_exchange.py runner/launching/wave_launcher.py
+    distributed/survivors.py distributed/roster.py runner/launching/recovery.py
 """
 
 
@@ -189,7 +190,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 14_412), (everything, 72_040)):
+    for files, limit in ((set(path) - others, 14_462), (everything, 72_720)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

@@ -124,8 +124,12 @@ def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s
 
 
 def _experts(replica: ReplicaStatus) -> list[str]:
-    """Return a line for each stage of a replica whose ranks share whole experts."""
-    lines = []
+    """Return a line for each stage of an engine whose ranks share whole experts, and one if it has lost others."""
+    lines, shared = [], replica.stats.shared
+    if shared is not None and shared.generation:
+        lines.append(
+            f"{replica.engine_id} goes on with {shared.engines} of {shared.engines + shared.generation} engines"
+        )
     for experts in replica.stats.experts:
         total = max(1, sum(experts.rank_tokens))
         loads = " ".join(f"{tokens / total:.0%}" for tokens in experts.rank_tokens)

@@ -213,7 +213,7 @@ TABLE = (
         "--pipeline-parallel-size split a model",
     ),
     ignored(
-        "--enable-ep-weight-filter --all2all-backend= --expert-placement-strategy= --enable-elastic-ep",
+        "--enable-ep-weight-filter --all2all-backend= --expert-placement-strategy=",
         "with --enable-expert-parallel, a rank reads only its own experts",
     ),
     ignored(

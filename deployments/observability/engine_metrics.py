@@ -126,6 +126,10 @@ def _stages(field: str) -> Callable[[EngineStats], dict[int, float]]:
     return lambda stats: {number: getattr(stage, field) for number, stage in enumerate(stats.stages)}
 
 
+def _shared(field: str) -> Callable[[EngineStats], float | None]:
+    return lambda stats: None if stats.shared is None else getattr(stats.shared, field)
+
+
 def _experts(field: str) -> Callable[[EngineStats], dict[int, float]]:
     return lambda stats: {experts.stage: getattr(experts, field) for experts in stats.experts}
 
@@ -302,7 +306,20 @@ LABELLED: list[Row] = [
         Counter,
         "manta_shared_wait_seconds",
         "Seconds in which an engine waited for engines that share its experts to begin a step.",
-        lambda stats: None if stats.shared is None else stats.shared.wait_s,
+        _shared("wait_s"),
+    ),
+    (Gauge, "manta_shared_engines", "Engines that share experts, without those that were lost.", _shared("engines")),
+    (
+        Gauge,
+        "manta_shared_generation",
+        "Engines that were lost, while others went on.",
+        _shared("generation"),
+    ),
+    (
+        Counter,
+        "manta_shared_pause_seconds",
+        "Seconds in which an engine took no steps because another was lost.",
+        _shared("pause_s"),
     ),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),

@@ -14,7 +14,7 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
-from engine.errors import EngineUnavailable, RequestTimeout
+from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
 from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
@@ -70,9 +70,11 @@ class EngineControl:
         self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
         self._lists: dict[str, asyncio.Future[Any]] = {}
         self._broken: str | None = None
+        self._lost = False  # whether it alone has died, of several
         self._refuses: str | None = None
         self._status: EngineStatus | None = None
-        self._status_at = self._now()
+        self._status_at = self._pauses_until = self._now()
+        self._generation = 0  # of engines that share experts, with which the pause ends
 
     def send(self, command: bytes) -> None:
         """Send a command to the engine."""
@@ -97,7 +99,7 @@ class EngineControl:
         """
         name, timeout_s = request.request_id, request.timeout_s
         if reason := self._broken or self._refuses:
-            raise EngineUnavailable(reason)
+            raise EngineLost(reason) if self._lost else EngineUnavailable(reason)
         assert name not in self._calls, name
         ended = asyncio.get_running_loop().create_future()
         self._calls[name] = ended
@@ -205,19 +207,27 @@ class EngineControl:
         self.check_health()
         self._send(ReleaseHolds(name, client))
 
-    def fail(self, reason: str) -> None:
-        """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone."""
-        self._broken = reason
+    def expect_pause(self, seconds: float, generation: int) -> None:
+        """Count the engine as healthy even if it is silent and makes no progress, for this time at most: until it goes
+        on without engines that were lost. generation: number of these."""
+        self._pauses_until, self._generation = self._now() + seconds, generation
+
+    def fail(self, reason: str, alone: bool = False) -> None:
+        """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone. alone: whether
+        other engines of the replica go on; then the error is EngineLost."""
+        self._broken, self._lost = reason, alone
         self.close()
         open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._loads.values()]
         for ended in open_calls:
             if not ended.done():
-                ended.set_exception(EngineUnavailable(reason))
+                ended.set_exception(EngineLost(reason) if alone else EngineUnavailable(reason))
 
     def check_health(self) -> None:
         """Raise EngineUnavailable if the engine is gone, silent, or makes no progress."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
+        if self._now() < self._pauses_until:
+            return
         silent_s = self._now() - self._status_at
         if silent_s > self._stall_timeout_s:
             raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
@@ -268,6 +278,8 @@ class EngineControl:
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, self._now()
+        if status.stats.shared is not None and status.stats.shared.generation >= self._generation:
+            self._pauses_until = self._status_at
         for request_id in status.ended:
             ended = self._calls.get(request_id)
             if ended is not None and not ended.done():

@@ -151,12 +151,15 @@ class EngineDeployment:
         self._engines.check_health()
 
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
-        """End this process when a rank dies or an engine hangs.
+        """End this process when a rank dies without which the others cannot go on, when an engine hangs, or when there
+        is time to replace engines that were lost.
 
         If Serve stopped a hanging replica in an orderly way, it would wait `drain_s` in vain for the replica's
         requests.
         """
-        ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engines.until_unhealthy())]
+        engines = self._engines
+        awaited = ranks.run(engines.lose), engines.until_unhealthy(), engines.until_idle_without_lost()
+        ends = [asyncio.create_task(end) for end in awaited]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:

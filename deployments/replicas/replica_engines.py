@@ -1,13 +1,21 @@
-"""The engines of one replica: one, or several that share experts. They live and die together. Independent of Ray."""
+"""The engines of one replica: one, or several that share experts. They live and die together, unless they go on without
+lost ones (`enable_elastic_ep`). Independent of Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 300.0  # for engines to go on without a lost one; they may have to read experts from a disk
+IDLE_S = 60.0  # without requests, after which a replica that has lost engines restarts
+POLL_INTERVAL_S = 1.0
 
 E = TypeVar("E", bound=EngineControl)
 
@@ -17,10 +25,11 @@ class ReplicaEngines(Generic[E]):
 
     def __init__(self, engines: Mapping[str, E]):
         self._engines = dict(engines)
-        self.all = list(self._engines.values())
+        self.all = list(self._engines.values())  #: those that are not lost
+        self._has_lost = asyncio.Event()
 
     def choose(self, engine_id: str) -> E:
-        """Return the engine with this id, or the one with the fewest requests if there is none."""
+        """Return the engine with this id, even if it is lost; or the one with the fewest requests if there is none."""
         return self._engines.get(engine_id) or min(self.all, key=lambda engine: engine.num_answers)
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -40,12 +49,35 @@ class ReplicaEngines(Generic[E]):
         for engine in self.all:
             engine.check_health()
 
+    def lose(self, number: int, reason: str) -> None:
+        """Go on without an engine that has died. number: among all engines at the start. Its open calls end with
+        EngineLost, so that the ingresses send its requests to others."""
+        engine = list(self._engines.values())[number]
+        self.all.remove(engine)
+        logger.warning("replica goes on with %d of %d engines: %s", len(self.all), len(self._engines), reason)
+        for other in self.all:
+            other.expect_pause(PAUSE_S, len(self._engines) - len(self.all))
+        engine.fail(reason, alone=True)
+        self._has_lost.set()
+
+    async def until_idle_without_lost(self) -> str:
+        """Wait until an engine is lost, and then until there was no request for IDLE_S. Returns why to restart."""
+        await self._has_lost.wait()
+        idle_s = 0.0
+        while idle_s < IDLE_S:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            idle_s = 0.0 if any(engine.num_answers for engine in self.all) else idle_s + POLL_INTERVAL_S
+        return f"{len(self._engines) - len(self.all)} of its engines were lost, and it has no requests now"
+
     async def until_unhealthy(self) -> str:
         """Wait until one engine is unhealthy. Returns what is wrong."""
-        waiting = [asyncio.ensure_future(engine.until_unhealthy()) for engine in self.all]
+        waiting = {asyncio.ensure_future(engine.until_unhealthy()): engine for engine in self.all}
         try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
+            while True:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for ended in done:
+                    if waiting.pop(ended) in self.all:
+                        return ended.result()
         finally:
             for other in waiting:
                 other.cancel()

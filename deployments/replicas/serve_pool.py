@@ -23,7 +23,7 @@ from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.config import Role
 from deployments.routing.routing_context import CallOutcome, PromptDigest, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
-from engine.errors import EngineUnavailable, Overloaded, ServingError
+from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import ErrorInfo, GenerateRequest, HotPrefixes, PeerPool
 from engine.wire.remote_request import RemoteRequest
@@ -177,7 +177,8 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
         raise
     except Exception as error:  # of Ray, Serve or gRPC: the call is lost
         translated = _translate(error)
-        outcome = "lost" if isinstance(translated, EngineUnavailable) else "ended"
+        if isinstance(translated, EngineUnavailable):
+            outcome = "engine_lost" if isinstance(translated, EngineLost) else "lost"
         raise translated from error
     finally:
         call.close(outcome)

@@ -14,8 +14,9 @@ from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.remote_request import KVHolder
 
-# answered: the engine had the request and has ended it. lost: the replica or its engine is gone. ended: anything else.
-CallOutcome = Literal["answered", "lost", "ended"]
+# answered: the engine had the request and has ended it. lost: the replica or its engine is gone. engine_lost: only the
+# engine is gone, and others of its replica go on. ended: anything else.
+CallOutcome = Literal["answered", "lost", "engine_lost", "ended"]
 
 
 @dataclass(frozen=True, slots=True)

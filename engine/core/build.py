@@ -202,10 +202,11 @@ def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
     needed even without overlap, to notice a rank that hangs while a step waits for it."""
     if group.expert_exchange is not None:
         from engine.distributed.data_parallel_group import DataParallelGroup
+        from engine.runner.launching.recovery import NoRecovery, Recovery
         from engine.runner.launching.wave_launcher import WaveLauncher
 
         assert isinstance(group, DataParallelGroup)
-        return WaveLauncher(runner, group)
+        return WaveLauncher(runner, group, (Recovery if runner.config.enable_elastic_ep else NoRecovery)(runner, group))
     if group.size > 1 or (runner.overlap and not runner.device.asynchronous):
         return LaunchThread(runner)
     return Launcher(runner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import zmq
@@ -17,18 +17,13 @@ import zmq
 from engine.config import EngineConfig
 from engine.device import is_gpu
 from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 
 logger = logging.getLogger(__name__)
 
 NAME = "waves"  # name of the socket in metrics
-
-
-class Wave(msgspec.Struct, frozen=True, tag=True):
-    """Asks an engine to take part in a wave of steps. Waves count from 0; a wave that is over is ignored."""
-
-    number: int
 
 
 class DataParallelGroup(TPGroup):
@@ -39,9 +34,14 @@ class DataParallelGroup(TPGroup):
         super().__init__(0, 1, all_engines.key)
         self.all_engines: ConnectedGroup = all_engines
         self.host, self.local_size = all_engines.host, all_engines.local_size
-        self.expert_exchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu")
+        self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu")
         with self.starting():
             self.waves = Waves(all_engines)
+
+    def use(self, engines: ConnectedGroup) -> None:
+        """Share experts with these engines from now on, because others were lost."""
+        self.all_engines, self.local_size = engines, engines.local_size
+        self.expert_exchange.use(engines)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -60,28 +60,37 @@ class DataParallelGroup(TPGroup):
 
 
 class Waves:
-    """Messages by which an engine that has something to compute wakes the others."""
+    """Messages by which an engine that has something to compute wakes the others, and by which engines learn that one
+    of them is lost (survivors.py)."""
 
     def __init__(self, engines: ConnectedGroup):
         """Every engine has to create its end at the same time."""
         self._context = zmq.Context()
-        self._inbox: PullSocket[Wave] = PullSocket(self._context, engines.host, Wave, name=NAME, key=engines.key)
+        self._inbox: PullSocket[Message] = PullSocket(self._context, engines.host, Message, name=NAME, key=engines.key)
         self._encode = msgspec.msgpack.Encoder().encode
         self._end, self._closing = Waker(), False
         self._listener: threading.Thread | None = None
-        addresses = engines.exchange(self._inbox.address)
-        self._others = [address for rank, address in enumerate(addresses) if rank != engines.rank]
+        #: Where each engine takes messages, by its number.
+        self.addresses = engines.exchange(self._inbox.address)
+        self._own = engines.rank
+        self.members = list(range(engines.size))  #: numbers of the engines that have not been lost
         self._peers = PushSockets(self._context, key=engines.key)
-        for address in self._others:
-            self._peers.connect(address)
+        for number in self._others:
+            self._peers.connect(self.addresses[number])
 
-    def start(self, number: int) -> None:
-        """Tell the other engines that a wave starts. Called by one thread."""
-        for address in self._others:
-            self._peers.send(address, self._encode(Wave(number)))
+    @property
+    def _others(self) -> list[int]:
+        return [number for number in self.members if number != self._own]
 
-    def listen(self, call: Callable[[Wave], None]) -> None:
-        """Call a function, in another thread, for every wave that another engine starts."""
+    def tell(self, message: Message) -> None:
+        """Send a message to all other members. Called by one thread."""
+        encoded = self._encode(message)
+        with suppress(zmq.ZMQError):  # the engine ends, and its sockets are closed
+            for number in self._others:
+                self._peers.send(self.addresses[number], encoded)
+
+    def listen(self, call: Callable[[Message], None]) -> None:
+        """Call a function, in another thread, for every message."""
 
         poller = zmq.Poller()
         poller.register(self._inbox.socket, zmq.POLLIN)
@@ -90,8 +99,8 @@ class Waves:
         def receive() -> None:
             while not self._closing:
                 poller.poll()
-                for wave in self._inbox.messages():
-                    call(wave)
+                for message in self._inbox.messages():
+                    call(message)
 
         self._listener = threading.Thread(target=receive, name="waves", daemon=True)
         self._listener.start()

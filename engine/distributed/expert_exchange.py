@@ -39,6 +39,10 @@ class ExpertExchange:
         self._ranks, self._device = ranks, device
         self._counts: list[int] | None = None
 
+    def use(self, ranks: Ranks) -> None:
+        """Exchange with these ranks from now on, because an engine was lost."""
+        self.rank, self.size, self._ranks = ranks.rank, ranks.size, ranks
+
     def begin(self, rows: int | None) -> bool:
         """Begin a step of all engines, and return whether any has one. rows: number of rows of this engine; None if it
         has no step. On a GPU this waits for the device."""

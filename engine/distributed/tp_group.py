@@ -99,6 +99,14 @@ class TPGroup:
         missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
+        group = TPGroup.reach(rank, size, address, timeout_s, **options)
+        group.join(deadline - time.monotonic())
+        return group
+
+    @staticmethod
+    def reach(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
+        """Connect to rank 0 of a group; `join` completes it. The arguments and errors are those of `connect`."""
+        deadline = time.monotonic() + timeout_s
         host, _, port = address.rpartition(":")
         while True:
             try:
@@ -112,9 +120,7 @@ class TPGroup:
                 time.sleep(POLL_INTERVAL_S)
         with _lost_rank_0():
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        group = ConnectedGroup(rank, size, store, own_host, address, **options)
-        group.join(deadline - time.monotonic())
-        return group
+        return ConnectedGroup(rank, size, store, own_host, address, **options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on every rank. May overwrite `x`."""
@@ -157,6 +163,10 @@ class TPGroup:
     def abort(self, reason: str) -> None:
         """Make every present and future wait for other ranks raise. May be called from any thread."""
 
+    def lose(self, rank: int, reason: str) -> None:
+        """Record that the process of another rank has ended. May be called from any thread."""
+        self.abort(reason)
+
     def close(self) -> None:
         """Release connections and memory, without notifying the other ranks."""
 
@@ -194,6 +204,12 @@ class ConnectedGroup(TPGroup):
         self._releases: list[Callable[[], None]] = []
         self._exchanges = 0
         self._broken: str | None = None
+        self._goes_on: Callable[[int, str], bool] = lambda rank, reason: False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `connect` for a group like this one."""
+        return {"device": "cuda" if self._cuda else "cpu", "shared_memory": self._shared_memory, "key": self.key}
 
     def join(self, timeout_s: float) -> None:
         """Wait for all ranks and connect to them. Raises RendezvousTimeout, or another rank's StartupError."""
@@ -265,17 +281,7 @@ class ConnectedGroup(TPGroup):
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
         `abort` and `close` of this group act on the new one too."""
         store = dist.PrefixStore(name, self._open_store())
-        group = ConnectedGroup(
-            rank,
-            size,
-            store,
-            self.host,
-            self.address,
-            device="cuda" if self._cuda else "cpu",
-            shared_memory=self._shared_memory,
-            key=self.key,
-            parent=self,
-        )
+        group = ConnectedGroup(rank, size, store, self.host, self.address, parent=self, **self.options)
         self._aborts.append(group.abort)
         self.before_close(group.close)
         return group
@@ -301,6 +307,23 @@ class ConnectedGroup(TPGroup):
     def on_abort(self, call: Callable[[str], None]) -> None:
         """Register a function that `abort` is to call, with its reason."""
         self._aborts.append(call)
+
+    def on_loss(self, goes_on: Callable[[int, str], bool]) -> None:
+        """Register a function that `lose` calls with its arguments. It returns whether the others go on."""
+        self._goes_on = goes_on
+
+    def lose(self, rank: int, reason: str) -> None:
+        if not self._goes_on(rank, reason):
+            self.abort(reason)
+
+    def leave(self, reason: str) -> None:
+        """End the collectives of these ranks, or the attempt to join them. Present and future waits of this rank raise,
+        and so do those of other ranks that need this one. May be called from any thread."""
+        self._broken = reason
+        collectives, self._collectives = self._collectives, None
+        if collectives is not None:
+            collectives.abort(reason)
+            collectives.close()
 
     def abort(self, reason: str) -> None:
         self._broken = reason

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 Placement = list[list[int]]
@@ -38,6 +39,18 @@ def first_placement(num_experts: int, ranks: int, slots: int) -> Placement:
     """Return the placement of an engine that starts: each rank has neighbours, and then empty slots."""
     held = (range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks) for rank in range(ranks))
     return [[*own, *[EMPTY] * (slots - len(own))] for own in held]
+
+
+def adopt(held: Placement, num_experts: int) -> Placement:
+    """Return a placement in which every expert has a slot, after some ranks were lost. held: experts of the ranks that
+    are left. Each stays where it is; an expert that none of them holds goes to a rank with few slots, in a new slot.
+    Neighbours go to one rank, since they can be read together."""
+    found = {expert for experts in held for expert in experts}
+    missing = iter([expert for expert in range(num_experts) if expert not in found])
+    sizes = [len(experts) for experts in held]
+    for _ in range(num_experts - len(found - {EMPTY})):
+        sizes[sizes.index(min(sizes))] += 1
+    return [[*experts, *islice(missing, size - len(experts))] for experts, size in zip(held, sizes, strict=True)]
 
 
 def balance(load: Load, current: Placement) -> Placement:

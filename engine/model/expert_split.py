@@ -66,7 +66,7 @@ class ExpertSlots:
     """Which slot of this rank holds an expert. Slots hold the rank's own experts, in order."""
 
     def __init__(self, num_experts: int, own: range):
-        self.count = len(own)
+        self.count, self.held = len(own), list(own)
         #: [num_experts] int64: the expert's slot on this rank; `count` if another rank has it.
         self._table = torch.full((num_experts,), self.count, dtype=torch.int64)
         self._table[own.start : own.stop] = torch.arange(len(own))
@@ -74,6 +74,19 @@ class ExpertSlots:
     def local(self, experts: Tensor) -> Tensor:
         """Return the slot of each expert [tokens, k]: `count` if another rank computes the pair."""
         return self._table[experts]
+
+    def place(self, placement: Sequence[Sequence[int]], rank: int) -> None:
+        """Take another placement into use: the expert in each slot of each rank, of which this one is `rank`. If
+        several ranks hold an expert, the first of them computes it."""
+        self.held = list(placement[rank])
+        self.count = len(self.held)
+        first: dict[int, int] = {}
+        for holder, held in enumerate(placement):
+            for expert in held:
+                first.setdefault(expert, holder)
+        slots = {expert: slot for slot, expert in enumerate(self.held) if first[expert] == rank}
+        table = np.array([slots.get(expert, self.count) for expert in range(len(self._table))])
+        self._table.copy_(copy_to(table, self._table.device))
 
 
 class MovableSlots(ExpertSlots):

@@ -153,6 +153,17 @@ class StateCache:
         for slot, snapshot in restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
+    def keep(self, slots: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return copies of the states in these slots, with which `put_back` undoes the changes of a step."""
+        import torch
+
+        index = torch.tensor(slots, device=self._memory.device)
+        return [(tensor, index, tensor[index]) for layer in self.layers for tensor in layer.values()]
+
+    def put_back(self, kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        for tensor, index, values in kept:
+            tensor[index] = values
+
     def batch(self, slots: np.ndarray, staged: StagedCopy, saved: Sequence[StateSave] = ()) -> StateBatch | None:
         """Return the states of a step's sequences; None for a model without recurrent layers. slots: [seqs] int64.
         saved: snapshots that this step makes, at most one per sequence."""

@@ -1,7 +1,12 @@
-"""Several engines that share experts, used like one EngineCore: the first in this process, the others in children."""
+"""Several engines that share experts, used like one EngineCore: the first in this process, the others in children.
+
+With `enable_elastic_ep` the others go on if an engine in a child dies, and take over its requests.
+"""
 
 from __future__ import annotations
 
+import queue
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -13,6 +18,7 @@ from engine.core.engine import EngineCore
 from engine.core.server import EngineServer
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.roster import Roster
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable
@@ -38,6 +44,24 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     delta: TokenDelta
 
 
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that an engine computes."""
+
+    message: GenerateRequest
+    engine: int
+    output: list[int] = field(default_factory=list)
+
+    def again(self) -> GenerateRequest:
+        """Return the request for another engine, which continues after the output so far. The seed stays the same,
+        because it comes from the id."""
+        if not self.output:
+            return self.message
+        params = msgspec.structs.replace(self.message.params, prompt_logprobs=None)  # they came with the first token
+        prompt = [*self.message.prompt, *self.output]
+        return msgspec.structs.replace(self.message, prompt=prompt, num_prompt=len(self.message.prompt), params=params)
+
+
 class Inbox:
     """Where the engines in children send tokens, and their states."""
 
@@ -53,8 +77,10 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
     inbox = Inbox(ranks.key)
     try:
         ranks.exchange(inbox.notices.address)
-        core = build_engine(config, DataParallelGroup(ranks, config.device))
-        return EngineGroup(core, ranks, inbox)
+        group = DataParallelGroup(ranks, config.device)
+        core = build_engine(config, group)
+        roster = Roster(group.waves.addresses, ranks.key) if config.enable_elastic_ep else None
+        return EngineGroup(core, ranks, inbox, roster)
     except BaseException:
         inbox.context.destroy(linger=0)
         raise
@@ -63,30 +89,37 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
 def start_server(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer:
     """Load the engine of a child, and wait for the others. Raises StartupError."""
     status_to = ranks.exchange("")[0]
-    name, group = f"engine {ranks.rank}", DataParallelGroup(ranks, config.device)
+    name, group = engine_name(ranks.rank), DataParallelGroup(ranks, config.device)
     server = EngineServer(config, engine_id=name, status_to=status_to, host=ranks.host, group=group)
     ranks.exchange(server.address)
     return server
 
 
+def engine_name(number: int) -> str:
+    return f"engine {number}"
+
+
 class EngineGroup:
     """Gives each request to the engine with the fewest. Used by one thread."""
 
-    def __init__(self, core: EngineCore, ranks: ConnectedGroup, inbox: Inbox):
-        """core: the first engine. ranks: one rank of each engine. Waits until all engines have loaded. Raises
-        StartupError."""
-        self._core, self._inbox = core, inbox
+    def __init__(self, core: EngineCore, ranks: ConnectedGroup, inbox: Inbox, roster: Roster | None = None):
+        """core: the first engine. ranks: one rank of each engine. roster: tells engines to go on if one dies; None if
+        they end together. Waits until all engines have loaded. Raises StartupError."""
+        self._core, self._inbox, self._roster = core, inbox, roster
         self.max_model_len = core.max_model_len
         self._addresses = ranks.exchange("")
         self._peers = PushSockets(inbox.context, key=ranks.key)
-        self._live: dict[str, int] = {}  # request id -> engine
+        self._live: dict[str, LiveRequest] = {}  # by request id
         #: Engine in a child, and number of its aborted requests whose last delta is still to come, by request id.
         self._aborted: dict[str, tuple[int, int]] = {}
-        self._numbers = [0] * ranks.size  # of live requests
+        self._numbers = dict.fromkeys(range(ranks.size), 0)  # of live requests, by engine
+        self._names = {engine_name(engine) for engine in range(1, ranks.size)}  # of those in children that live
+        self._losses: queue.SimpleQueue[int] = queue.SimpleQueue()  # engines whose requests are to be computed again
         self._stats: dict[str, EngineStats] = {}
         self._lost: str | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        ranks.on_abort(self._lose)
+        ranks.on_abort(self._end)
+        ranks.on_loss(self._lose)
 
     def check(self, message: GenerateRequest) -> None:
         """As in EngineCore."""
@@ -95,12 +128,9 @@ class EngineGroup:
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError. Engines in children report errors later, in deltas."""
         # an aborted request with this id may still be answered: then the same engine answers this one, afterwards
-        engine, _ = self._aborted.get(message.request_id, (self._numbers.index(min(self._numbers)), 0))
-        if engine == 0:
-            self._core.add(message)
-        else:
-            self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
-        self._live[message.request_id] = engine
+        engine, _ = self._aborted.get(message.request_id, (self._idlest(), 0))
+        self._start(message, engine)
+        self._live[message.request_id] = LiveRequest(message, engine)
         self._numbers[engine] += 1
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Answer | None:
@@ -124,10 +154,15 @@ class EngineGroup:
             self._inbox.tokens.socket.poll(POLL_MS)
         deltas = [event.delta for event in self._core.step()]
         for batch in self._inbox.tokens.messages():
-            deltas += [delta for delta in batch.deltas if not self._is_late(delta)]
+            if batch.engine_id in self._names:  # else it has died, and others compute its requests again
+                deltas += [delta for delta in batch.deltas if not self._is_late(delta)]
         for delta in deltas:
+            if (request := self._live.get(delta.request_id)) is not None:
+                request.output += delta.token_ids
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
+        while not self._losses.empty():
+            self._replay(self._losses.get())
         return [Answer(delta) for delta in deltas]
 
     def stats(self) -> EngineStats:
@@ -139,21 +174,43 @@ class EngineGroup:
         for notice in self._inbox.notices.messages():
             if isinstance(notice, EngineStatus):
                 self._stats[notice.engine_id] = notice.stats
-        return [self._core.stats(), *(self._stats[name] for name in sorted(self._stats))]
+        return [self._core.stats(), *(self._stats[name] for name in sorted(self._stats.keys() & self._names))]
 
     def close(self) -> None:
         """End the first engine. The children end with their pipes."""
         self._core.close()
         self._inbox.context.destroy(linger=0)
+        if self._roster is not None:
+            self._roster.close()
+
+    def _idlest(self) -> int:
+        return min(self._numbers, key=lambda engine: self._numbers[engine])
+
+    def _start(self, message: GenerateRequest, engine: int) -> None:
+        if engine == 0:
+            self._core.add(message)
+        else:
+            self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
+
+    def _replay(self, engine: int) -> None:
+        """Let other engines compute the requests of an engine that has died."""
+        del self._numbers[engine]
+        self._names.remove(engine_name(engine))
+        self._aborted = {name: aborted for name, aborted in self._aborted.items() if aborted[0] != engine}
+        for request in [request for request in self._live.values() if request.engine == engine]:
+            request.engine = self._idlest()
+            self._numbers[request.engine] += 1
+            self._start(request.again(), request.engine)
 
     def _send(self, engine: int, command: Command) -> None:
         self._peers.send(self._addresses[engine], self._encode(command))
 
     def _forget(self, request_id: str) -> int | None:
-        engine = self._live.pop(request_id, None)
-        if engine is not None:
-            self._numbers[engine] -= 1
-        return engine
+        request = self._live.pop(request_id, None)
+        if request is None:
+            return None
+        self._numbers[request.engine] -= 1
+        return request.engine
 
     def _is_late(self, delta: TokenDelta) -> bool:
         """Whether a delta from a child answers an aborted request, not a later one with the same id."""
@@ -167,5 +224,12 @@ class EngineGroup:
                 del self._aborted[delta.request_id]
         return True
 
-    def _lose(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
         self._lost = reason
+
+    def _lose(self, engine: int, reason: str) -> bool:
+        """Take note that an engine has died, in any thread. Returns whether the others go on."""
+        if self._roster is None:
+            return False
+        self._losses.put(engine)
+        return self._roster.lose(engine, reason)

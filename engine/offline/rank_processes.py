@@ -44,7 +44,7 @@ class RankTask(msgspec.Struct, frozen=True):
 
 
 class RankProcesses:
-    """The child processes. The constructor starts them. If one of them dies, `group` is aborted."""
+    """The child processes. The constructor starts them. If one of them dies, `group` loses it."""
 
     def __init__(self, config: EngineConfig, group: TPGroup, address: str):
         self._group = group
@@ -90,7 +90,7 @@ class RankProcesses:
         status = process.wait()
         if not self._closing.is_set():
             how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-            self._group.abort(f"the process of rank {rank} {how}")
+            self._group.lose(rank, f"the process of rank {rank} {how}")
 
 
 def main() -> None:

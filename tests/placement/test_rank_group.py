@@ -8,6 +8,7 @@ import time
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from engine.distributed.roster import Roster
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from placement.rank_group import RankGroup, _verdict
 from placement.spec import GroupSpec
@@ -67,6 +68,21 @@ def test_reason_of_the_end_is_short():
 def test_rank_that_ended_in_order_is_not_the_reason():
     assert why(None, remote(EngineUnavailable("rank 2 is gone")), None) == "rank 2 is gone"
     assert why(None, None) == "its ranks ended"
+
+
+def test_if_engines_go_on_without_lost_ones_the_end_is_that_of_the_last(monkeypatch):
+    killed: list[object] = []
+    monkeypatch.setattr("placement.rank_group.ray.kill", killed.append)
+    group = RankGroup(GroupSpec(num_ranks=3))
+    group._ranks = [FakeRank(error) for error in (DEAD, remote(ValueError("boom")), DEAD)]
+    group._roster = Roster(["tcp://127.0.0.1:1"] * 3, None)
+    lost: list[int] = []
+    try:
+        reason = asyncio.run(group.run(lambda engine, reason: lost.append(engine)))
+    finally:
+        group._roster.close()
+    assert len(lost) == len(killed) == 2 and not group._roster.members
+    assert reason.startswith("rank ")
 
 
 def test_ranks_that_are_not_ready_in_time_are_named():

@@ -36,20 +36,24 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
 
 
 @contextmanager
-def served(tmp_path: Path, folder: Path, num_ranks: int, **engine: Any) -> Iterator[Serving]:
-    """Serve a model by one replica, each of whose ranks has a node of its own."""
+def served(tmp_path: Path, folder: Path, num_ranks: int, nodes: int = 0, **engine: Any) -> Iterator[Serving]:
+    """Serve a model by one replica, each of whose ranks has a node of its own. nodes: number of nodes if it differs."""
     model = {
         "name": MODEL,
         "model": str(folder),
         "engine": {"device": "cpu", "num_blocks": 2048, **engine},
-        "decode": {"num_cpus": 0.25, "label_selector": POOL, "placement_strategy": "STRICT_SPREAD"},
+        "decode": {
+            "num_cpus": 0.25,
+            "label_selector": POOL,
+            "placement_strategy": "PACK" if nodes else "STRICT_SPREAD",
+        },
     }
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, *[NODE] * num_ranks])
+    cluster = FakeCluster([HEAD, *[NODE] * (nodes or num_ranks)])
     server = ServeRun(tmp_path, {"models": [model]}, address=cluster.address, deployments=[ingress])
     serving = Serving(cluster, server, {MODEL: 1}, {MODEL: num_ranks})
     try:
-        serving.wait_for_all()
+        serving.wait_for_all(timeout_s=60 + 30 * num_ranks)
         wait_until(lambda: serving.ask(MODEL).status_code == 200)
         yield serving
     finally:

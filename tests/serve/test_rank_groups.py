@@ -99,8 +99,8 @@ class Serving:
         ]
         return [r for r in found if len(r.ranks) == self.ranks[model] and all(map(lives, r.pids))]
 
-    def wait_for_all(self) -> None:
-        wait_until(lambda: all(len(self.replicas(name)) == n for name, n in self.models.items()), timeout_s=120)
+    def wait_for_all(self, timeout_s: float = 120) -> None:
+        wait_until(lambda: all(len(self.replicas(name)) == n for name, n in self.models.items()), timeout_s)
 
     def ask(self, model: str, prompt: str = "The", max_tokens: int = TOKENS, timeout_s: float = 30) -> httpx.Response:
         return httpx.post(f"{self.server.url}/v1/completions", json=body(model, prompt, max_tokens), timeout=timeout_s)

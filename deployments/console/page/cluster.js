@@ -139,7 +139,9 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   set("holds", stats.holds?.holds ? `${count(stats.holds.holds)} of ${count(stats.holds.blocks)} blocks` : "–");
   const moved = (...outcomes) => count(sum(outcomes, (outcome) => stats.moves[outcome] ?? 0));
   set("moved", Object.keys(stats.moves).length ? `${moved("received", "failed")}, ${moved("released", "cancelled", "expired")}` : "–");
-  set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : "");
+  const { generation: lost = 0, engines = 0 } = stats.shared ?? {};
+  const left = lost ? `${count(engines)} of ${count(engines + lost)} engines left` : "";
+  set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : left);
   setText(card.querySelector('[data-fact="cost"]').previousSibling, decodes ? "step costs" : "token costs");
   for (const [name, blocks] of [["used", stats.blocks_used], ["cached", stats.blocks_cached], ["free", stats.blocks_free]]) {
     set(name, `${count(blocks)} ${name}`);

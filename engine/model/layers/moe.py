@@ -150,28 +150,36 @@ class Experts(Sharded):
         super().__init__()
         self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, hidden_size, tp)
         self.row_size, self.k = hidden_size, moe.experts_per_token
-        slices, count = self.split.slices, len(self.split.own)
+        slices = self.split.slices
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, slices, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, slices, "moe_intermediate_size")
         inputs = dict.fromkeys(("gate_up_proj.gate", "gate_up_proj.up") if self.gated else ("up_proj",), rows)
         self.weights = inputs | {"down_proj": columns}
         self.activation = activations.select(activation, self.dtype, self.device)
         self.op = ops.select(hidden_size, rows.size, self.dtype, self.device, self.split.spread)
-        self.stored: list[list[StoredWeight]] = []
-        self.gate_up: nn.Parameter | None = None
-        self.down: nn.Parameter | None = None
         self.biases: tuple[Tensor, Tensor] | None = None
         self.online = format if isinstance(format, Online) else None
         if self.online is not None:
             self.online.check(rows)
             self.online.check(columns)
-        if format is not None and self.online is None:
-            merged = [inputs, {"down_proj": columns}]
-            self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(count)]
+        self.format = format
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate memory for the weights of `split.own` as they are loaded."""
+        self.stored: list[list[StoredWeight]] = []
+        self.gate_up: nn.Parameter | None = None
+        self.down: nn.Parameter | None = None
+        *inputs, down = self.weights
+        columns, count = self.weights[down], len(self.split.own)
+        if self.format is not None and self.online is None:
+            merged = [{name: self.weights[name] for name in inputs}, {down: columns}]
+            self.stored = [[StoredWeight(group, self.format) for group in merged] for _ in range(count)]
             self.quantized_parameters = sum(weight.numel for weights in self.stored for weight in weights)
         else:
-            self.gate_up = nn.Parameter(torch.empty(count, len(inputs) * rows.size, hidden_size), requires_grad=False)
-            self.down = nn.Parameter(torch.empty(count, hidden_size, rows.size), requires_grad=False)
+            rows = len(inputs) * columns.size
+            self.gate_up = nn.Parameter(torch.empty(count, rows, self.row_size), requires_grad=False)
+            self.down = nn.Parameter(torch.empty(count, self.row_size, columns.size), requires_grad=False)
 
     @property
     def takes_adapters(self) -> bool:

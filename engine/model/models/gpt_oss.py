@@ -57,26 +57,31 @@ class GptOssExperts(Experts):
         num, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
         self.tp, self.num_experts, self.split = tp, num, split_experts(num, hidden, tp)
         self.row_size, self.k = hidden, cfg.moe.experts_per_token
-        own = self.split.own
+        self.format = format
         part = Shard.of_rank((hidden, size), INPUTS, self.split.slices, "intermediate_size")
-        self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size, own)
-        self.columns = Shard((num, hidden, size), 2, part.start, part.size, own)
         self.weights = {
             "gate_up_proj": Shard((2 * size, hidden), OUTPUTS, 2 * part.start, 2 * part.size), "down_proj": part
         }  # fmt: skip
         self.activation = activation.select("swigluoai", self.dtype, self.device)
         self.op = moe.select(hidden, part.size, self.dtype, self.device, self.split.spread)
+        self.allocate()
+
+    def allocate(self) -> None:
+        (outputs, hidden), part = self.weights["gate_up_proj"].shape, self.weights["down_proj"]
+        num, own = self.num_experts, self.split.own
+        self.rows = Shard((num, outputs, hidden), 1, 2 * part.start, 2 * part.size, own)
+        self.columns = Shard((num, hidden, outputs // 2), 2, part.start, part.size, own)
         self.gate_up_bias = nn.Parameter(torch.empty(len(own), 2 * part.size), requires_grad=False)
         self.down_bias = nn.Parameter(torch.zeros(len(own), hidden), requires_grad=False)
         self.biases = self.gate_up_bias.data, self.down_bias.data
         self.gate_up = self.down = None
         self.packed: list[StoredWeight] = []
-        if format is None:
+        if self.format is None:
             self.gate_up = nn.Parameter(torch.empty(self.rows.local_shape), requires_grad=False)
             self.down = nn.Parameter(torch.empty(self.columns.local_shape), requires_grad=False)
         else:
             weights = {"gate_up_proj": self.rows}, {"down_proj": self.columns}
-            self.packed = [StoredWeight(weight, format) for weight in weights]
+            self.packed = [StoredWeight(weight, self.format) for weight in weights]
             self.quantized_parameters = sum(stored.numel for stored in self.packed)
 
     def shards(self) -> Shards:

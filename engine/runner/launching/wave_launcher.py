@@ -4,6 +4,9 @@ A wave is a series of such steps. An engine with a step to launch starts a wave,
 the wave, an engine launches its own step, or computes only its experts for the tokens of the others. The wave ends when
 no engine has a step; then all threads sleep. So an engine without requests computes no dummy step, and its scheduler
 knows nothing of the others.
+
+If another engine is lost, a Recovery decides what follows. If the engines go on, all of them begin with a wave, in
+which they launch the interrupted steps again.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from engine.distributed.data_parallel_group import DataParallelGroup, Wave
+from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.roster import Lost, Message, Regroup, Wave
 from engine.errors import EngineUnavailable
 from engine.model.layers.moe import Experts
 from engine.runner.inputs import StepInputs
 from engine.runner.launching.launcher import Launcher
+from engine.runner.launching.recovery import NoRecovery
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.wire.messages import SharedSteps
 
@@ -57,20 +63,22 @@ class Stop:
 class WaveLauncher(Launcher):
     """A Launcher with a thread that also serves other engines."""
 
-    def __init__(self, runner: ModelRunner, group: DataParallelGroup):
+    def __init__(self, runner: ModelRunner, group: DataParallelGroup, recovery: NoRecovery | None = None):
         super().__init__(runner)
-        assert group.expert_exchange is not None
         self._exchange, self._waves = group.expert_exchange, group.waves
+        self._recovery = recovery or NoRecovery(runner, group)
         self._experts = [layer for layer in runner.model.modules() if isinstance(layer, Experts)]
-        self._queue: queue.SimpleQueue[Job | Rest | Stop | Wave] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
         self._lock = threading.Lock()
         self._broken: str | None = None  # guarded by the lock, so that no job comes after the thread's end
         self._number = 0  # of the current or next wave
+        self._awaits = True  # whether that wave is still to start
         self._rests = True  # whether the others need not wait for this engine's next step
         self._stopping = False
         self._num_own = self._num_served = 0  # steps
         self._wait_s = 0.0
-        self._waves.listen(self._queue.put)
+        self._waves.listen(self._hear)
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -88,89 +96,116 @@ class WaveLauncher(Launcher):
         self._queue.put(Rest())
 
     def shared(self) -> SharedSteps:
-        return SharedSteps(steps={"own": self._num_own, "served": self._num_served}, wait_s=self._wait_s)
+        recovery = self._recovery
+        return SharedSteps(
+            steps={"own": self._num_own, "served": self._num_served},
+            wait_s=self._wait_s,
+            generation=recovery.generation,
+            engines=recovery.num_engines,
+            pause_s=recovery.pause_s,
+        )
 
     def close(self) -> None:
+        self._recovery.close()
         self._queue.put(Stop())
         self._thread.join(END_S)
 
+    def _hear(self, message: Message) -> None:
+        self._recovery.hear(message)
+        self._queue.put(message)
+
     def _run(self) -> None:
-        job: Job | None = None
         try:
             self._runner.device.set_current()
             while not self._stopping:
-                job = self._await_wave()
-                while not self._stopping and self._begin(job):
-                    self._take_part(job)
-                    job = self._next_job()
-                self._number += 1
+                lost = self._take_wave()
+                if lost is not None:  # no error is alive any more that would keep connections to other engines open
+                    self._recovery.recover(lost)
+                    self._number, self._awaits = 0, False
         except BaseException as error:  # noqa: BLE001 - raised again by `launch` and `rest`
-            self._fail(error, job)
+            self._fail(error)
+            self._waves.tell(Lost(self._recovery.generation, str(error) or type(error).__name__))
         else:
-            self._fail(EngineUnavailable("the engine has ended"), job)
+            self._fail(EngineUnavailable("the engine has ended"))
 
-    def _await_wave(self) -> Job | None:
-        """Sleep until there is something to launch, or another engine starts a wave. Returns the job, if any."""
-        while True:
+    def _take_wave(self) -> str | None:
+        """Take part in a wave. Returns why it was interrupted, if it was."""
+        try:
+            if self._awaits:
+                self._await_wave()
+            while not self._stopping and self._begin():
+                self._take_part()
+                self._look_for_job()
+            self._number, self._awaits = self._number + 1, True
+            return None
+        except EngineUnavailable as error:
+            return str(error)
+
+    def _await_wave(self) -> None:
+        """Sleep until there is something to launch, or another engine starts a wave. Raises EngineUnavailable if an
+        engine is lost meanwhile."""
+        generation = self._recovery.generation
+        while not self._stopping:
             match self._queue.get():
                 case Job() as job:
-                    self._waves.start(self._number)
-                    return job
-                case Wave(number) if number == self._number:
-                    return None
+                    self._jobs.append(job)
+                    self._waves.tell(Wave(self._number, generation))
+                    return
+                case Wave(number, of) if (number, of) == (self._number, generation):
+                    return
                 case Stop():
                     self._stopping = True
-                    return None
+                case Lost() | Regroup() if self._recovery.lost is not None:
+                    raise EngineUnavailable(self._recovery.lost)
 
-    def _next_job(self) -> Job | None:
-        """Return the next step to launch, if there is one. After a step of this engine, wait until there is another, or
-        the engine says that there is none, but not for long."""
+    def _look_for_job(self) -> None:
+        """Take the next step to launch from the queue, if there is one. After a step of this engine, wait until there
+        is another, or the engine says that there is none, but not for long."""
         wait_s = 0.0 if self._rests else LATE_S
-        while True:
+        while not self._jobs and not self._stopping:
             try:
                 item = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
             except queue.Empty:
                 self._rests = True
-                return None
+                return
             match item:
                 case Job():
-                    return item
+                    self._jobs.append(item)
                 case Rest():
                     self._rests, wait_s = True, 0.0
                 case Stop():
                     self._stopping = True
-                    return None
 
-    def _begin(self, job: Job | None) -> bool:
+    def _begin(self) -> bool:
         """Tell the other engines what this one has. Returns whether any engine has a step."""
         started = time.monotonic()
-        any_has_one = self._exchange.begin(None if job is None else job.num_rows)
+        any_has_one = self._exchange.begin(self._jobs[0].num_rows if self._jobs else None)
         self._wait_s += time.monotonic() - started
         return any_has_one
 
     @torch.inference_mode()
-    def _take_part(self, job: Job | None) -> None:
-        """Take a step of the wave: launch the job, or serve the other engines."""
-        if job is None:
+    def _take_part(self) -> None:
+        """Take a step of the wave: launch a step of this engine, or serve the other engines."""
+        if not self._jobs:
             self._num_served += 1
             for experts in self._experts:
                 experts.serve()
             return
-        self._num_own += 1
         self._rests = False
-        job.launched.set_result(self._runner.launch(job.inputs))
+        launched = self._recovery.launch(self._jobs[0].inputs)
+        self._num_own += 1
+        self._jobs.popleft().launched.set_result(launched)
 
-    def _fail(self, error: BaseException, job: Job | None) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Refuse all jobs from now on."""
         with self._lock:
             self._broken = str(error) or type(error).__name__
-        jobs = [job] if job is not None and not job.launched.done() else []
         while True:
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
                 break
             if isinstance(item, Job):
-                jobs.append(item)
-        for waiting in jobs:
+                self._jobs.append(item)
+        for waiting in self._jobs:
             waiting.launched.set_exception(error)

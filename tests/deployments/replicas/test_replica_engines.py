@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from deployments.ray_compat import engine_ids
-from deployments.replicas import engine_control
+from deployments.replicas import engine_control, replica_engines
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
-from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStatus
+from engine.errors import EngineLost, EngineUnavailable
+from engine.wire.messages import EngineStatus, SharedSteps
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 
@@ -26,8 +27,10 @@ class NotedEngine(EngineControl):
     def send(self, command: bytes) -> None:
         self.sent.append(command)
 
-    def report(self, name: str, step_age_s: float = 0.0) -> None:
-        self.handle(EngineStatus(engine_id=name, ended=[], stats=engine_stats(), last_step_age_s=step_age_s))
+    def report(self, name: str, step_age_s: float = 0.0, generation: int = 0) -> None:
+        shared = SharedSteps(steps={}, wait_s=0.0, generation=generation)
+        stats = msgspec.structs.replace(engine_stats(), shared=shared)
+        self.handle(EngineStatus(engine_id=name, ended=[], stats=stats, last_step_age_s=step_age_s))
 
 
 def made() -> ReplicaEngines[NotedEngine]:
@@ -86,5 +89,48 @@ def test_the_end_of_one_engine_ends_the_calls_of_all_and_commands_reach_all():
         for call in calls:
             with pytest.raises(EngineUnavailable, match="rank 1 died"):
                 await call
+
+    asyncio.run(scenario())
+
+
+def test_engines_go_on_without_one_that_is_lost_and_only_its_calls_end(monkeypatch):
+    monkeypatch.setattr(engine_control, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        engines = made()
+        second = engines.all[1]
+        unhealthy = asyncio.create_task(engines.until_unhealthy())
+        calls = [asyncio.create_task(engine.run_request(request(str(i)))) for i, engine in enumerate(engines.all)]
+        await asyncio.sleep(0)
+        engines.lose(0, "rank 0 died")
+        with pytest.raises(EngineLost, match="rank 0 died") as lost:
+            await calls[0]
+        assert lost.value.code == "engine_unavailable", "clients and replays know no other code"
+        with pytest.raises(EngineLost, match="rank 0 died"):
+            await engines.choose("decode-m-x.dp0").run_request(request("later"))
+        assert engines.choose("") is second
+        second.report("decode-m-x.dp1", step_age_s=99.0)
+        engines.check_health()  # it may be reading experts
+        assert [status.engine_id for status in engines.statuses()] == ["decode-m-x.dp1"]
+        second.report("decode-m-x.dp1", step_age_s=99.0, generation=1)
+        assert "no step ended for 99 s" in await asyncio.wait_for(unhealthy, 60)
+        calls[1].cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_has_lost_an_engine_restarts_only_when_it_has_no_requests(monkeypatch):
+    monkeypatch.setattr(replica_engines, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(replica_engines, "IDLE_S", 0.02)
+
+    async def scenario() -> None:
+        engines = made()
+        idle = asyncio.create_task(engines.until_idle_without_lost())
+        call = asyncio.create_task(engines.all[1].run_request(request("1")))
+        await asyncio.sleep(0)
+        engines.lose(0, "rank 0 died")
+        assert not (await asyncio.wait([idle], timeout=0.1))[0], "it has a request"
+        call.cancel()
+        assert await asyncio.wait_for(idle, 60) == "1 of its engines were lost, and it has no requests now"
 
     asyncio.run(scenario())

@@ -11,7 +11,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, Req
 
 from deployments.replicas.serve_pool import ServeRemotePool, _answer
 from deployments.routing.routing_context import RoutingContext
-from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
+from engine.errors import EngineLost, EngineUnavailable, InvalidParameter, Overloaded, ServingError
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -35,7 +35,13 @@ def outcome(error: Exception, call: RoutingContext | None = None) -> ServingErro
 
 
 @pytest.mark.parametrize(
-    ("error", "told"), [(ActorDiedError(), "lost"), (BackPressureError(1, 1), "ended")], ids=["lost", "refused"]
+    ("error", "told"),
+    [
+        (ActorDiedError(), "lost"),
+        (RayTaskError("generate", "a traceback", EngineLost("rank 1 died")).as_instanceof_cause(), "engine_lost"),
+        (BackPressureError(1, 1), "ended"),
+    ],
+    ids=["lost", "engine lost", "refused"],
 )
 def test_the_router_is_told_how_a_call_ended(error, told):
     call, heard = RoutingContext(), []

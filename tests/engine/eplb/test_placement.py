@@ -12,6 +12,7 @@ from engine.eplb.placement import (
     EMPTY,
     LEAST_GAIN,
     Placement,
+    adopt,
     balance,
     balancedness,
     count_copies,
@@ -116,3 +117,21 @@ def test_slots_that_experts_cannot_fill_are_refused(experts, ranks, slots):
 def test_balancedness_is_vllms_mean_over_maximum_summed_over_layers():
     assert balancedness([[4, 2], [1, 1]]) == (3 + 1) / (4 + 1)
     assert balancedness([[0, 0]]) == balancedness([]) == 1
+
+
+@given(layers(), st.randoms())
+def test_after_a_loss_every_expert_has_a_slot_and_those_that_are_left_stay(layer, random):
+    load, placement = layer
+    ranks = random.sample(placement, random.randint(1, len(placement)))
+    after = adopt(ranks, len(load))
+    assert {expert for experts in after for expert in experts} >= set(range(len(load)))
+    for before, now in zip(ranks, after, strict=True):
+        assert now[: len(before)] == before
+        assert not set(now[len(before) :]) & {expert for experts in ranks for expert in experts}
+    assert sum(map(len, after)) == sum(map(len, ranks)) + len(set(range(len(load))) - {e for own in ranks for e in own})
+
+
+def test_experts_that_are_adopted_go_to_ranks_with_few_slots_and_neighbours_stay_together():
+    assert adopt([[0, 1], [4, 5]], 6) == [[0, 1, 2], [4, 5, 3]]
+    assert adopt([[0, 1, 2, 3], [6, 7]], 8) == [[0, 1, 2, 3], [6, 7, 4, 5]]
+    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 3) == [[0, 1, EMPTY], [2, 1, EMPTY]], "a copy is left"

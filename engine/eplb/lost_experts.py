@@ -1,0 +1,211 @@
+"""Gives the experts of a lost engine to the engines that are left.
+
+Each engine tells the others which experts it holds. From this, all of them compute the same placement. An expert that
+has a copy somewhere needs nothing more; the others are read from the checkpoint again. What is read waits in layers of
+its own until all engines have theirs. Only then it goes into new slots, so that an engine that is lost meanwhile leaves
+the others as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from engine.distributed.tp_group import ConnectedGroup
+from engine.eplb.layer_slots import LayerSlots, grow
+from engine.eplb.placement import Placement, adopt
+from engine.errors import EngineUnavailable, ModelFolderError
+from engine.model.checkpoint.weights import open_weights, slice_for
+from engine.model.expert_split import ExpertSlots, SpreadExperts
+from engine.model.layers.moe import Experts
+from engine.model.loader import checkpoint_shards, fill_with_noise, load_tensor, shorten, tensors_by_file
+from engine.model.models.llama import Model
+from engine.model.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class ExpertsDoNotFit(EngineUnavailable):
+    """The engines that are left have too little memory for the experts of one that was lost."""
+
+    def __init__(self, engine: int, needed: int, free: int):
+        Exception.__init__(self, engine, needed, free)
+
+    def __str__(self) -> str:
+        engine, needed, free = self.args
+        return (
+            f"the experts of a lost engine do not fit: engine {engine} needs {needed / GIB:.2f} GiB for its part, and "
+            f"{free / GIB:.2f} GiB are free"
+        )
+
+
+class Defaults(TorchFunctionMode):
+    """Makes a dtype and a device the default of new tensors, in this thread only."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self._dtype, self._device = dtype, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros):
+            kwargs["dtype"] = kwargs.get("dtype") or self._dtype
+            kwargs["device"] = kwargs.get("device") or self._device
+        return func(*args, **kwargs)
+
+
+class SomeExperts:
+    """Some experts of a layer, to be loaded like a model that has nothing else."""
+
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, model: Model, path: str, like: Experts, own: range):
+        """path: of the layer `like` in the model."""
+        layer = copy(like)
+        layer._parameters = {}
+        layer.split = copy(like.split)
+        layer.split.own = own
+        layer.kernels, layer.kept = (), None
+        with Defaults(like.dtype, like.device):
+            layer.allocate()
+        self.layer, self._path = layer, path
+        self.checkpoint_name, self.canonical_name = model.checkpoint_name, model.canonical_name
+
+    def modules(self) -> Iterator[nn.Module]:
+        yield self.layer
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        yield self._path, self.layer
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self.layer.parameters()
+
+
+class AdoptedExperts:
+    """The experts that one layer of this engine adopts."""
+
+    def __init__(self, path: str, layer: Experts, placement: Placement, rank: int):
+        self.path, self.layer, self._placement, self._rank = path, layer, placement, rank
+        self._before, held = len(slots_of(layer).held), placement[rank]
+        self.experts = held[self._before :]  #: in new slots
+        self.parts: list[SomeExperts] = []  #: once there is memory for them
+
+    @property
+    def needed_bytes(self) -> tuple[int, int]:
+        """Memory for the adopted experts, which are in memory twice for a moment; and for growing the layer."""
+        if not self.experts:
+            return 0, 0
+        size = sum(tensor.nbytes for tensor in LayerSlots(self.layer).read(0))
+        return 2 * size * len(self.experts), size * self._before
+
+    def open(self, model: Model) -> None:
+        """Allocate memory for the weights."""
+        neighbours = groupby(enumerate(self.experts), lambda pair: pair[1] - pair[0])
+        for _, pairs in neighbours:
+            first, *others = [expert for _, expert in pairs]
+            self.parts.append(SomeExperts(model, self.path, self.layer, range(first, first + 1 + len(others))))
+
+    def install(self) -> None:
+        """Put the experts into slots, and take the placement into use."""
+        if self.experts:
+            grow(self.layer, len(self._placement[self._rank]))
+            slots, slot = LayerSlots(self.layer), self._before
+            for part in self.parts:
+                source = LayerSlots(part.layer)
+                for i in range(len(part.layer.split.own)):
+                    slots.copy(slot, source, i)
+                    slot += 1
+            self.parts = []
+        slots_of(self.layer).place(self._placement, self._rank)
+        self.layer.split.num_slots = slots_of(self.layer).count
+
+
+class LostExperts:
+    """The mixture layers of one engine, and the checkpoint from which it reads experts of engines that are lost."""
+
+    def __init__(self, model: Model, folder: Path | None, free_bytes: Callable[[], int]):
+        """model: whose experts are spread over engines. folder: None for random weights."""
+        self._model, self._folder, self._free_bytes = model, folder, free_bytes
+        self._layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Experts)}
+
+    def share(self, ranks: ConnectedGroup) -> int:
+        """Give every expert to an engine again. ranks: one of each engine that is left. Returns how many experts, over
+        all layers, this one has read. Every engine has to call this at the same time.
+
+        Raises ExpertsDoNotFit in all engines, or StartupError if another one is lost. Then nothing has changed.
+        """
+        with ranks.starting():
+            adopted = [
+                AdoptedExperts(path, layer, placement, ranks.rank)
+                for (path, layer), placement in zip(self._layers.items(), self._agree(ranks), strict=True)
+            ]
+            self._check_memory(ranks, adopted)
+            self._read(adopted)
+            ranks.exchange("read")
+        for each in adopted:
+            each.install()
+        return sum(len(each.experts) for each in adopted)
+
+    def _agree(self, ranks: ConnectedGroup) -> list[Placement]:
+        """Return the next placement of each layer, the same in all engines."""
+        held = msgspec.json.encode([slots_of(layer).held for layer in self._layers.values()]).decode()
+        of_ranks = [msgspec.json.decode(answer, type=Placement) for answer in ranks.exchange(held)]
+        layers = zip(self._layers.values(), *of_ranks, strict=True)
+        return [adopt(held, layer.num_experts) for layer, *held in layers]
+
+    def _check_memory(self, ranks: ConnectedGroup, adopted: Sequence[AdoptedExperts]) -> None:
+        needs = [each.needed_bytes for each in adopted]
+        own = sum(kept for kept, _ in needs) + max((moment for _, moment in needs), default=0)
+        for rank, answer in enumerate(ranks.exchange(f"{own} {self._free_bytes()}")):
+            needed, free = map(int, answer.split())
+            if needed > free:
+                raise ExpertsDoNotFit(rank, needed, free)
+
+    def _read(self, adopted: Sequence[AdoptedExperts]) -> None:
+        """Load the weights of the adopted experts, and pack them."""
+        for each in adopted:
+            each.open(self._model)
+        parts = [part for each in adopted for part in each.parts]
+        if self._folder is None:
+            for part in parts:
+                fill_with_noise(part)
+        else:
+            load_parts(parts, self._folder, self._model)
+        for part in parts:
+            part.layer.pack()
+
+
+def slots_of(layer: Experts) -> ExpertSlots:
+    assert isinstance(layer.split, SpreadExperts)
+    return layer.split.slots
+
+
+def load_parts(parts: Sequence[SomeExperts], folder: Path, model: Model) -> None:
+    """Load the weights of some experts. Only files that have some of them are read. Raises ModelFolderError."""
+    wanted: dict[str, list[list[tuple[Shard, Tensor]]]] = {}  # what each part reads of a tensor
+    for part in parts:
+        for name, shards in checkpoint_shards(part).items():
+            wanted.setdefault(name, []).append(shards)
+    missing = set(wanted)
+    for file, names in tensors_by_file(folder).items() if wanted else ():
+        needed = {name: own for name in names if (own := model.canonical_name(name)) in wanted}
+        if not needed:
+            continue
+        with open_weights(file) as tensors:
+            for name, own in needed.items():
+                for shards in wanted[own]:
+                    load_tensor(shards, slice_for(tensors, name, shards[0][1]), name, folder)
+        missing -= set(needed.values())
+    if missing:
+        raise ModelFolderError(str(folder), f"{len(missing)} missing tensors: {shorten(missing)}")

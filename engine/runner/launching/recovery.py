@@ -1,0 +1,128 @@
+"""What an engine does when another engine that shares its experts is lost: it ends too, or it goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.roster import Lost, Message
+from engine.distributed.survivors import Survivors
+from engine.eplb.lost_experts import LostExperts
+from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.runner import kv_cache
+from engine.runner.inputs import StepInputs
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class NoRecovery:
+    """All engines end together."""
+
+    generation = 0  #: number of losses so far
+    pause_s = 0.0  #: seconds in which this engine took no steps because another was lost
+
+    def __init__(self, runner: ModelRunner, group: DataParallelGroup):
+        self._runner, self._group = runner, group
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the engines take no steps together any more; None if they do."""
+        return self._lost
+
+    def hear(self, message: Message) -> None:
+        """Take note of what another engine says. May be called from any thread."""
+        if isinstance(message, Lost):
+            self._lost = message.reason
+            self._group.abort(message.reason)
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that have not been lost."""
+        return self._group.all_engines.size
+
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
+        """Launch a step. It can be launched again if this raises EngineUnavailable and `recover` returns."""
+        return self._runner.launch(inputs)
+
+    def recover(self, reason: str) -> None:
+        """Return once steps can be launched again, with the engines that are left. Raises EngineUnavailable if this
+        engine has to end, too. reason: why another was lost."""
+        raise EngineUnavailable(reason)
+
+    def close(self) -> None:
+        """End `recover`. May be called from any thread."""
+
+
+class Recovery(NoRecovery):
+    """An engine that goes on without those that are lost.
+
+    The step that a loss interrupts is launched again from its inputs. It then writes the same values to the same
+    places: tokens, KV and embeddings of images. Only states of recurrent layers change in place, so they are put back
+    first. Nothing of a step is sampled before its last exchange with other engines.
+    """
+
+    def __init__(self, runner: ModelRunner, group: DataParallelGroup):
+        super().__init__(runner, group)
+        setup = runner.setup
+        self._survivors = Survivors(group)
+        folder = None if setup.config.load_format == "dummy" else setup.folder
+        self._experts = LostExperts(runner.model, folder, self._free_bytes)
+
+    def hear(self, message: Message) -> None:
+        self._survivors.hear(message)
+
+    def close(self) -> None:
+        self._survivors.close()
+
+    @property
+    def lost(self) -> str | None:
+        return self._survivors.lost
+
+    @property
+    def num_engines(self) -> int:
+        return self._survivors.num_members
+
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
+        runner = self._runner
+        states = runner.states.keep(inputs.plan.slots)
+        try:
+            launched = runner.launch(inputs)
+            if runner.device.asynchronous:  # an aborted collective leaves its step with wrong values, and no error
+                launched.event.wait()
+                if self.lost is not None:
+                    raise EngineUnavailable(self.lost)
+            return launched
+        except EngineUnavailable:
+            runner.states.put_back(states)
+            raise
+
+    def recover(self, reason: str) -> None:
+        started = time.monotonic()
+        while True:
+            try:
+                ranks = self._survivors.regroup(reason)
+                num_read = self._experts.share(ranks)
+                break
+            except StartupError as failure:
+                if type(failure) not in (StartupError, RendezvousTimeout):
+                    raise  # this engine's own
+                reason = str(failure)  # another engine was lost
+        self._group.use(ranks)
+        self.generation, pause_s = self._survivors.generation, time.monotonic() - started
+        self.pause_s += pause_s
+        logger.warning(
+            "engine goes on generation=%d engines=%d experts_read=%d pause_s=%.3f",
+            self.generation, ranks.size, num_read, pause_s,
+        )  # fmt: skip
+
+    def _free_bytes(self) -> int:
+        """Return the memory that this engine can take for more experts."""
+        if not self._runner.device.asynchronous:
+            return kv_cache.free_host_bytes() // self._group.local_size
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

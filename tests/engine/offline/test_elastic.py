@@ -1,0 +1,140 @@
+"""Engines that share experts and go on when some of them are killed: no text changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine import SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineUnavailable
+from engine.offline.engine_group import EngineGroup
+from engine.offline.llm import LLM
+from tests.engine.offline.test_rank_processes import wait_until
+from tests.models import make_model
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 1, "device": "cpu", "block_size": 4, "max_num_seqs": 8, "num_blocks": 256,
+}  # fmt: skip
+RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+PROMPTS = [[5, 6, 7 + i, *range(9, 9 + 3 * i)] for i in range(12)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "strict": {},
+    "float32": {"determinism": None},
+    "recurrent": {"family": "qwen3_next"},
+    "latent": {"family": "deepseek_v3"},
+    "windowed": {"family": "gpt_oss"},
+    "overlap": {"overlap": True},
+    "drafts": {"speculative": {"method": "ngram", "num_speculative_tokens": 3}},
+    "preemption": {"num_blocks": 30},
+    "gloo": {"disable_custom_all_reduce": True},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(family: str) -> str:
+        return str(make_model(tmp_path_factory.mktemp(family), family, tokenizer=True))
+
+    return make
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, progress=False)]
+
+
+def group_of(llm: LLM) -> EngineGroup:
+    assert isinstance(llm._core, EngineGroup)
+    return llm._core
+
+
+def kill(llm: LLM, engine: int) -> None:
+    assert llm._ranks is not None
+    os.kill(llm._ranks.processes[engine - 1].pid, signal.SIGKILL)
+
+
+def answers_with_kills(llm: LLM, params: SamplingParams, kills: list[int]) -> list[list[int]]:
+    """Kill some engines, one after the other, while requests run; each request tells when it has its turn."""
+    lengths = [replace(params, max_tokens=5 + 5 * i) if i < len(kills) else params for i in range(len(PROMPTS))]
+    jobs = [(llm.request(prompt, p), p) for prompt, p in zip(PROMPTS, lengths, strict=True)]
+    victims, found = iter(kills), {}
+    for request in llm.run(jobs, progress=False):
+        found[request.request_id] = request.outputs[0].token_ids
+        assert request.outputs[0].error is None
+        if len(request.outputs[0].token_ids) < 60 and (victim := next(victims, None)) is not None:
+            kill(llm, victim)
+    assert next(victims, None) is None
+    return [found[request.request_id] for request, _ in jobs]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "strict" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
+    options = {**OPTIONS, "determinism": "strict", **CASES[case]}
+    folder, params = folder_of(options.pop("family", "qwen3_moe")), GREEDY if case == "float32" else RANDOM
+    with LLM(folder, **options) as alone:
+        expected = answers(alone, params)
+    with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+        found = answers_with_kills(llm, params, [1])
+        shared = group_of(llm).stats().shared
+        assert shared is not None and (shared.generation, shared.engines) == (1, 2) and shared.pause_s > 0
+        again = answers(llm, params)
+    for tokens, all_of_them in zip(found, expected, strict=True):
+        assert tokens == all_of_them[: len(tokens)]
+    assert again == expected
+
+
+@pytest.mark.slow
+def test_engines_that_die_one_after_the_other_or_at_once_leave_one_that_has_all_experts(folder_of):
+    folder, options = folder_of("qwen3_moe"), {**OPTIONS, "determinism": "strict"}
+    with LLM(folder, **options) as alone:
+        expected = answers(alone, RANDOM)
+    with LLM(folder, data_parallel=4, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+        found = answers_with_kills(llm, RANDOM, [2, 1, 3])
+        for tokens, all_of_them in zip(found, expected, strict=True):
+            assert tokens == all_of_them[: len(tokens)]
+        assert answers(llm, RANDOM) == expected
+        assert len(group_of(llm).all_stats()) == 1
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
+    folder, options = folder_of("qwen3_moe"), {**OPTIONS, "determinism": "strict"}
+    with LLM(folder, **options) as alone:
+        expected = answers(alone, RANDOM)
+    with LLM(folder, data_parallel=2, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+        assert answers(llm, RANDOM) == expected
+        kill(llm, 1)
+        wait_until(lambda: group_of(llm)._roster.generation == 1)  # type: ignore[union-attr]
+        assert answers(llm, RANDOM) == expected
+
+
+@pytest.mark.slow
+def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(folder_of, monkeypatch):
+    monkeypatch.setattr("engine.runner.launching.recovery.kv_cache.free_host_bytes", lambda: 100)
+    options = {**OPTIONS, "data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
+    error = r"do not fit: engine 0 needs .* GiB are free"
+    with LLM(folder_of("qwen3_moe"), **options) as llm, pytest.raises(EngineUnavailable, match=error):
+        answers_with_kills(llm, GREEDY, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"data_parallel": 1}, "enable_elastic_ep must be false without data_parallel above 1"),
+        ({"speculative": {"method": "mtp"}}, "speculative.method must be one without weights"),
+    ],
+)
+def test_what_engines_that_go_on_do_not_support_is_refused_by_name(options, error):
+    with pytest.raises(ConfigError, match=error):
+        EngineConfig(**{"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, **options})

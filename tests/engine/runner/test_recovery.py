@@ -1,0 +1,183 @@
+"""Engines that go on when one of them is lost: threads that launch steps, whose steps only note themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from engine.distributed import survivors
+from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.roster import Roster
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable
+from engine.runner.launching.recovery import NoRecovery, Recovery
+from engine.runner.launching.wave_launcher import WaveLauncher
+from tests.engine.offline.test_rank_processes import wait_until
+
+TIMEOUT_S = 30.0
+STATES: list[Any] = ["states"]
+
+
+class Engine:
+    def __init__(self, group: DataParallelGroup, elastic: bool):
+        self.group, self.steps, self.put_back = group, list[str](), list[Any]()
+        self.fails: BaseException | None = None
+        runner: Any = SimpleNamespace(
+            model=nn.Module(),
+            device=SimpleNamespace(set_current=lambda: None, asynchronous=False),
+            setup=SimpleNamespace(config=SimpleNamespace(load_format="auto"), folder=Path()),
+            states=SimpleNamespace(keep=lambda slots: STATES, put_back=self.put_back.append),
+            launch=self._launch,
+        )
+        self.recovery = (Recovery if elastic else NoRecovery)(runner, group)
+        self.launcher = WaveLauncher(runner, group, self.recovery)
+
+    def _launch(self, inputs: Any) -> Any:
+        if (error := self.fails) is not None:
+            self.fails = None
+            raise error
+        self.steps.append(inputs.name)
+        return inputs.name
+
+    def launch(self, name: str) -> Future[Any]:
+        batch, plan = SimpleNamespace(positions=[0]), SimpleNamespace(slots=[0])
+        return self.launcher.launch(SimpleNamespace(name=name, batch=batch, plan=plan))  # type: ignore[arg-type, return-value]
+
+    def run(self, name: str) -> None:
+        """Take a step, and rest."""
+        assert self.launch(name).result(TIMEOUT_S) == name
+        self.launcher.rest()
+
+    def die(self) -> None:
+        """Take part in nothing any more, without a word to anybody."""
+        self.launcher.close()
+        self.group.all_engines.leave("it is dead")
+
+
+@contextmanager
+def engines(size: int, elastic: bool = True, **options: Any) -> Iterator[tuple[list[Engine], Roster]]:
+    options = {"device": "cpu", **options}
+    first = TPGroup.listen(size, **options)
+    with ThreadPoolExecutor(size) as pool:
+        others = [pool.submit(TPGroup.connect, r, size, first.address, TIMEOUT_S, **options) for r in range(1, size)]
+        first.join(TIMEOUT_S)
+        ranks = [first, *(other.result() for other in others)]
+        found = [Engine(group, elastic) for group in pool.map(DataParallelGroup, ranks)]
+    roster = Roster(found[0].group.waves.addresses, None)
+    try:
+        yield found, roster
+    finally:
+        roster.close()
+        for engine in found:
+            engine.launcher.close()
+        for engine in found:
+            engine.group.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("victim", [0, 2])  # the one at whose store they have met, and another
+def test_a_step_that_a_loss_interrupts_is_launched_again_by_the_engines_that_are_left(victim, shared_memory):
+    with engines(4, shared_memory=shared_memory) as (found, roster):
+        found[1].run("before")
+        found[victim].die()
+        left = [engine for engine in found if engine is not found[victim]]
+        launched = [engine.launch("during") for engine in left]
+        assert roster.lose(victim, f"engine {victim} died")
+        for step in launched:
+            assert step.result(TIMEOUT_S) == "during"
+        for engine in left:
+            engine.run("after")
+            shared = engine.launcher.shared()
+            assert (shared.generation, shared.engines) == (1, 3) and shared.pause_s > 0
+        assert [engine.steps[-2:] for engine in left] == [["during", "after"]] * 3
+
+
+def test_a_step_that_fails_within_an_exchange_is_launched_again_with_the_states_from_before():
+    with engines(2) as (found, roster):
+        found[0].fails = EngineUnavailable("rank 1 is gone")
+        launched = found[0].launch("a")
+        wait_until(lambda: found[0].fails is None)
+        found[1].die()
+        roster.lose(1, "engine 1 died")
+        assert launched.result(TIMEOUT_S) == "a"
+        assert found[0].steps == ["a"] and found[0].put_back == [STATES]
+        assert found[0].launcher.shared().engines == 1
+
+
+def test_engines_without_requests_notice_a_loss_and_go_on():
+    with engines(3) as (found, roster):
+        found[1].die()
+        roster.lose(1, "engine 1 died")
+        wait_until(lambda: [engine.recovery.generation for engine in found] == [1, 0, 1])
+        found[2].run("a")
+        found[0].run("b")
+
+
+def test_a_second_engine_that_dies_while_the_others_meet_is_left_behind_too():
+    with engines(4) as (found, roster):
+        launched = [found[number].launch("a") for number in (0, 3)]
+        found[1].die()
+        found[2].die()  # the order that follows counts on it
+        roster.lose(1, "engine 1 died")
+        wait_until(lambda: found[0].recovery._survivors._ranks.size == 3)  # type: ignore[attr-defined]
+        roster.lose(2, "engine 2 died")
+        assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
+        assert found[3].launcher.shared().engines == 2 and found[3].recovery.generation == 2
+
+
+def test_an_engine_whose_step_fails_tells_the_others_at_once_and_they_go_on_without_it():
+    with engines(3) as (found, roster):
+        found[1].fails = ValueError("out of memory")
+        launched = [found[0].launch("a"), found[2].launch("a")]
+        with pytest.raises(ValueError, match="out of memory"):
+            found[1].launch("a").result(TIMEOUT_S)
+        wait_until(lambda: all(found[number].recovery.lost for number in (0, 2)))
+        roster.lose(1, "its process has ended")
+        assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
+
+
+def test_engines_that_end_together_learn_of_a_failure_at_once_even_if_they_wait_for_nothing():
+    with engines(3, elastic=False) as (found, _):
+        found[1].fails = ValueError("out of memory")
+        with pytest.raises(ValueError, match="out of memory"):
+            found[1].launch("a").result(TIMEOUT_S)
+        for engine in (found[0], found[2]):
+            wait_until(lambda engine=engine: engine.launcher._broken is not None)
+            with pytest.raises(EngineUnavailable, match="out of memory"):
+                engine.launcher.rest()
+
+
+def test_if_nobody_says_who_goes_on_the_engines_end_with_the_reason(monkeypatch):
+    monkeypatch.setattr(survivors, "ORDER_S", 0.1)
+    with engines(2) as (found, _):
+        launched = found[0].launch("a")
+        found[1].die()
+        with pytest.raises(EngineUnavailable, match="rank 1 is gone; nobody has said within 0 s which engines go on"):
+            launched.result(TIMEOUT_S)
+
+
+def test_an_engine_that_was_taken_for_dead_ends():
+    with engines(3) as (found, roster):
+        roster.lose(1, "no word from it")
+        wait_until(lambda: found[1].launcher._broken is not None)
+        with pytest.raises(EngineUnavailable, match="the other engines go on without this one: no word from it"):
+            found[1].launch("a")
+        launched = [found[0].launch("a"), found[2].launch("a")]
+        assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
+
+
+def test_messages_about_an_earlier_generation_are_ignored():
+    with engines(3) as (found, roster):
+        found[1].die()
+        roster.lose(1, "engine 1 died")
+        wait_until(lambda: [engine.recovery.generation for engine in found] == [1, 0, 1])
+        found[2].recovery.hear(survivors.Lost(0, "an old story"))
+        assert found[2].recovery.lost is None
+        found[2].run("a")
