@@ -361,3 +361,14 @@ def test_with_stages_a_long_prompt_takes_no_turn_from_requests_behind_it():
         h.step()
     assert len(h.outputs["decodes"]) > 2
     h.run()
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_with_stages_a_prompt_alone_in_a_pool_of_one_window_waits_for_its_steps_and_never_preempts_itself(caching):
+    h = Harness(
+        num_blocks=0, windows=(1,), blocks=[3], step_tokens=1, block_size=1, max_model_len=24, depth=4, stages=3,
+        max_num_batched_tokens=5, max_num_seqs=1, enable_prefix_caching=caching,
+    )  # fmt: skip
+    h.add("a", ids(9), max_tokens=4)
+    h.run(limit=200)
+    assert h.scheduler.totals.preemptions == 0

@@ -36,8 +36,9 @@ def kv_cache_of(
         if spec.window is None:
             managers.append(KVCacheManager(pool, group))
         else:
-            managers.append(WindowedKVCacheManager(pool, spec, step_tokens, group))
-            limits.append(WindowRoom(pool, least_chunk))
+            windowed = WindowedKVCacheManager(pool, spec, step_tokens, group)
+            managers.append(windowed)
+            limits.append(WindowRoom(windowed, least_chunk))
     if snapshots is not None:
         managers.append(StateCacheManager(snapshots, managers[0], snapshot_interval, group=len(managers)))
         limits.append(OneSnapshot())

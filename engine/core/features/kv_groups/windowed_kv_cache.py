@@ -87,6 +87,10 @@ class WindowedKVCacheManager(KVCacheManager):
             if request.slot >= 0:
                 self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))
 
+    def will_release(self, request: Request) -> bool:
+        """Return whether the steps in flight will release blocks of a request once they are committed."""
+        return self._spec.first_needed(request.computed) // self.pool.block_size > request.tables[self._group].num_released
+
     def _first(self, count: int) -> int:
         """Return the index of the first block needed to continue after `count` blocks."""
         return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
@@ -96,9 +100,9 @@ class WindowRoom:
     """Limits a prompt chunk to the blocks available in a group with a window. Its requests do not reserve blocks for
     the whole prompt, and a shorter step is better than preempting another request."""
 
-    def __init__(self, pool: BlockPool, least: int):
+    def __init__(self, kv_cache: WindowedKVCacheManager, least: int):
         """least: tokens to compute in one step even if other requests are preempted for them."""
-        self._pool, self._least, self._kept = pool, least, 0
+        self._kv_cache, self._pool, self._least, self._kept = kv_cache, kv_cache.pool, least, 0
 
     def start_step(self, sequences: int) -> None:
         self._kept = sequences  # blocks: one for each sequence, which may need another
@@ -108,4 +112,6 @@ class WindowRoom:
         if count <= room:
             return count
         spare = max(0, self._pool.num_available - self._kept) * self._pool.block_size
-        return min(count, max(room + spare, self._least))
+        # a request that fills the pool alone, with several steps in flight, would preempt itself again and again
+        least = 0 if self._kv_cache.will_release(request) else self._least
+        return min(count, max(room + spare, least))

@@ -4,7 +4,7 @@ import pytest
 
 from engine.core.block_pool import BlockPool
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.core.request import Request
+from engine.core.request import BlockTable, Request
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -89,13 +89,16 @@ def test_a_prompt_holds_no_more_than_its_window_and_a_step_however_long_it_is():
 
 
 def test_a_step_is_as_long_as_there_are_blocks_to_spare():
-    pool = BlockPool(10, SIZE, null_block=True)
-    room = WindowRoom(pool, least=3)
+    manager = make(window=8, num_blocks=10)
+    room = WindowRoom(manager, least=3)
     room.start_step(sequences=2)
     new = request(400)
+    new.tables = [BlockTable([], 0, num_released=1, keeps_all=False)]
     new.capacity, new.computed = 12, 8
     assert room.up_to(new, 4) == 4, "it has these blocks"
     assert room.up_to(new, 400) == 4 + 8 * SIZE, "two of the ten are for those that may need another"
-    pool.allocate(9)
+    manager.pool.allocate(9)
     new.computed = 12
     assert room.up_to(new, 400) == 3
+    new.computed = new.capacity = 16
+    assert room.up_to(new, 400) == 0, "steps in flight release a second block when they end"
