@@ -358,10 +358,11 @@ class Scheduler:
             request.note("first token")
         if request.tables:  # else it was preempted meanwhile
             request.finite = len(request.tokens)
-        position, reason = request.num_output, None
+        position, constrains, reason = request.num_output, request.grammar.constrains, None
         for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
-            request.grammar.accept(token)
+            if constrains:
+                request.grammar.accept(token)
             if reason := self._stops.reason(request, token, position + count):
                 break
         if len(tokens) > 1 and request.state is State.RUNNING:
@@ -372,7 +373,7 @@ class Scheduler:
             return self._finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
         if request.leaving and (last := self.moves.stop(request, delta)):
             return self._let_go(request, last, now)
-        if request.grammar.constrains:
+        if constrains:
             request.grammar.start_masks(self.speculation.guess(request))
         return Event(request, delta)
 

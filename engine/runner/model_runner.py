@@ -246,10 +246,11 @@ class ModelRunner:
         """Wait for a launched step and return its result."""
         launched.event.wait()
         inputs, (draft_s, drafts_first) = launched.inputs, self.drafting.take_seconds(launched.proposals)
-        count = len(inputs.plan.slots)
+        count, sampled, drafts = len(inputs.plan.slots), launched.tokens.tolist(), inputs.plan.drafts
+        each_one = len(sampled) == count and not drafts  # as in most steps
         result = StepResult(
             step=inputs.plan.step,
-            tokens=[[] for _ in range(count)],
+            tokens=[[token] for token in sampled] if each_one else [[] for _ in range(count)],
             logprobs=[None] * count,
             prompt_logprobs=[None] * count,
             pooled={},
@@ -257,11 +258,10 @@ class ModelRunner:
             draft_s=draft_s,
             drafts_first=drafts_first,
         )
-        sampled = launched.tokens.tolist()
-        if inputs.plan.drafts:
+        if drafts:
             for i, tokens in launched.proposals.accepted(inputs, sampled).items():
                 result.tokens[i] = tokens
-        else:
+        elif not each_one:
             for i, token in zip(inputs.entries, sampled, strict=True):
                 result.tokens[i] = [token]
         if launched.logprobs is not None:

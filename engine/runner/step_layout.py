@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,9 +73,11 @@ class SampledTokens:
     positions: np.ndarray  #: [n] int64, positions in their sequences
 
     @classmethod
-    def of(cls, plan: StepPlan, layout: StepLayout, pooled: Container[int]) -> SampledTokens:
+    def of(cls, plan: StepPlan, layout: StepLayout, pooled: Collection[int]) -> SampledTokens:
         """Find the tokens that a plan samples. pooled: slots of sequences for which no token is sampled."""
-        entries = [i for i in np.flatnonzero(plan.samples).tolist() if plan.slots[i] not in pooled]
+        entries = np.flatnonzero(plan.samples).tolist()
+        if pooled:
+            entries = [i for i in entries if plan.slots[i] not in pooled]
         back: np.ndarray | int = 0  # distance of each token to the last of its entry
         if plan.drafts:
             back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
