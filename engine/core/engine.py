@@ -271,7 +271,7 @@ class EngineCore:
             self.ledger.spent(self._waits, now)
         self.ledger.advance(now)
         self.idle = False
-        self._take_tier_answers()
+        self._take_tier_answers(now)
         events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
         plan = self.scheduler.schedule(now)
         for load in self.scheduler.adapters.take_loads():
@@ -357,14 +357,14 @@ class EngineCore:
 
     # -- tiers ---------------------------------------------------------------------------------------------
 
-    def _take_tier_answers(self) -> None:
-        self.scheduler.loading.answered(self._tiers.answers(), self._now())
+    def _take_tier_answers(self, now: float) -> None:
+        self.scheduler.loading.answered(self._tiers.answers(), now)
 
     def _flush_tiers(self) -> None:
         """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
         deadline = self._now() + FLUSH_S
         while self._broken is None and not self._in_flight and self._now() < deadline:
-            self._take_tier_answers()
+            self._take_tier_answers(self._now())
             self.scheduler.holds.update(self._now())
             self._submit_handoffs()
             if self.scheduler.offloading.flushed():

@@ -356,9 +356,10 @@ class Scheduler:
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
+        known, constrains, reason = len(request.tokens), request.grammar.constrains, None
         if request.tables:  # else it was preempted meanwhile
-            request.finite = len(request.tokens)
-        position, constrains, reason = request.num_output, request.grammar.constrains, None
+            request.finite = known
+        position = known - request.num_prompt
         for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
             if constrains:
