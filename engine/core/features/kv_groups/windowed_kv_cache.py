@@ -89,7 +89,8 @@ class WindowedKVCacheManager(KVCacheManager):
 
     def will_release(self, request: Request) -> bool:
         """Return whether the steps in flight will release blocks of a request once they are committed."""
-        return self._spec.first_needed(request.computed) // self.pool.block_size > request.tables[self._group].num_released
+        behind = self._spec.first_needed(request.computed) // self.pool.block_size
+        return behind > request.tables[self._group].num_released
 
     def _first(self, count: int) -> int:
         """Return the index of the first block needed to continue after `count` blocks."""
