@@ -76,8 +76,7 @@ class SampledTokens:
     def of(cls, plan: StepPlan, layout: StepLayout, pooled: Collection[int]) -> SampledTokens:
         """Find the tokens that a plan samples. pooled: slots of sequences for which no token is sampled."""
         entries = np.flatnonzero(plan.samples).tolist()
-        if pooled:
-            entries = [i for i in entries if plan.slots[i] not in pooled]
+        entries = [i for i in entries if plan.slots[i] not in pooled] if pooled else entries
         back: np.ndarray | int = 0  # distance of each token to the last of its entry
         if plan.drafts:
             back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
