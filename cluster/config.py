@@ -540,6 +540,7 @@ class AppConfig(Section):
         return ConsoleConfig(
             enabled=self.ingress.console,
             texts=self.ingress.console_texts,
+            currency=self.ingress.currency,
             configuration=without_credentials(shown),
         )
 

@@ -62,9 +62,14 @@ def http_app(
     jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
-    app.router.lifespan_context = _then(app.router.lifespan_context, quotas.close, jobs.close)
+    channels = {model.frontend.channel for model in models.values()}
+    ended = [channel.all_ended for channel in channels]
+    app.router.lifespan_context = _then(app.router.lifespan_context, jobs.close, *ended, quotas.close, values.close)
     app.router.lifespan_context = _inside(app.router.lifespan_context, telemetry.usage_files.written)
     stored = ResponseStore(values, store.response_ttl_s)
+    page = ConsoleRoutes(served, telemetry, console, auth.admin_keys)
+    if console.enabled:
+        app.router.lifespan_context = _inside(app.router.lifespan_context, page.engine_hours.watched)
     key_routes: list[Route] = []
     if api_keys is not None and auth.allow_key_updating:
         managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
@@ -81,7 +86,7 @@ def http_app(
         *key_routes,
         *HoldRoutes(served).routes(),
         *OperatorRoutes(served, telemetry, auth.admin_keys).routes(),
-        *(ConsoleRoutes(served, telemetry, console).routes() if console.enabled else []),
+        *(page.routes() if console.enabled else []),
     ]
     add_routes(app, routes)
     document = partial(openapi_document, routes, VERSION, with_keys=api_keys is not None)

@@ -25,14 +25,14 @@ from deployments import ray_compat
 from deployments.adapters.gcs_table import GcsTable
 from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
-from deployments.billing.usage_files import NO_USAGE_FILES, UsageConfig, UsageFiles
+from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
 from deployments.multimodal.config import ImageConfig
 from deployments.observability.stats import IngressStats
-from deployments.observability.telemetry import Telemetry
+from deployments.observability.telemetry import IngressUsage, Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
@@ -65,6 +65,9 @@ class IngressPeers:
 
     async def overviews(self) -> list[IngressOverview]:
         return [msgspec.msgpack.decode(answer, type=IngressOverview) for answer in await self._ask("overview")]
+
+    async def usage(self) -> list[IngressUsage]:
+        return [msgspec.msgpack.decode(answer, type=IngressUsage) for answer in await self._ask("usage")]
 
     async def scaling_changes(self) -> list[ScalingChange]:
         found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
@@ -107,7 +110,7 @@ class Ingress:
         log_to_console(f"ingress-{ingress_id}", log)
         traces = None if tracing is None else Tracing(tracing)
         node = ray.get_runtime_context().get_node_id()
-        files = NO_USAGE_FILES if usage.folder is None else UsageFiles(usage, ingress_id)
+        files = None if usage.folder is None else UsageFiles(usage, ingress_id)
         self._telemetry = Telemetry(
             ingress_id, traces, IngressPeers(), node=node, keeps_texts=console.texts, usage_files=files
         )
@@ -165,6 +168,10 @@ class Ingress:
     async def overview(self) -> bytes:
         """Return this ingress's part of the console: IngressOverview in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_overview())
+
+    async def usage(self) -> bytes:
+        """Return what this ingress has counted of keys: IngressUsage in msgpack."""
+        return msgspec.msgpack.encode(self._telemetry.own_usage())
 
     async def adapters_changed(self) -> bytes:
         """Note that another ingress has loaded or unloaded an adapter."""

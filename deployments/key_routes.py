@@ -108,7 +108,8 @@ class KeyRoutes:
             digest = hash_key(key)
             if any(digest in known.digests for known in table.keys.values()):
                 raise InvalidParameter("key", Described("one that exists"), "a new key")
-            entry = table.keys.setdefault(body.key_alias, ManagedKey())
+            if (entry := table.keys.get(body.key_alias)) is None or entry.deleted_at is not None:
+                entry = table.keys[body.key_alias] = ManagedKey()
             entry.digests.append(digest)
             if body.model_fields_set - {"key_alias", "key"}:
                 entry.limits = limits
@@ -136,7 +137,7 @@ class KeyRoutes:
         def edit(table: KeyTable) -> None:
             deleted.clear()
             for name in body.key_aliases:
-                if table.keys.pop(name, None) is not None:
+                if self._keys.delete(table, name):
                     deleted.append(name)
             for name, entry in list(table.keys.items()):
                 found = [digest for digest in entry.digests if digest in digests]
@@ -157,7 +158,7 @@ class KeyRoutes:
 
     async def list_keys(self, request: Request) -> Response:
         self._check_key(request)
-        return json_response(KeyList(sorted(self._keys.table.keys.keys() | self._quotas.limits.keys())))
+        return json_response(KeyList(sorted(self._keys.names)))
 
     async def _info(self, name: str) -> KeyInfo:
         limits = self._keys.limits_of(name)

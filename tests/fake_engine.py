@@ -38,6 +38,7 @@ from engine.wire.messages import (
     ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
+    SequenceCost,
     TakeTape,
     TapeTaken,
     TokenBatch,
@@ -65,6 +66,7 @@ class FakeEngine:
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
+    cost: of every request; its last delta tells it, and with `report_cost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
     fetch from `peer`.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
@@ -74,6 +76,7 @@ class FakeEngine:
         self.paused, self.silent = threading.Event(), threading.Event()
         self.refusal: ErrorInfo | None = None
         self.step_age_s = 0.0
+        self.cost: SequenceCost | None = None
         self.added: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
@@ -203,6 +206,8 @@ class FakeEngine:
     def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
         if request.reply_to not in self._peers:
             self._peers[request.reply_to] = self._connect(request.reply_to)
+        if delta.finish_reason is not None or request.report_cost:
+            delta = msgspec.structs.replace(delta, cost=self.cost)
         batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
         self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
         if delta.finish_reason is not None:

@@ -92,7 +92,7 @@ class MessageResponse:
                 if chunk.finish_reason is not None:
                     for event in self._close():
                         yield event
-                    yield MessageDelta(self._stop(chunk), Usage.of(self.output))
+                    yield MessageDelta(self._stop(chunk), Usage.of(self.output, ended=True))
                     yield MessageStop()
 
     def _message(self) -> AnthropicMessage:

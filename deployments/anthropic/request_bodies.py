@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.anthropic.conversation import Block, Text, Turn, chat_messages
-from deployments.http.body import RequestBody, StrictModel
+from deployments.http.body import RequestBody, StrictModel, UsageOptions
 from deployments.http.validation import ForeignFields, validation_error
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import (
@@ -201,6 +201,7 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     metadata: Metadata | None = None
+    usage: UsageOptions | None = None
 
     def for_chat(self, max_model_len: int) -> ChatBody:
         """Return the equivalent chat. Raises RequestError."""
@@ -212,6 +213,7 @@ class MessagesBody(CountTokensBody):
             top_p=self.top_p,
             top_k=self.top_k,
             user=self.metadata.user_id if self.metadata else None,
+            usage=self.usage,
         )
 
     def all_ignored(self, chat: ChatBody, ignored: list[str]) -> list[str]:

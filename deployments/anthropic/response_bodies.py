@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from deployments.openai.chat_output import ChatOutput
-from deployments.openai.response_bodies import HoldBody
+from deployments.openai.response_bodies import NOT_ASKED, CostDetails, HoldBody, RequestCost
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -36,10 +36,14 @@ class Usage(msgspec.Struct):
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
     output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
     """UNSET unless the model is known to reason."""
+    cost: float | msgspec.UnsetType = msgspec.UNSET
+    cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, output: ChatOutput) -> Usage:
+    def of(cls, output: ChatOutput, *, ended: bool = False) -> Usage:
+        """ended: whether the cost is known, if the request asks for it."""
         usage, thinking = output.usage, output.reasoning_tokens
+        cost = RequestCost.of(usage) if ended and output.reports_cost else NOT_ASKED
         written, created = usage.held_tokens(), CacheCreation(usage.held_tokens(0, 300), usage.held_tokens(300))
         return cls(
             input_tokens=usage.prompt_tokens - usage.cached_tokens - written,
@@ -49,6 +53,8 @@ class Usage(msgspec.Struct):
             cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
             output_tokens_details=msgspec.UNSET if thinking is None else OutputTokensDetails(thinking),
+            cost=cost.cost,
+            cost_details=cost.details,
         )
 
 

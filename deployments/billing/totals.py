@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+OTHERS = "(others)"  # name of all that are not told apart
+
 
 class UsageTotals(msgspec.Struct):
     """Sums over sequences that have ended, with or without an error."""

@@ -7,21 +7,24 @@ import csv
 import io
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
+
+from deployments.billing.hourly_usage import HourlyUsage, UsageLine
 from deployments.billing.totals import UsageTotals
-from engine.clock import SYSTEM_CLOCK
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 WRITE_S = 60.0
 """Seconds between two writes; an ingress that is killed loses so much."""
+CLOSE_S = 10.0
+"""Seconds for which an ingress that ends waits for the last write."""
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 CONSTANTS = {
     "ChargeCategory": "Usage",
@@ -52,20 +55,12 @@ class UsageConfig:
             raise ConfigError("ingress.usage_dir", self.folder, "a writable folder")
 
 
-class _Line(NamedTuple):
-    """What is summed together."""
-
-    hour: datetime
-    key: str
-    model: str
-    adapter: str
-
-
 class NoUsageFiles:
     """The files of an ingress that writes none."""
 
-    def add(self, key: str, model: str, adapter: str | None, used: UsageTotals) -> None:
-        """Count a sequence that has ended now."""
+    def __init__(self, usage: HourlyUsage | None = None):
+        """usage: what is written; None for one that is empty."""
+        self.usage = usage or HourlyUsage()
 
     @asynccontextmanager
     async def written(self) -> AsyncGenerator[None]:
@@ -73,67 +68,77 @@ class NoUsageFiles:
         yield
 
 
-NO_USAGE_FILES = NoUsageFiles()
-
-
 class UsageFiles(NoUsageFiles):
-    """One file for each day and ingress, which is written again whenever it has changed."""
+    """One file for each day and ingress, which is written again whenever it has changed. Only one task writes, so
+    nothing older replaces something newer."""
 
-    def __init__(self, config: UsageConfig, ingress_id: str, wall: Callable[[], float] = SYSTEM_CLOCK.wall):
-        """Raises ConfigError if the folder cannot be written. wall: returns seconds since 1970."""
+    def __init__(self, config: UsageConfig, ingress_id: str, usage: HourlyUsage | None = None):
+        """Raises ConfigError if the folder cannot be written."""
+        super().__init__(usage)
         config.check()
         assert config.folder is not None
         self._folder, self._currency = Path(config.folder).expanduser(), config.currency
-        self._ingress_id, self._wall = ingress_id, wall
-        self._lines: dict[_Line, UsageTotals] = {}
-        self._changed: set[datetime] = set()  # days
+        self._ingress_id = ingress_id
+        self.usage.unwritten = {}
 
-    def add(self, key: str, model: str, adapter: str | None, used: UsageTotals) -> None:
-        now = datetime.fromtimestamp(self._wall(), UTC)
-        line = _Line(now.replace(minute=0, second=0, microsecond=0), key, model, adapter or "")
-        self._lines.setdefault(line, UsageTotals()).add(used)
-        self._changed.add(_day(line.hour))
-
-    def write(self) -> None:
-        """Write the files that have changed, and forget the days before yesterday. Raises OSError."""
-        yesterday = _day(datetime.fromtimestamp(self._wall(), UTC)) - timedelta(days=1)  # a clock may be set back
-        for day in sorted(self._changed):
-            name = f"manta-usage-{day:%Y-%m-%d}-{self._ingress_id}.csv"
-            new = self._folder / f".{name}.new"
-            new.write_text(self._text(day), encoding="utf-8")
-            new.replace(self._folder / name)
-            self._changed.discard(day)
-        self._lines = {line: used for line, used in self._lines.items() if line.hour >= yesterday}
+    async def write(self) -> None:
+        """Write the files of the days that have changed, in a thread. Raises OSError; then these days are written the
+        next time."""
+        unwritten = self.usage.unwritten
+        assert unwritten is not None
+        days = dict(unwritten)
+        lines = [(line, msgspec.structs.replace(used)) for line, used in self.usage.lines.items() if line.day in days]
+        await asyncio.to_thread(self._write, lines)
+        for day, change in days.items():
+            if unwritten[day] == change:
+                del unwritten[day]
 
     @asynccontextmanager
     async def written(self) -> AsyncGenerator[None]:
-        task = asyncio.create_task(self._keep_writing())
+        ending = asyncio.Event()
+        task = asyncio.create_task(self._keep_writing(ending))
         try:
             yield
         finally:
-            task.cancel()
-            self._try_to_write()
+            ending.set()
+            _, late = await asyncio.wait([task], timeout=CLOSE_S)
+            if late:
+                logger.error("usage not written folder=%s error=the folder does not answer", self._folder)
+                task.cancel()
 
-    async def _keep_writing(self) -> None:
-        while True:
-            await asyncio.sleep(WRITE_S)
-            self._try_to_write()
+    async def _keep_writing(self, ending: asyncio.Event) -> None:
+        """Write until `ending` is set, and once more then."""
+        last = False
+        while not last:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WRITE_S):
+                    await ending.wait()
+            last = ending.is_set()
+            try:
+                await self.write()
+            except Exception as error:  # noqa: BLE001  keep this task running
+                logger.error("usage not written folder=%s error=%s", self._folder, error)
 
-    def _try_to_write(self) -> None:
-        try:
-            self.write()
-        except OSError as error:
-            logger.error("usage not written folder=%s error=%s", self._folder, error)
+    def _write(self, lines: list[tuple[UsageLine, UsageTotals]]) -> None:
+        by_day: dict[datetime, list[tuple[UsageLine, UsageTotals]]] = {}
+        for entry in lines:
+            by_day.setdefault(entry[0].day, []).append(entry)
+        for day, entries in by_day.items():
+            name = f"manta-usage-{day:%Y-%m-%d}-{self._ingress_id}.csv"
+            new = self._folder / f".{name}.new"
+            new.write_text(self._text(entries), encoding="utf-8")
+            new.replace(self._folder / name)
 
-    def _text(self, day: datetime) -> str:
-        rows = [self._row(line, used) for line, used in sorted(self._lines.items()) if _day(line.hour) == day]
+    def _text(self, entries: list[tuple[UsageLine, UsageTotals]]) -> str:
+        entries.sort(key=lambda entry: msgspec.structs.astuple(entry[0]))
+        rows = [self._row(line, used) for line, used in entries]
         text = io.StringIO()
         writer = csv.DictWriter(text, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
 
-    def _row(self, line: _Line, used: UsageTotals) -> dict[str, str | int | float]:
+    def _row(self, line: UsageLine, used: UsageTotals) -> dict[str, str | int | float]:
         month = line.hour.replace(day=1, hour=0)
         next_month = (month + timedelta(days=32)).replace(day=1)
         return {
@@ -153,6 +158,8 @@ class UsageFiles(NoUsageFiles):
             "PricingUnit": "Hours",
             "ServiceName": line.model,
             "ResourceId": line.adapter or line.model,
+            "ResourceName": line.adapter or line.model,
+            "ResourceType": "LoRA adapter" if line.adapter else "Model",
             "SubAccountId": line.key,
             **CONSTANTS,
             "x_Ingress": self._ingress_id,
@@ -163,7 +170,3 @@ class UsageFiles(NoUsageFiles):
             "x_WastedSeconds": used.wasted_s,
             "x_KvGibSeconds": used.kv_gib_s,
         }
-
-
-def _day(hour: datetime) -> datetime:
-    return hour.replace(hour=0, minute=0, second=0, microsecond=0)

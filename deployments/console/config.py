@@ -12,5 +12,7 @@ class ConsoleConfig:
     """Whether ingresses serve the console."""
     texts: bool = False
     """Whether timelines show prompts and outputs."""
+    currency: str = "USD"
+    """Currency of costs."""
     configuration: dict[str, Any] = field(default_factory=dict)
     """The application's configuration with all defaults and without secrets, for display."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import mimetypes
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,17 @@ from fastapi import Request, Response
 
 from deployments.console.cluster_watcher import ClusterWatcher
 from deployments.console.config import ConsoleConfig
+from deployments.console.costs_view import CostsView
+from deployments.console.engine_hours import EngineHours
 from deployments.console.feed import ClusterFeed
+from deployments.http.context import key_name
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
 from deployments.http.streaming import EventStream
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
+from engine.errors import NotPermitted
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -73,9 +80,13 @@ class PageFile:
 
 
 class ConsoleRoutes:
-    def __init__(self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig):
-        self._models, self._config = models, config
+    def __init__(
+        self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig, admin_keys: Sequence[str] = ()
+    ):
+        """admin_keys: names of the API keys that may see what others have used; empty for all keys."""
+        self._models, self._telemetry, self._config, self._admin_keys = models, telemetry, config, admin_keys
         self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
+        self.engine_hours = EngineHours(models.pools())
 
     def routes(self) -> list[Route]:
         files = {path.name: PageFile(path).response for path in sorted(PAGE.iterdir())}
@@ -84,10 +95,18 @@ class ConsoleRoutes:
             *(Route("GET", f"/console/page/{name}", response) for name, response in files.items()),
             Route("GET", "/console/state", self.state),
             Route("GET", "/console/facts", self.facts),
+            Route("GET", "/console/costs", self.costs),
         ]
 
     async def state(self) -> Response:
         return EventStream(self._feed.events())
+
+    async def costs(self, request: Request) -> Response:
+        if self._admin_keys and key_name(request) not in self._admin_keys:
+            raise NotPermitted("only keys of ingress.admin_keys may see what all keys have used")
+        lines, _ = await asyncio.gather(self._telemetry.all_usage(), self.engine_hours.look())
+        hours, rates = self.engine_hours.hours, self.engine_hours.prompt_token_s
+        return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
 
     async def facts(self) -> Response:
         found = [

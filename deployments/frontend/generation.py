@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+from deployments.billing.bill import Bill, Used
 from deployments.frontend.inboxes import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
-from deployments.frontend.sequence_metrics import Reason
+from deployments.frontend.sequence_metrics import Reason, SequenceMetrics
 from deployments.observability.telemetry import current_request
-from deployments.quotas.key_quota import Demand, Used, current_quota
+from deployments.quotas.key_quota import Demand, current_quota
 from engine.errors import Overloaded
+from engine.fairness.fair_queue import QueuedRequest
 from engine.text.text_stream import TextChunk
 from engine.wire.messages import GenerateRequest, TokenDelta
 
@@ -26,27 +29,38 @@ class LiveGeneration:
     """Runs the sequences of one HTTP request in the engines. An object can be used only once."""
 
     def __init__(
-        self, context: SequenceContext, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
+        self,
+        context: SequenceContext,
+        prompts: list[list[GenerateRequest]],
+        client: str,
+        record: Record | None = None,
+        *,
+        resumes: bool = False,
     ):
-        """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them."""
+        """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them.
+        resumes: as in Demand."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
             has_prediction=bool(prompts[0][0].prediction),
             prices=context.prices,
         )
+        self._bill = Bill(self._used)
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         self._quota = current_quota()
+        http.bills.append(self._bill)
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
-                sequence = Sequence(
-                    len(self._sequences), request, http, context, self.usage, record, first=request is requests[0]
-                )
+                index, first = len(self._sequences), request is requests[0]
+                sequence = Sequence(index, request, http, context, self.usage, self._bill, record, first=first)
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
-        self._demand = Demand(self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens)
+        self._demand = Demand(self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens, resumes)
+        self.computed_again = False
+        """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
+        the generator is closed."""
         self._timed_out = False
         self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
@@ -65,24 +79,26 @@ class LiveGeneration:
                 metrics.waits()
             left_s = self._left_s()
             async with (
-                self._quota.charged(self._demand, self._used),
+                self._quota.charged(self._demand, self._bill) as watch,
                 self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
             ):
                 self.admitted.set()
                 for metrics in all_metrics:
                     metrics.admitted()
-                with self._inbox() as inbox:
-                    await self._start(inbox)
-                    while self._num_unfinished:
-                        deltas = await inbox.take()
-                        if deltas[-1] is None:  # a slow client takes these when the rest may have come for later ones
-                            self._lost = [s for s in self._sequences.values() if s.lost is not None]
-                        for delta in deltas:
-                            if (chunk := self._take(delta, inbox)) is not None:
-                                self._admission.charge(queued, len(chunk.token_ids))
-                                yield chunk
-                if len(self.usage.costs) >= len(self._sequences):
-                    self._admission.settle(queued, self.usage.cost.compute_s)
+                try:
+                    with self._inbox() as inbox:
+                        await self._start(inbox)
+                        while self._num_unfinished:
+                            watch.check()
+                            deltas = await inbox.take()
+                            if deltas[-1] is None:  # a slow client takes these when the rest may have come later
+                                self._lost = [s for s in self._sequences.values() if s.lost is not None]
+                            for delta in deltas:
+                                if (chunk := self._take(delta, inbox)) is not None:
+                                    self._admission.charge(queued, len(chunk.token_ids))
+                                    yield chunk
+                finally:
+                    self._bill.when_known(partial(self._settle, queued))
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
@@ -91,12 +107,25 @@ class LiveGeneration:
         finally:
             for metrics in all_metrics:
                 metrics.ended(left, failure)
+            self._bill.when_known(partial(self._count, all_metrics))
+
+    def _count(self, all_metrics: list[SequenceMetrics]) -> None:
+        if len(self.usage.costs) >= len(self._sequences):
+            self._bill.total = self._used()
+        for metrics in all_metrics:
+            metrics.billed(computed_again=self.computed_again)
+
+    def _settle(self, queued: QueuedRequest) -> None:
+        """Charge the client of the queue with what the request has really cost."""
+        if len(self.usage.costs) >= len(self._sequences):
+            self._admission.settle(queued, self.usage.cost.compute_s)
 
     def _used(self) -> Used:
         """Return what the request has used so far."""
-        usage, cost = self.usage, self.usage.cost
-        money = usage.prices.of(cost)
-        return Used(self.admitted.is_set(), usage.prompt_tokens, usage.completion_tokens, cost.compute_s, money)
+        usage, cost, started = self.usage, self.usage.cost, self.admitted.is_set()
+        if self.computed_again:
+            return Used(started, usage.prompt_tokens, 0, 0.0, 0.0)
+        return Used(started, usage.prompt_tokens, usage.completion_tokens, cost.compute_s, usage.prices.of(cost))
 
     @contextmanager
     def _inbox(self) -> Iterator[Inbox]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,6 +13,10 @@ from engine.wire.messages import Abort, TokenBatch, TokenDelta
 
 MAX_UNMERGED = 32
 """Deltas are merged only when more than this many are waiting."""
+LAST_DELTA_S = 10.0
+"""Seconds for which an engine may take to end a request that was aborted."""
+CLOSE_S = 1.0  # to wait for them when the ingress ends
+TakeLast = Callable[[TokenDelta | None], None]
 
 
 class Inbox:
@@ -20,11 +24,15 @@ class Inbox:
     the reader."""
 
     def __init__(self) -> None:
+        self.last: dict[str, TokenDelta] = {}
+        """Final deltas that have arrived, read or not, by request id."""
         self._waiting: list[TokenDelta | None] = []
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta | None) -> None:
         self._waiting.append(delta)
+        if delta is not None and delta.finish_reason is not None:
+            self.last[delta.request_id] = delta
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -67,6 +75,9 @@ class Inboxes:
         self._stats = stats
         self._inboxes: dict[str, Inbox] = {}
         self._working: dict[str, tuple[str, str]] = {}  # request id -> id and address of its engine
+        self._aborted: dict[str, tuple[TakeLast, asyncio.TimerHandle]] = {}  # by request id
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
 
     def send(self, address: str, message: bytes) -> None:
         """Send a command to the engine at this address."""
@@ -96,6 +107,33 @@ class Inboxes:
             _, address = self._working[request_id]
             self.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
+    def take_last(self, request_id: str, take: TakeLast) -> None:
+        """Call `take` with the final delta of a request that is being aborted, even after its inbox was closed, or with
+        None if the delta does not come within LAST_DELTA_S."""
+        timer = asyncio.get_running_loop().call_later(LAST_DELTA_S, self._end, request_id)
+        self._aborted[request_id] = take, timer
+        self._all_ended.clear()
+
+    async def all_ended(self) -> None:
+        """Wait for the final deltas of all aborted requests, for at most CLOSE_S. The others no longer count."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._all_ended.wait()
+        except TimeoutError:
+            for request_id in list(self._aborted):
+                self._end(request_id)
+
+    def _end(self, request_id: str, last: TokenDelta | None = None) -> None:
+        take, timer = self._aborted.pop(request_id)
+        timer.cancel()
+        if not self._aborted:
+            self._all_ended.set()
+        take(last)
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether a delta of the request has arrived, so that its engine is known."""
+        return request_id in self._working
+
     def engine_of(self, request_id: str) -> str:
         """Return the id of the engine that works on a request. A delta of the request must have arrived."""
         return self._working[request_id][0]
@@ -105,11 +143,14 @@ class Inboxes:
         engine = (batch.engine_id, batch.commands_to)
         for delta in batch.deltas:
             inbox = self._inboxes.get(delta.request_id)
+            is_last = bool(self._aborted) and delta.finish_reason is not None and delta.request_id in self._aborted
             if inbox is None:
                 self._stats.dropped_deltas += 1  # some are normal after a client has left
-            else:
+            elif not is_last:
                 self._working[delta.request_id] = engine
                 inbox.put(delta)
+            if is_last:
+                self._end(delta.request_id, delta)
 
 
 def _follows(later: TokenDelta, before: TokenDelta) -> bool:

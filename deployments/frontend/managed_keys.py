@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +23,9 @@ POLL_S = 1.0
 """Seconds after which an ingress notices a change at the latest, if the store answers."""
 TTL_S = 100 * 365 * 86400.0
 TRIES = 16  # to write before another ingress does
+KEEP_DELETED_S = 60 * 86400.0
+"""Seconds for which the limits of a deleted name still apply to the batches and background responses that it has begun;
+longer than any of these lasts."""
 
 
 class ManagedKey(msgspec.Struct):
@@ -31,6 +35,8 @@ class ManagedKey(msgspec.Struct):
     """Of the keys that are not in the configuration."""
     limits: dict[str, Any] | None = None
     """Fields of KeyLimits, in place of those of the configuration; None for those."""
+    deleted_at: float | None = None
+    """Seconds since 1970; None while the name is in use."""
 
 
 class KeyTable(msgspec.Struct):
@@ -63,12 +69,31 @@ class ManagedKeys:
             stored = await self._read()
             table = self._decoded(stored)
             edit(table)
+            since = time.time() - KEEP_DELETED_S
+            table.keys = {name: key for name, key in table.keys.items() if (key.deleted_at or since) >= since}
             table.version += 1
             new = sealed(msgspec.json.encode(table))
             if await self._written(stored, new):
                 self._use(new)
                 return
         raise StoreUnavailable("other ingresses change the keys all the time")
+
+    @property
+    def names(self) -> set[str]:
+        """Names of keys that were made here, and those for which the configuration has limits."""
+        return {name for name, key in self.table.keys.items() if key.deleted_at is None} | self._configured.keys()
+
+    def delete(self, table: KeyTable, name: str) -> bool:
+        """Delete the keys of a name from the table. Limits that only the table has stay in force for what the name has
+        begun. Returns False if there is nothing to delete."""
+        key = table.keys.get(name)
+        if key is None or key.deleted_at is not None:
+            return False
+        if key.limits is None or name in self._configured:
+            del table.keys[name]
+        else:
+            key.digests, key.deleted_at = [], time.time()
+        return True
 
     def limits_of(self, name: str) -> KeyLimits:
         return self._quotas.limits.get(name, KeyLimits())

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.billing.bill import Bill
+from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.prices import FREE, Prices
-from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inbox, Inboxes
 from deployments.frontend.retry import RetryState, TokensLost
@@ -54,7 +55,7 @@ class SequenceContext:
     """Maximum number of times that a sequence resumes in another engine."""
     sdc_check: SdcCheck | None = None
     prices: Prices = FREE
-    usage_files: NoUsageFiles = NO_USAGE_FILES
+    hourly: HourlyUsage = field(default_factory=HourlyUsage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ class Sequence:
         http: HttpRequest,
         context: SequenceContext,
         usage: Usage,
+        bill: Bill,
         record: Record | None = None,
         *,
         first: bool,
@@ -211,6 +213,7 @@ class Sequence:
         """index: index of the sequence in the HTTP request. first: whether this is the first sequence for its prompt.
         Cached prompt tokens are counted for the first sequence only."""
         self.index = index
+        self._bill = bill
         self._record = record
         self._sdc_check = context.sdc_check
         self._sample = None if context.sdc_check is None else context.sdc_check.sample(request)
@@ -228,7 +231,7 @@ class Sequence:
             quiet=request.pooling is not None and index > 0,
             texts=self._texts if context.timelines.keeps_texts else None,
             prices=context.prices,
-            usage_files=context.usage_files,
+            hourly=context.hourly,
             counts_prompt=first,
         )
         self._tokenizer = context.tokenizer
@@ -236,10 +239,11 @@ class Sequence:
         self._channel, self._pool, self._stats = context.channel, context.pool, context.stats
         self._usage, self._counts_cached = usage, first
         self._attempt: Attempt | None = None
+        self._inbox = Inbox()
 
     def start(self, inbox: Inbox) -> None:
         """Send the current attempt to an engine. inbox: inbox to wake if the attempt fails without a final delta."""
-        request_id = self.retry.request_id
+        request_id, self._inbox = self.retry.request_id, inbox
         self._attempt = Attempt(request_id, self._generate(), inbox.wake)
         self.metrics.sent(request_id)
 
@@ -252,9 +256,7 @@ class Sequence:
             self.metrics.happened(delta.timeline, self._channel.engine_of(delta.request_id))
             if not delta.token_ids and delta.finish_reason is None:
                 return None
-        if delta.cost is not None:
-            self._usage.costs[delta.request_id] = delta.cost
-            self.metrics.costs(delta.request_id, delta.cost)
+        self._count_cost(delta)
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
         delta = self.retry.add(delta)
@@ -276,6 +278,7 @@ class Sequence:
         if chunk.finish_reason is not None:
             self.finished = True
             if delta.finish_reason is None:
+                self._expect_cost(delta.request_id)
                 self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
             if self._sample is not None and self._sdc_check is not None and not self.retry.num_retries:
                 self._sdc_check.ended(self._sample)
@@ -320,8 +323,34 @@ class Sequence:
     def abort(self) -> None:
         """End the current attempt in its engine: by cancelling its call, or, if the call has ended, through the token
         channel, because the engine may outlive its replica."""
-        if self._attempt is not None and not self._attempt.close():
-            self._channel.abort(self._attempt.request_id)
+        if self._attempt is None:
+            return
+        request_id = self._attempt.request_id
+        cancelled = self._attempt.close()
+        if cancelled or self._channel.knows(request_id):
+            self._expect_cost(request_id)
+        if not cancelled:
+            self._channel.abort(request_id)
+
+    def _expect_cost(self, request_id: str) -> None:
+        """Count what an attempt that is being aborted has cost, even if its engine tells that only after the end of the
+        request."""
+        if (known := self._inbox.last.get(request_id)) is not None:
+            self._count_cost(known)
+            return
+
+        def take(last: TokenDelta | None) -> None:
+            if last is not None:
+                self._count_cost(last)
+            self._bill.learned()
+
+        self._bill.expect()
+        self._channel.take_last(request_id, take)
+
+    def _count_cost(self, delta: TokenDelta) -> None:
+        if delta.cost is not None:
+            self._usage.costs[delta.request_id] = delta.cost
+            self.metrics.costs(delta.request_id, delta.cost)
 
     def _texts(self) -> tuple[str, str]:
         """Return prompt and output with their special tokens, each cut to the length that a timeline keeps."""

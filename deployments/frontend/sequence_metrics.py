@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.prices import FREE, Prices
 from deployments.billing.totals import UsageTotals, payer_of
-from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
 from deployments.frontend.availability import Availability
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
@@ -35,10 +35,10 @@ class SequenceMetrics:
         stats: ModelStats,
         timelines: RequestTimelines,
         availability: Availability,
+        hourly: HourlyUsage,
         quiet: bool = False,
         texts: Callable[[], tuple[str, str]] | None = None,
         prices: Prices = FREE,
-        usage_files: NoUsageFiles = NO_USAGE_FILES,
         counts_prompt: bool = True,
     ):
         """quiet: whether another sequence represents this one in logs, traces and timelines, unless an error occurs.
@@ -48,7 +48,7 @@ class SequenceMetrics:
         self._http, self._stats, self._timelines = http, stats, timelines
         self._availability, self._quiet, self._texts = availability, quiet, texts
         self._counts_prompt = counts_prompt
-        self._payer, self._prices, self._usage_files = payer_of(request.client), prices, usage_files
+        self._payer, self._prices, self._hourly = payer_of(request.client), prices, hourly
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -58,6 +58,7 @@ class SequenceMetrics:
         )
         self._waits_at = http.started_at
         self._times: RequestTimes | None = None
+        self._traced = True
         self._moved_at: float | None = None  # since when a sequence that moves has no engine
         logger.debug(
             "request sent request_id=%s model=%s prompt_tokens=%d", request.request_id, model, len(request.prompt)
@@ -140,7 +141,6 @@ class SequenceMetrics:
             self._stats.finished[reason] += 1
             if timeline.adapter is not None:
                 self._stats.count_adapter(timeline.adapter)
-            self._count_usage()
         if reason in ("stop", "length"):
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
             self._stats.operation(self._http.operation).observe(timeline)
@@ -166,25 +166,32 @@ class SequenceMetrics:
         if error is not None:
             level = logging.DEBUG if starting else logging.WARNING
             logger.log(level, "request failed request_id=%s error=%s", timeline.request_id, error)
-        if trace is not None and not quiet:
-            trace.sequence(timeline, self._times)
+        self._traced = not quiet
 
-    def _count_usage(self) -> None:
+    def billed(self, *, computed_again: bool) -> None:
+        """Count what the sequence has used, and trace it. Called once, after `ended`, when its cost is known.
+        computed_again: as in LiveGeneration."""
         timeline = self._timeline
         cost = SequenceCost.total(timeline.costs.values())
-        timeline.price = self._prices.of(cost)
-        used = UsageTotals(
-            1,
-            timeline.prompt_tokens if self._counts_prompt else 0,
-            timeline.cached_tokens if self._counts_prompt else 0,
-            timeline.output_tokens,
-            cost.compute_s,
-            cost.wasted_s,
-            cost.kv_gib_s,
-            timeline.price,
-        )
-        self._stats.count_usage(self._payer, used)
-        self._usage_files.add(self._payer, timeline.model, timeline.adapter, used)
+        if computed_again:
+            used = UsageTotals(wasted_s=cost.compute_s + cost.wasted_s)
+        else:
+            timeline.price = self._prices.of(cost)
+            used = UsageTotals(
+                1,
+                timeline.prompt_tokens if self._counts_prompt else 0,
+                timeline.cached_tokens if self._counts_prompt else 0,
+                timeline.output_tokens,
+                cost.compute_s,
+                cost.wasted_s,
+                cost.kv_gib_s,
+                timeline.price,
+            )
+        if self._http.trace is not None and self._traced:
+            self._http.trace.sequence(timeline, self._times)
+        if timeline.admission_s is not None and timeline.reason != "refused":
+            self._stats.count_usage(self._payer, used)
+            self._hourly.add(self._payer, timeline.model, timeline.adapter, used)
 
     def _note(self, what: str, at: float | None = None) -> None:
         """Add an event to the timeline. at: time on the monotonic clock; None for now."""

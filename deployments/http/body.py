@@ -85,9 +85,16 @@ class RequestBody(BaseModel):
         """Raise RequestError for fields that contradict each other."""
 
 
+class UsageOptions(StrictModel):
+    """OpenRouter's field: whether the usage includes what the request has cost."""
+
+    include: bool = False
+
+
 class EngineBody(RequestBody):
     """Fields of all requests that engines serve."""
 
+    usage: UsageOptions | None = None
     user: str | None = Field(default=None, max_length=1024)
     """User whose fair share of the server the request uses, if the server has no API keys."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
@@ -96,6 +103,10 @@ class EngineBody(RequestBody):
     """Part of the response's id; replaces the header X-Request-Id, which Serve gives every request."""
     session_id: str | None = None
     """Used like the header X-Session-Id, if that is not given."""
+
+    @property
+    def reports_cost(self) -> bool:
+        return self.usage is not None and self.usage.include
 
 
 Body = TypeVar("Body", bound=RequestBody)

@@ -15,13 +15,14 @@ from starlette.types import Scope
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
-from deployments.quotas.errors import QuotaExceeded
+from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -103,7 +104,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers["Retry-After"] = str(math.ceil(retry_after_s))
-    budget = isinstance(error, QuotaExceeded) and error.budget
+    budget = isinstance(error, BudgetSpent) or (isinstance(error, QuotaExceeded) and error.budget)
     if status in (408, 409) or budget:  # OpenAI's clients would retry by themselves, in vain
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BodyTimeout):

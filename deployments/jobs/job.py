@@ -49,11 +49,17 @@ class Job:
         if record.outputs is not None:
             self._log.end()
         self._task: asyncio.Task[None] | None = None
+        self._generation: LiveGeneration | None = None
 
     @property
     def started(self) -> bool:
         """Whether this ingress has begun to compute the answer, or the answer is complete."""
         return self._task is not None or self._log.ended
+
+    @property
+    def begun(self) -> bool:
+        """Whether any ingress has begun to compute the answer."""
+        return self._stored or self.started
 
     async def read(
         self,
@@ -78,8 +84,11 @@ class Job:
                 self._task = asyncio.create_task(self._run(frontend, self.record.seeded(prompts), client, leased))
         return LoggedGeneration(frontend, prompts, self._log, ids)
 
-    async def close(self) -> None:
-        """Stop computing, so that another ingress can continue. A complete answer is stored first."""
+    async def close(self, *, computed_again: bool = False) -> None:
+        """Stop computing. A complete answer is stored first. computed_again: whether another ingress will compute the
+        answer."""
+        if self._generation is not None and not self._log.ended:
+            self._generation.computed_again = computed_again
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -108,9 +117,11 @@ class Job:
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, leased: bool
     ) -> None:
         try:
+            resumes = not leased  # whoever added it has charged for its prompt
             leased = leased or await self._take_over()
             if leased:
-                await self._compute(LiveGeneration(frontend, prompts, client, self._note))
+                self._generation = LiveGeneration(frontend, prompts, client, self._note, resumes=resumes)
+                await self._compute(self._generation)
             self._log.end()
             if leased:
                 await self._save()

@@ -55,6 +55,5 @@ class Jobs:
             del self._live[job.job_id]
 
     async def close(self) -> None:
-        """Stop computing all jobs of this ingress."""
-        await asyncio.gather(*(job.close() for job in list(self._live.values())))
-        await self._store.close()
+        """Stop computing all jobs of this ingress, so that others can continue."""
+        await asyncio.gather(*(job.close(computed_again=True) for job in list(self._live.values())))

@@ -37,7 +37,12 @@ class GenerationSource(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether the answer exists or is being computed, so that nothing needs admission."""
+        """Whether the answer exists or is being computed."""
+        ...
+
+    @property
+    def admitted(self) -> bool:
+        """Whether an ingress has begun the answer, so that it needs no admission."""
         ...
 
     @property
@@ -70,7 +75,7 @@ class GenerationSource(Protocol):
 class LiveSource:
     """Source of an answer that is not kept."""
 
-    started, adapter, job_id = False, None, None
+    started, admitted, adapter, job_id = False, False, None, None
     event_ids = NoEventIds()
 
     def __init__(self) -> None:
@@ -114,6 +119,10 @@ class JobSource:
     @property
     def started(self) -> bool:
         return self._job.started
+
+    @property
+    def admitted(self) -> bool:
+        return self._job.begun
 
     @property
     def adapter(self) -> Adapter | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from deployments.billing.totals import UsageTotals
+from deployments.billing.totals import OTHERS, UsageTotals
 from deployments.observability.timeline import SequenceTimeline
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded", "moved")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-MAX_NAMES, OTHERS = 100, "(others)"  # adapters, and API keys, that are counted by their names
+MAX_NAMES = 100  # adapters, and API keys, that are counted by their names
 
 
 DURATIONS = [0.01 * 2**i for i in range(14)]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
+from deployments.billing.bill import Bill, cost_headers
+from deployments.billing.hourly_usage import UsageLine
+from deployments.billing.totals import UsageTotals
+from deployments.billing.usage_files import NoUsageFiles
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing, operation_of
@@ -22,9 +27,17 @@ NOT_COUNTED = frozenset(
     {"/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
 NUM_NEWEST = 50  # requests of each ingress that the console lists
+MAX_LINES = 2000  # hours, keys, models and adapters of each ingress that the console tells apart
 CLIENT_LEFT = 499  # status for metrics only, as proxies log it; never sent
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+
+
+class IngressUsage(msgspec.Struct, frozen=True):
+    """What the API keys have used in the last 24 hours, as one ingress has counted it."""
+
+    ingress_id: str
+    lines: list[tuple[UsageLine, UsageTotals]]
 
 
 class Peers(Protocol):
@@ -39,6 +52,9 @@ class Peers(Protocol):
     async def overviews(self) -> list[IngressOverview]:
         """Return the overview of each ingress (Telemetry.own_overview)."""
 
+    async def usage(self) -> list[IngressUsage]:
+        """Return what each ingress has counted (Telemetry.own_usage)."""
+
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest scaling changes of all pools, oldest first."""
 
@@ -51,6 +67,7 @@ class HttpRequest:
     started_ns: int  #: the same time in ns since 1970
     trace: RequestTrace | None = None
     operation: str = "text_completion"  #: gen_ai.operation.name
+    bills: list[Bill] = field(default_factory=list)  #: of all that engines compute for it
 
     def ns_since_1970(self, at: float) -> int:
         """Convert a time on the monotonic clock. (The system clock can be set in between; spans would then overlap.)"""
@@ -76,10 +93,10 @@ class Telemetry:
         *,
         node: str = "",
         keeps_texts: bool = False,
-        usage_files: NoUsageFiles = NO_USAGE_FILES,
+        usage_files: NoUsageFiles | None = None,
     ):
         """node: as in IngressStats. keeps_texts: whether timelines contain prompts and outputs."""
-        self.tracing, self.usage_files = tracing, usage_files
+        self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
         self._peers = peers
@@ -109,6 +126,18 @@ class Telemetry:
         others = await self._peers.overviews() if self._peers is not None else []
         return [own, *(overview for overview in others if overview.ingress_id != own.ingress_id)]
 
+    def own_usage(self) -> IngressUsage:
+        usage = self.usage_files.usage
+        return IngressUsage(self.timelines.ingress_id, usage.newest(usage.now - timedelta(days=1), MAX_LINES))
+
+    async def all_usage(self) -> list[tuple[UsageLine, UsageTotals]]:
+        """Return the lines of this ingress and of every other one that answers."""
+        own = self.own_usage()
+        others = await self._peers.usage() if self._peers is not None else []
+        return [
+            line for each in (own, *others) if each is own or each.ingress_id != own.ingress_id for line in each.lines
+        ]
+
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest changes of all pools, oldest first."""
         return [] if self._peers is None else await self._peers.scaling_changes()
@@ -127,7 +156,8 @@ class Telemetry:
 
 
 class MetricsMiddleware:
-    """ASGI middleware: counts, times and traces every HTTP request."""
+    """ASGI middleware: counts, times and traces every HTTP request, and tells clients what it has cost if that is known
+    before its headers are sent."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry):
         self._app, self._telemetry = app, telemetry
@@ -142,6 +172,9 @@ class MetricsMiddleware:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if more := cost_headers(request.bills):
+                    pairs = [(name.encode(), value.encode()) for name, value in more.items()]
+                    message = {**message, "headers": [*message["headers"], *pairs]}
             else:
                 sent += len(message.get("body", b""))
             await send(message)

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from deployments.observability.timeline import SequenceTimeline
 from engine.errors import ConfigError, StartupError
-from engine.wire.messages import RequestTimes
+from engine.wire.messages import RequestTimes, SequenceCost
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -146,6 +146,8 @@ class RequestTrace:
                 "manta.sequence.id": ended.request_id,
             },
         )
+        if ended.costs:
+            span.set_attributes({f"manta.usage.{name}": value for name, value in costs(ended).items()})
         if ended.first_token_s is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", ended.first_token_s)
         inside = set_span_in_context(span)
@@ -167,6 +169,13 @@ class RequestTrace:
 
         span.set_attribute("error.type", kind)
         span.set_status(StatusCode.ERROR)
+
+
+def costs(ended: SequenceTimeline) -> dict[str, float]:
+    """Return what a sequence has cost. OpenTelemetry has no names for that."""
+    cost = SequenceCost.total(ended.costs.values())
+    found = {"compute_seconds": cost.compute_s, "wasted_seconds": cost.wasted_s, "kv_gib_seconds": cost.kv_gib_s}
+    return {**found, "cost": ended.price} if ended.price else found
 
 
 def operation_of(path: str) -> str:

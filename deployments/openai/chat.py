@@ -112,7 +112,7 @@ class ChatResponse:
         return chunk
 
     def _usage(self) -> UsageBody:
-        return UsageBody.of(self.output.usage, self.output.reasoning_tokens, with_cost=self.body.reports_cost)
+        return UsageBody.of(self.output.usage, self.output.reasoning_tokens, with_cost=self.output.reports_cost)
 
 
 def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:

@@ -65,6 +65,8 @@ class ChatOutput:
     """Fields of the request that had no effect."""
     service_tier: str | None
     """Tier at which the request is served; None if it names none."""
+    reports_cost: bool = False
+    """Whether the usage includes what the request has cost."""
     tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by id."""
     parsers: list[ChoiceParser] = field(init=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -54,10 +54,22 @@ class CostDetails(msgspec.Struct):
     wasted_seconds: float
     """Share for tokens that had to be computed again; not in `compute_seconds`."""
 
+
+class RequestCost(NamedTuple):
+    """Fields of a usage. They are UNSET unless the request asks for them."""
+
+    cost: float | msgspec.UnsetType = msgspec.UNSET
+    """Money by the model's prices; UNSET too if it has none."""
+    details: CostDetails | msgspec.UnsetType = msgspec.UNSET
+
     @classmethod
-    def of(cls, usage: Usage) -> CostDetails:
-        cost = usage.cost
-        return cls(cost.compute_s, cost.kv_gib_s, cost.wasted_s)
+    def of(cls, usage: Usage) -> RequestCost:
+        cost, prices = usage.cost, usage.prices
+        money = msgspec.UNSET if prices == FREE else prices.of(cost)
+        return cls(money, CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s))
+
+
+NOT_ASKED = RequestCost()
 
 
 class UsageBody(msgspec.Struct):
@@ -68,7 +80,6 @@ class UsageBody(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
     cost: float | msgspec.UnsetType = msgspec.UNSET
-    """Money by the model's prices, if it has any."""
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
@@ -80,6 +91,7 @@ class UsageBody(msgspec.Struct):
             details = CompletionTokensDetails(
                 reasoned, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
             )
+        cost = RequestCost.of(usage) if with_cost else NOT_ASKED
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -89,8 +101,8 @@ class UsageBody(msgspec.Struct):
             ),
             completion_tokens_details=details,
             holds=HoldBody.all_of(usage),
-            cost=usage.prices.of(usage.cost) if with_cost and usage.prices != FREE else msgspec.UNSET,
-            cost_details=CostDetails.of(usage) if with_cost else msgspec.UNSET,
+            cost=cost.cost,
+            cost_details=cost.details,
         )
 
 

@@ -27,12 +27,6 @@ class StreamOptions(StrictModel):
     """Padding of chunks; not supported."""
 
 
-class UsageOptions(StrictModel):
-    """OpenRouter's field: whether the usage includes what the request has cost."""
-
-    include: bool = False
-
-
 class JsonSchema(StrictModel):
     name: str
     content: dict[str, Any] = Field(alias="schema")
@@ -131,7 +125,6 @@ class GenerationBody(SamplingBody):
 
     foreign_fields = FOREIGN_FIELDS
 
-    usage: UsageOptions | None = None
     n: Whole = 1
     best_of: Whole | None = None
     """Number of answers to sample. OpenAI's API would return the best `n`; this server returns the first `n`."""
@@ -190,10 +183,6 @@ class GenerationBody(SamplingBody):
             self.ignored.append("best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
-
-    @property
-    def reports_cost(self) -> bool:
-        return self.usage is not None and self.usage.include
 
     @property
     def tier_priority(self) -> int:

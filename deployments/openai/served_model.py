@@ -163,7 +163,7 @@ class ServedModel:
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
             prices=info.prices,
-            usage_files=telemetry.usage_files,
+            hourly=telemetry.usage_files.usage,
             sdc_check=None
             if info.sdc_check_every is None
             else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats, exact=info.same_bits),
@@ -209,7 +209,7 @@ class ServedModel:
             session_id=context.session_id,
             model=self.info.identity,
             lora=None if self.info.adapter is None else self.info.adapter.lora,
-            report_cost=quota.counts_cost,
+            report_cost=quota.watches_cost,
         )
 
     async def check_health(self) -> None:
@@ -240,6 +240,7 @@ class ServedModel:
             streaming=body.stream,
             ignored=ignored,
             service_tier=self._served_tier(body),
+            reports_cost=body.reports_cost,
             tokens_as_ids=body.return_tokens_as_token_ids,
             hex_id=context.source.hex_id,
         )
@@ -280,9 +281,9 @@ class ServedModel:
         )
 
     def check_admission(self, context: RequestContext) -> None:
-        """Raise Overloaded if admission or a limit of the API key would refuse the request, unless there is nothing to
-        compute."""
-        if not context.source.started:
+        """Raise Overloaded if admission or a limit of the API key would refuse the request, unless it was admitted
+        before."""
+        if not context.source.admitted:
             current_quota().check()
             self.admission.check(context.client)
 
@@ -480,8 +481,7 @@ class ServedModel:
             request,
             prediction=prediction or [],
             mm_features=mm_features or [],
-            # an engine does not see the end of an answer at a stop string
-            report_cost=body.reports_cost or request.report_cost or bool(params.stop),
+            report_cost=body.reports_cost or request.report_cost,
         )
         sequences = [params.sequence(j) for j in range(body.n)]
         name = context.session_id or body.prompt_cache_key

@@ -56,9 +56,9 @@ class PooledModel:
         self._check("embed", params, body, context)
         encode = partial(self._prompts.embed, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens)
         prompts = await self._tokenize(inputs, params, encode, "input" if len(inputs) == 1 else "input[{}]")
-        vectors = await self._pool(prompts, body, context)
+        vectors, usage = await self._pool(prompts, body, context)
         data = await asyncio.to_thread(_embeddings, vectors, body.encoding_format)
-        return EmbeddingList(context.response_id, context.created, self._info.name, data, _usage(prompts))
+        return EmbeddingList(context.response_id, context.created, self._info.name, data, usage)
 
     async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
         """Return scores. Raises the same errors as `embed`."""
@@ -97,15 +97,17 @@ class PooledModel:
             pairs = list(zip(each, documents, strict=True))
             encode = partial(self._prompts.score, instruction=body.instruction)
             prompts = await self._tokenize(pairs, params, encode, "documents[{}]")
-            return [_floats(number).item() for number in await self._pool(prompts, body, context)], _usage(prompts)
+            numbers, usage = await self._pool(prompts, body, context)
+            return [_floats(number).item() for number in numbers], usage
         refuse_instruction(body.instruction)
         params = msgspec.structs.replace(params, use_activation=True)
         name = "query" if isinstance(body, RerankBody) else "queries[{}]"
         prompts = await self._tokenize(queries, params, self._prompts.embed_queries, name)
         prompts += await self._tokenize(documents, params, self._prompts.embed_documents, "documents[{}]")
-        vectors = [_floats(vector) for vector in await self._pool(prompts, body, context)]
+        pooled, usage = await self._pool(prompts, body, context)
+        vectors = [_floats(vector) for vector in pooled]
         firsts, others = vectors[: len(queries)], vectors[len(queries) :]
-        return [float(firsts[i % len(firsts)] @ other) for i, other in enumerate(others)], _usage(prompts)
+        return [float(firsts[i % len(firsts)] @ other) for i, other in enumerate(others)], usage
 
     def _check(self, task: Task, params: PoolingParams, body: PoolingBody, context: RequestContext) -> None:
         """Raise RequestError or Overloaded for problems that can be found without looking at the texts."""
@@ -146,9 +148,13 @@ class PooledModel:
             packed.append(PackedPrompt(array("i", ids), prompt.params))
         return packed
 
-    async def _pool(self, prompts: Sequence[PackedPrompt], body: PoolingBody, context: RequestContext) -> list[bytes]:
+    async def _pool(
+        self, prompts: Sequence[PackedPrompt], body: PoolingBody, context: RequestContext
+    ) -> tuple[list[bytes], PoolingUsage]:
         request = self._model.new_request(context, body.priority, body.cache_salt)
-        return await Pooling(self._model.frontend, request, context.client).run(prompts)
+        pooling = Pooling(self._model.frontend, request, context.client)
+        pooled = await pooling.run(prompts)
+        return pooled, PoolingUsage.of(pooling.usage, with_cost=body.reports_cost)
 
 
 def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[EmbeddingObject]:
@@ -164,7 +170,3 @@ def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[Embeddin
 
 def _floats(pooled: bytes) -> np.ndarray:
     return np.frombuffer(pooled, dtype="<f4")
-
-
-def _usage(prompts: Sequence[PackedPrompt]) -> PoolingUsage:
-    return PoolingUsage.of(sum(len(prompt.tokens) for prompt in prompts))

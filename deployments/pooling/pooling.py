@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence import SequenceContext, Usage
 from deployments.pooling.shared_call import SharedCall
+from deployments.quotas.key_quota import current_quota
 from engine.errors import RequestTimeout
 from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
@@ -41,12 +42,16 @@ class Pooling:
         self._context, self._request, self._client = context, request, client
         self._timeout_s = request.timeout_s or 0.0
         self._deadline_at = time.monotonic() + self._timeout_s
+        self.usage = Usage(prices=context.prices)
+        """Of all prompts that were computed."""
 
     async def run(self, prompts: Sequence[PackedPrompt]) -> list[bytes]:
         """Return TokenDelta.pooled of each prompt. Cancelling this aborts the prompts that are still running.
 
         Raises the first error of any prompt, and drops the others.
         """
+        self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        current_quota().check_prompt(self.usage.prompt_tokens)
         results = [b""] * len(prompts)
         slots = asyncio.Semaphore(PARTS_PER_ENGINE * max(1, self._context.admission.num_engines))
         try:
@@ -56,7 +61,7 @@ class Pooling:
                     requests = [[self._request_of(i, prompts[i])] for i in part]
                     context = replace(self._context, pool=SharedCall(self._context.pool, len(part)))
                     generation = LiveGeneration(context, requests, self._client)
-                    task = tasks.create_task(_collect(generation, part, results))
+                    task = tasks.create_task(self._collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
                     await generation.admitted.wait()  # so that at most one part waits
         except ExceptionGroup as group:
@@ -65,6 +70,12 @@ class Pooling:
                 error = RequestTimeout(self._request.request_id, self._timeout_s)
             raise error from None
         return results
+
+    async def _collect(self, generation: LiveGeneration, part: Sequence[int], results: list[bytes]) -> None:
+        async with aclosing(generation.chunks()) as chunks:
+            async for chunk in chunks:
+                results[part[chunk.index]] = chunk.pooled
+        self.usage.costs |= generation.usage.costs
 
     def _request_of(self, index: int, prompt: PackedPrompt) -> GenerateRequest:
         left_s = self._deadline_at - time.monotonic()
@@ -77,12 +88,6 @@ class Pooling:
             pooling=prompt.params,
             timeout_s=left_s,
         )
-
-
-async def _collect(generation: LiveGeneration, part: Sequence[int], results: list[bytes]) -> None:
-    async with aclosing(generation.chunks()) as chunks:
-        async for chunk in chunks:
-            results[part[chunk.index]] = chunk.pooled
 
 
 def parts(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from deployments.frontend.sequence import Usage
+from deployments.openai.response_bodies import NOT_ASKED, CostDetails, RequestCost
+
 
 class PoolingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
+    cost: float | msgspec.UnsetType = msgspec.UNSET
+    cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, prompt_tokens: int) -> PoolingUsage:
-        return cls(prompt_tokens, prompt_tokens)
+    def of(cls, usage: Usage, *, with_cost: bool) -> PoolingUsage:
+        cost = RequestCost.of(usage) if with_cost else NOT_ASKED
+        return cls(usage.prompt_tokens, usage.prompt_tokens, cost.cost, cost.details)
 
 
 class EmbeddingObject(msgspec.Struct):

@@ -1,8 +1,8 @@
-"""Errors of requests that a limit of their API key refuses."""
+"""Errors of requests that a limit of their API key refuses or ends."""
 
 from __future__ import annotations
 
-from engine.errors import Overloaded
+from engine.errors import Overloaded, RequestError, ServingError
 
 
 class QuotaExceeded(Overloaded):
@@ -22,3 +22,31 @@ class QuotaExceeded(Overloaded):
     @property
     def code(self) -> str:
         return "insufficient_quota" if self.budget else "rate_limit_exceeded"
+
+
+class PromptExceedsLimit(RequestError):
+    """A prompt has more tokens than its API key may use in any minute, so waiting would not help."""
+
+    def __init__(self, key: str, limit: str, value: float, tokens: int):
+        Exception.__init__(self, key, limit, value, tokens)
+        self.message = f"the prompt has {tokens} tokens, but API key {key!r} has a {limit} of {value:g}"
+        self.param = limit
+
+
+class BudgetSpent(ServingError):
+    """A budget of the API key was used up while the request ran, and the key's requests end then. Like QuotaExceeded,
+    but trying again would cost the same again."""
+
+    status, type = 402, "insufficient_quota"
+
+    def __init__(self, key: str, limit: str, value: float):
+        super().__init__(key, limit, value)
+        self.param = limit
+
+    def __str__(self) -> str:
+        key, limit, value = self.args
+        return f"API key {key!r} has used up its {limit} of {value:g}, and ends_running_requests is true for it"
+
+    @property
+    def code(self) -> str:
+        return "insufficient_quota"

@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from deployments.quotas.errors import QuotaExceeded
+from deployments.billing.bill import Bill, Used
+from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
 from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
 from deployments.quotas.limits import KeyLimits, Limit, Unit
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
@@ -37,25 +38,22 @@ class Demand:
     sequences: int
     max_tokens: int | None
     """Maximum number of output tokens of each sequence."""
+    resumes: bool = False
+    """Whether another ingress had admitted it, and has charged for its prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
-    """What a request has used when it ends."""
+class NoWatch:
+    """The watch over a request that no budget ends."""
 
-    started: bool
-    """Whether it was admitted."""
-    prompt_tokens: int
-    output_tokens: int
-    engine_seconds: float
-    money: float
+    def check(self) -> None:
+        """Raise BudgetSpent if a budget is used up, and ends what runs."""
 
 
 class NoQuota:
     """The quota of requests whose API key has no limits."""
 
-    counts_cost = False
-    """Whether engines must report what the request costs."""
+    watches_cost = False
+    """Whether engines must report what the request costs while it runs."""
 
     def lowered(self, priority: int) -> int:
         """Return the priority of a request that asks for this one. Smaller numbers run first."""
@@ -64,16 +62,20 @@ class NoQuota:
     def check(self) -> None:
         """Raise QuotaExceeded if the request would be refused. Call it before doing any work for the request."""
 
-    def charged(self, demand: Demand, used: Callable[[], Used]) -> AbstractAsyncContextManager[None]:
-        """Charge the request while it runs. used: returns what it has used, at the end. Entering raises QuotaExceeded
-        and StoreUnavailable."""
-        return nullcontext()
+    def check_prompt(self, tokens: int) -> None:
+        """Raise PromptExceedsLimit for a prompt that could never run."""
+
+    def charged(self, demand: Demand, bill: Bill) -> AbstractAsyncContextManager[NoWatch]:
+        """Charge the request while it runs, and settle once its bill is known. Entering raises QuotaExceeded,
+        PromptExceedsLimit and StoreUnavailable."""
+        return nullcontext(NO_WATCH)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
         """Return the headers that tell clients how much of each limit is left."""
         return {}
 
 
+NO_WATCH = NoWatch()
 NO_QUOTA = NoQuota()
 _current: ContextVar[NoQuota] = ContextVar("quota", default=NO_QUOTA)
 
@@ -136,13 +138,16 @@ class KeyQuota:
         self.leased.change(self._all, self._wall())
 
     @property
-    def counts_cost(self) -> bool:
-        return bool(self.limits.budget_limits)
+    def ends_running(self) -> bool:
+        return self.limits.ends_running_requests and bool(self.limits.budget_limits)
 
     def estimate(self, demand: Demand) -> dict[Unit, float]:
         """Return what a request probably needs. What is only expected is at most half of a limit: otherwise a key whose
-        requests were once large would never run again. Other ingresses reserve the other half at most."""
+        requests were once large would never run again. Other ingresses reserve the other half at most. Costs that are
+        counted while the request runs are not expected."""
         needs = self.means.of(demand)
+        if self.ends_running:
+            needs = {"tokens": needs["tokens"]}
         for limit in self._all:
             if limit.unit in needs:
                 needs[limit.unit] = min(needs[limit.unit], limit.value / 2)
@@ -171,6 +176,24 @@ class KeyQuota:
         if not reached and any(map(self.leased.is_unknown, short)):
             raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
         raise self._exceeded(short[0])
+
+    def begin(self, needs: Needs) -> Charge:
+        """Charge a request that another ingress had admitted, whatever is left of the limits."""
+        return self.leased.charge(needs, self._wall())
+
+    def check_prompt(self, tokens: int) -> None:
+        """See NoQuota.check_prompt."""
+        for limit in self._all:
+            if limit.unit == "tokens" and tokens > limit.value:
+                raise PromptExceedsLimit(self.name, limit.name, limit.value, tokens)
+
+    def check_budgets(self, charge: Charge, used: Used) -> None:
+        """Charge a running request with what it has cost so far. Raises BudgetSpent if a budget is used up."""
+        costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
+        self.leased.raise_to(charge, costs, self._wall())
+        for limit in self._all:
+            if limit.unit in costs and self.leased.remaining(limit) <= 0 and not self.leased.is_unknown(limit):
+                raise BudgetSpent(self.name, limit.name, limit.value)
 
     def check(self, needs: Needs) -> None:
         """Raise QuotaExceeded if there was not enough a moment ago."""
@@ -246,11 +269,21 @@ def record_key(name: str) -> str:
     return f"manta:quota:{name}"
 
 
+class BudgetWatch(NoWatch):
+    """The watch over a request that ends when a budget of its key is used up."""
+
+    def __init__(self, key: KeyQuota, charge: Charge, bill: Bill):
+        self._key, self._charge, self._bill = key, charge, bill
+
+    def check(self) -> None:
+        self._key.check_budgets(self._charge, self._bill.used())
+
+
 class RequestQuota(NoQuota):
     """The limits that apply to one HTTP request. It counts once, also if it is computed in several parts."""
 
     def __init__(self, key: KeyQuota):
-        self.counts_cost = key.counts_cost
+        self.watches_cost = key.ends_running
         self._key, self._counted, self._num_running = key, False, 0
         self._has_slots = key.limits.max_parallel_requests is not None
         self._slot: Charge | None = None
@@ -261,20 +294,25 @@ class RequestQuota(NoQuota):
     def check(self) -> None:
         self._key.check({"requests": 1, "parallel": 1, "tokens": 1})
 
+    def check_prompt(self, tokens: int) -> None:
+        self._key.check_prompt(tokens)
+
     @asynccontextmanager
-    async def charged(self, demand: Demand, used: Callable[[], Used]) -> AsyncGenerator[None]:
-        counts, self._counted = not self._counted, True
+    async def charged(self, demand: Demand, bill: Bill) -> AsyncGenerator[NoWatch]:
+        if not demand.resumes:
+            self._key.check_prompt(demand.prompt_tokens)
+        counts, self._counted = not self._counted and not demand.resumes, True
         needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.estimate(demand)}
         slot: dict[Unit, float] = {"parallel": 1.0}
         self._num_running += 1
         try:
             if self._has_slots and self._num_running == 1:
-                self._slot = await self._key.take(slot)
-            charge = await self._key.take(needs)
+                self._slot = self._key.begin(slot) if demand.resumes else await self._key.take(slot)
+            charge = self._key.begin({}) if demand.resumes else await self._key.take(needs)
             try:
-                yield
+                yield BudgetWatch(self._key, charge, bill) if self.watches_cost else NO_WATCH
             finally:
-                self._settle(charge, demand, used(), counts)
+                bill.when_known(lambda: self._settle(charge, demand, bill.used(), counts))
         finally:
             self._num_running -= 1
             if not self._num_running and self._slot is not None:
@@ -285,7 +323,7 @@ class RequestQuota(NoQuota):
         if not used.started:
             self._key.settle(charge, {})
             return
-        tokens = used.prompt_tokens + used.output_tokens
+        tokens = used.output_tokens + (0 if demand.resumes else used.prompt_tokens)
         requests = float(counts)
         self._key.settle(
             charge,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deployments.quotas.limits import Limit, Unit
-from deployments.quotas.record import LEASE_S, QuotaRecord, Share, Window, decode
+from deployments.quotas.record import ALWAYS, CLOCKS_S, LEASE_S, QuotaRecord, Share, Window, decode
 
 AHEAD_S = 1.5
 """Seconds for which an ingress reserves what it has recently needed."""
@@ -87,8 +87,11 @@ class LeasedQuota:
 
     def take(self, needs: Needs, now: float) -> Charge | None:
         """Charge a request with what it probably needs. Returns None if the reserve is too small."""
-        if self.short_of(needs, now):
-            return None
+        return None if self.short_of(needs, now) else self.charge(needs, now)
+
+    def charge(self, needs: Needs, now: float) -> Charge:
+        """Charge a request, also with more than is reserved."""
+        self._roll(now)
         charge = Charge()
         for name, limit in self._limits.items():
             tally, amount = self._tallies[name], _need(limit, needs)
@@ -106,6 +109,15 @@ class LeasedQuota:
             more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
             if tally.start == charge.starts[name] or more > 0:
                 tally.spend(more)
+
+    def raise_to(self, charge: Charge, used: Needs, now: float) -> None:
+        """Raise a charge to what the request has really used so far, of the units in `used`."""
+        self._roll(now)
+        for name, amount in charge.amounts.items():
+            more = used.get(self._known[name].unit, 0.0) - amount
+            if more > 0:
+                self._tallies[name].spend(more)
+                charge.amounts[name] += more
 
     def short_of(self, needs: Needs, now: float) -> list[Limit]:
         """Return the limits of which the reserve is too small."""
@@ -166,18 +178,22 @@ class LeasedQuota:
         """
         self._roll(now)
         record = self._record(stored, now)
-        if self._seen is not None and self._holder not in record.leases:
+        forgotten = self._seen is not None and self._holder not in record.leases
+        if forgotten:
             self._forget_written()
+            record.forget(self._holder)
         record.expire(now)
         num_live = 1 + record.num_live(now, self._holder)
         more: dict[str, float] = {}
         for name, limit in self._limits.items():
             tally = self._tallies[name]
-            window = record.windows.get(name)
-            if window is not None and window.start > tally.start:  # this machine's clock is behind
-                self._tallies[name] = tally = self._next(tally, limit, window.start)
-            if window is None or window.start < tally.start:
-                window = record.windows[name] = Window(tally.start, {})
+            newest = record.newest(name, now + CLOCKS_S)
+            if newest is not None and newest.start > tally.start:  # this machine's clock is behind
+                self._tallies[name] = tally = self._next(tally, limit, newest.start)
+            window = record.find(name, tally.start)
+            if window is None:
+                window = self._window(name, tally.start, forgotten)
+                record.put(name, window)
             if tally.used:
                 tally.used_at = now
             left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
@@ -198,14 +214,15 @@ class LeasedQuota:
         record, more = self._proposal
         self._proposal = None
         for name, limit in self._limits.items():
-            tally, window = self._tallies[name], record.windows.get(name)
-            if name not in more or window is None or window.start != tally.start:
+            tally = self._tallies[name]
+            window = record.find(name, tally.start)
+            if name not in more or window is None:
                 continue  # a new window, or a limit, that has come since
             share = window.shares[self._holder]
             tally.written, tally.granted_alone = share, False
             tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
             tally.reserve += more[name]
-            decay = 0.5 ** (now - self._asked_at)
+            decay = 0.5 ** max(0.0, now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
             if tally.wanted > tally.reserve:
                 tally.refused_until = min(tally.end, now + PAUSE_S)
@@ -220,15 +237,29 @@ class LeasedQuota:
         record = decode(stored)
         return record if seen is None else record.with_lost(seen)
 
+    def _window(self, name: str, start: float, forgotten: bool) -> Window:
+        """Return a window that the store does not have. If an ingress whose clock is wrong has replaced it, it is the
+        one that this ingress has written last. forgotten: whether another ingress has counted this one as ended."""
+        seen = QuotaRecord("") if self._seen is None else decode(self._seen)
+        if forgotten:
+            seen.forget(self._holder)
+        return seen.find(name, start) or Window(start, {})
+
     def _forget_written(self) -> None:
-        """Start from nothing: after a long silence, what this ingress had written counts for ENDED."""
+        """Start from nothing: after a long silence, what this ingress had written counts for ENDED. Its requests that
+        still run are counted again."""
         for tally in self._tallies.values():
-            tally.spent -= tally.written.spent + tally.written.reserved
+            if tally.start != ALWAYS:
+                tally.spent -= tally.written.spent + tally.written.reserved
             tally.written = Share(0.0, 0.0)
 
     def _wish(self, tally: Tally, fair: float, now: float) -> float:
         """Return what to reserve: what is wanted now, and what will soon be needed unless that is unfair."""
-        recent = max(tally.used, tally.recent * 0.5 ** (now - self._asked_at)) if now < tally.used_at + IDLE_S else 0.0
+        recent = (
+            max(tally.used, tally.recent * 0.5 ** max(0.0, now - self._asked_at))
+            if now < tally.used_at + IDLE_S
+            else 0.0
+        )
         return tally.wanted + min(AHEAD_S * max(0.0, recent), fair)
 
     def _roll(self, now: float) -> None:

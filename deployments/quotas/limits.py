@@ -44,6 +44,8 @@ class KeyLimits(BaseModel):
     tpm_limit: int | None = Field(default=None, ge=0)  #: tokens of prompts and answers per minute
     max_parallel_requests: int | None = Field(default=None, ge=0)  #: requests at a time
     budget_limits: tuple[BudgetLimit, ...] = Field(default=())  #: costs, each in its time
+    ends_running_requests: bool = Field(default=False)
+    """Whether requests that run end with an error when a budget is used up. By default they run to their end."""
     models: tuple[str, ...] | None = Field(default=None)  #: models and adapters that requests may name; None: all
     priority: int = Field(default=0, ge=-PRIORITY, le=PRIORITY)
     """Priority of its requests. They may ask for a lower priority (a greater number), not for a higher one."""

@@ -45,9 +45,8 @@ class Quotas:
         record, now = None if stored is None else decode(stored), time.time()
         found = []
         for limit in limits.all():
-            window = None if record is None else record.windows.get(limit.name)
-            current = window is not None and window.start == limit.window(now)[0]
-            found.append((limit, window.taken("nobody") if window is not None and current else 0.0, now))
+            window = None if record is None else record.find(limit.name, limit.window(now)[0])
+            found.append((limit, 0.0 if window is None else window.taken("nobody"), now))
         return found
 
     async def close(self) -> None:

@@ -8,8 +8,11 @@ import msgspec
 
 LEASE_S = 10.0
 """Seconds after which what a silent ingress has reserved counts as spent, and its requests as ended."""
+CLOCKS_S = LEASE_S
+"""Maximum difference between the clocks of ingresses that share a limit."""
 KEEP_S = 3600.0
 """Seconds after which an ingress that has ended is no longer told apart from others that have ended."""
+APART = " apart"
 ENDED = ""  # the holder that stands for all those
 ALWAYS = 0.0  # start of the window of limits that are never used up
 
@@ -50,14 +53,34 @@ class QuotaRecord(msgspec.Struct, array_like=True):
     leases: dict[str, float] = {}
     """When each ingress will be considered dead unless it writes again, in seconds since 1970."""
     windows: dict[str, Window] = {}
-    """By the name of the limit."""
+    """By the name of the limit. If clocks differ too much, there is another window under this name with APART."""
 
     def encode(self) -> bytes:
         return _encode(self)
 
+    def find(self, name: str, start: float) -> Window | None:
+        """Return the window of a limit that begins at `start`."""
+        return next((window for window in self._of(name) if window.start == start), None)
+
+    def newest(self, name: str, until: float) -> Window | None:
+        """Return the newest window of a limit that begins before `until`."""
+        found = [window for window in self._of(name) if window.start <= until]
+        return max(found, key=lambda window: window.start, default=None)
+
+    def put(self, name: str, window: Window) -> None:
+        """Store a new window of a limit in place of the one before it, which has ended."""
+        old = self.newest(name, window.start)
+        keys = [key for key in (name, name + APART) if self.windows.get(key) is old]
+        self.windows[keys[0] if keys else name + APART] = window
+
+    def _of(self, name: str) -> list[Window]:
+        return [self.windows[key] for key in (name, name + APART) if key in self.windows]
+
     def expire(self, now: float) -> None:
         """Count what dead ingresses had reserved as spent, for they may have spent it. An ingress that was only silent
-        will correct that."""
+        will correct that. A lease from a clock that is too far ahead is shortened."""
+        for holder, until in self.leases.items():
+            self.leases[holder] = min(until, now + LEASE_S + CLOCKS_S)
         for holder in [holder for holder, until in self.leases.items() if until <= now]:
             for window in self.windows.values():
                 share = window.shares.get(holder)
@@ -68,14 +91,15 @@ class QuotaRecord(msgspec.Struct, array_like=True):
                 else:
                     share.spent, share.reserved = share.spent + share.reserved, 0.0
             if self.leases[holder] <= now - KEEP_S:
-                self._forget(holder)
+                self.forget(holder)
 
-    def _forget(self, holder: str) -> None:
-        del self.leases[holder]
+    def forget(self, holder: str) -> None:
+        """Count what an ingress has spent and reserved for ENDED."""
+        self.leases.pop(holder, None)
         for window in self.windows.values():
             share = window.shares.pop(holder, None)
-            if share is not None and share.spent:
-                window.shares.setdefault(ENDED, Share(0.0, 0.0)).spent += share.spent
+            if share is not None and window.start != ALWAYS and (spent := share.spent + share.reserved):
+                window.shares.setdefault(ENDED, Share(0.0, 0.0)).spent += spent
 
     def num_live(self, now: float, without: str) -> int:
         """Return how many other ingresses use the key."""

@@ -33,6 +33,7 @@ class QueuedRequest:
     prompt_tokens: int  #: total of all its prompts
     state: Literal["new", "waiting", "running", "gone"] = "new"
     charged: float = 0.0  #: weighted tokens so far
+    account: _Client | None = None  #: set when it starts
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class FairQueue:
             self._no_longer_waits(queued)
             queued.state = "running"
             client.num_running += 1
+            queued.account = client
             self._floor = client.served
             self._charge(queued, PROMPT_WEIGHT * queued.prompt_tokens)
             self.num_running += queued.sequences
@@ -104,11 +106,12 @@ class FairQueue:
         self._charge(queued, OUTPUT_WEIGHT * output_tokens)
 
     def settle(self, queued: QueuedRequest, seconds: float) -> None:
-        """Charge a running request, which has just ended, with the time that it has taken instead of its tokens."""
+        """Charge a request that has ended, and may have left, with the time that it has taken instead of its tokens. If
+        its client has been without requests since, its counter is gone, and nothing is charged."""
         known = self._mean_tokens > 0
         self._mean_tokens += (FADES if known else 1.0) * (queued.charged - self._mean_tokens)
         self._mean_s += (FADES if known else 1.0) * (seconds - self._mean_s)
-        if self._mean_s > 0:
+        if self._mean_s > 0 and self._clients.get(queued.client) is queued.account:
             self._charge(queued, seconds * self._mean_tokens / self._mean_s - queued.charged)
 
     def _charge(self, queued: QueuedRequest, tokens: float) -> None:

@@ -23,7 +23,15 @@ from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStats, GenerateRequest, PeerPool, TokenBatch, TokenDelta, TokenLogprob
+from engine.wire.messages import (
+    EngineStats,
+    GenerateRequest,
+    PeerPool,
+    SequenceCost,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprob,
+)
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, tokenizer
 from tests.deployments.replicas.mortal_pool import LIMITS
 from tests.engine_stats import engine_stats
@@ -37,6 +45,7 @@ class StagedPool:
 
     text: str = "An ocean is a very large body of salt water. " * 3
     token_s: float = 0.02
+    cost: SequenceCost | None = None  #: of each answer
     decode: list[str] = field(default_factory=lambda: ["decode-m-a1", "decode-m-b2"])
     encode: list[str] = field(default_factory=list)
     handoffs: list[HandoffInfo] = field(default_factory=list)
@@ -69,6 +78,7 @@ class StagedPool:
                     token_ids=[token],
                     logprobs=logprobs,
                     finish_reason="length" if last else None,
+                    cost=self.cost if last else None,
                 )
                 batch = TokenBatch(engine_id=engine, commands_to="tcp://127.0.0.1:9", step=position, deltas=[delta])
                 await socket.send(msgspec.msgpack.encode(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
-from engine.wire.messages import ExpertStats, HoldStats, StageStats
+from engine.wire.messages import ExpertStats, HoldStats, SequenceCost, StageStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 
 expect = pytest.importorskip(
@@ -211,6 +212,30 @@ def test_an_encode_pool_stands_above_the_others(stage, page):
     assert tops[0] < tops[1] == tops[2]
 
 
+def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the_cache_has_saved(page):
+    with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))) as stage:
+        stage.pool.token_s, stage.pool.cost = 0.0, SequenceCost(1.5, 0.5, 2.0)
+        spent = {"requests": 6.0, "preemption": 1.0, "replay": 0.5, "handoff": 0.5, "overhead": 1.0, "idle": 1.0}
+        stage.pool.more_stats = {"cost_s": spent}
+        page.goto(stage.url)
+        page.get_by_role("dialog", name="API key").get_by_label("Key").fill("sk-a")
+        page.keyboard.press("Enter")
+        ask(page)
+        expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
+        page.get_by_role("link", name="Costs").click()
+        costs = page.locator(".costs")
+        expect(costs.get_by_role("heading", name="By key")).to_be_visible(timeout=SLOW_MS)
+        expect(costs.locator("tr", has_text="alice")).to_contain_text("1.5 s")
+        expect(costs.locator("tr", has_text="pocket")).to_contain_text("500 ms")
+        expect(costs.locator("tr", has_text="without an adapter")).to_contain_text("1.5 s")
+        for title, share in (("Wasted by Manta", "20 %"), ("Overhead", "10 %"), ("Idle", "10 %")):
+            expect(costs.locator(".figure", has_text=title)).to_contain_text(share)
+        expect(costs.locator(".figure", has_text="Saved by the prefix cache")).to_contain_text("≈")
+        bar = costs.get_by_role("img").last
+        expect(bar).to_have_attribute("aria-label", re.compile("preemption 1 s, replay 500 ms, handoff 500 ms"))
+        page.close()
+
+
 def test_a_state_that_is_seen_again_leaves_the_rates_as_they_are(stage, page):
     page.goto(stage.url)
     script = """async () => {
@@ -254,7 +279,7 @@ def test_all_of_it_works_with_the_keyboard_alone(stage, page):
     expect(page.locator(".story tbody tr").first).to_contain_text("the request came")
 
 
-@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "models", "configuration"])
+@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration"])
 def test_nothing_is_wider_than_a_phone(stage, page, view):
     page.set_viewport_size({"width": 360, "height": 740})
     stage.pool.token_s = 0.0

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from deployments.app import http_app
+from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
@@ -123,14 +124,15 @@ async def fake_api(
     text_model: Tokenizer | None = None,
     keeps_texts: bool = False,
     images: ImageLoader | None = None,
+    usage_files: NoUsageFiles | None = None,
     **info: Any,
 ) -> AsyncGenerator[FakeApi]:
     """script: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
-    images: loads theirs; None if they read text only.
+    images: loads theirs; None if they read text only. usage_files: see Telemetry.
 
     info: fields of ModelInfo, or of its admission.
     """
-    telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts)
+    telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts, usage_files=usage_files)
     channel, replica = TokenChannel("127.0.0.1", telemetry.stats), EngineReplica("127.0.0.1")
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script)

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from deployments.app import http_app
-from deployments.billing.usage_files import NO_USAGE_FILES, NoUsageFiles
+from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
@@ -161,7 +161,7 @@ async def real_api(
     tracing: Tracing | None = None,
     info: ModelInfo | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
-    usage_files: NoUsageFiles = NO_USAGE_FILES,
+    usage_files: NoUsageFiles | None = None,
 ) -> AsyncGenerator[RealApi]:
     """folder: a model, served as `tiny` or as `info` says."""
     adapted = info is not None and info.adapters is not None
@@ -193,7 +193,7 @@ async def serving(
     tracing: Tracing | None,
     info: ModelInfo | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
-    usage_files: NoUsageFiles = NO_USAGE_FILES,
+    usage_files: NoUsageFiles | None = None,
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """The API on a port of its own, and a client of it."""
     telemetry = Telemetry("ingress-1", tracing, usage_files=usage_files)

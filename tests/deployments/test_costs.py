@@ -105,7 +105,7 @@ def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_p
             assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
             assert found.sum("manta_key_prompt_tokens_total", key="alice") == usage["prompt_tokens"]
             assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])
-            files.write()
+            await files.write()
             (file,) = tmp_path.iterdir()
             (line,) = csv.DictReader(file.read_text().splitlines())
             assert line["SubAccountId"] == "alice" and float(line["BilledCost"]) == pytest.approx(usage["cost"])

@@ -12,10 +12,12 @@ import httpx
 import pytest
 
 from deployments.frontend import managed_keys
-from deployments.frontend.api_keys import hash_key, key_line
+from deployments.frontend.api_keys import ApiKeys, hash_key, key_line
+from deployments.frontend.managed_keys import ManagedKey, ManagedKeys
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota
 from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
 from tests.deployments.fake_api import FakeApi, fake_api, says
 
@@ -97,6 +99,38 @@ def test_limits_change_while_the_server_runs_and_what_was_spent_stays_spent(tmp_
             await until_status(two, "sk-user", 200)
             own = (await two.client.get("/key/info", headers=USER)).json()
             assert own["limits"]["rpm_limit"] == 1000, "those of the configuration are in force again"
+
+    run(scenario())
+
+
+def test_what_a_deleted_name_has_begun_keeps_its_limits_for_a_time(monkeypatch):
+    async def scenario() -> None:
+        values, api_keys = open_store(StoreConfig()), ApiKeys(None)
+        quotas = Quotas(values, {})
+        keys = ManagedKeys(values, api_keys, quotas, {})
+        made = ManagedKey([hash_key("sk-new")], {"rpm_limit": 2})
+        await keys.change(lambda table: table.keys.update(new=made))
+        await keys.change(lambda table: None if keys.delete(table, "new") else pytest.fail("there is one"))
+        assert (quotas.limits["new"].rpm_limit, api_keys.managed, keys.names) == (2, {}, set())
+        assert not keys.delete(keys.table, "new")
+        monkeypatch.setattr(managed_keys, "KEEP_DELETED_S", -1.0)
+        await keys.change(lambda table: None)
+        assert quotas.limits == {} == keys.table.keys
+
+    run(scenario())
+
+
+def test_a_name_that_was_deleted_is_used_again_without_its_old_limits(tmp_path):
+    async def scenario() -> None:
+        async with serving(tmp_path) as api:
+            for limits in ({"rpm_limit": 1000}, {}):
+                key = (await manage(api, "generate", key_alias="new", **limits)).json()["key"]
+                assert await complete(api, key) == 200
+                info = (await api.client.get("/key/info", headers=ADMIN, params={"key_alias": "new"})).json()
+                assert info["limits"] == limits
+                assert (await manage(api, "delete", key_aliases=["new"])).json() == {"deleted_keys": ["new"]}
+                assert (await api.client.get("/key/list", headers=ADMIN)).json()["keys"] == ["user"]
+                assert (await manage(api, "delete", key_aliases=["new"])).status_code == 400
 
     run(scenario())
 

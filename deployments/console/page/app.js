@@ -3,6 +3,7 @@
 import { forgetKey, hasKey } from "./api.js";
 import { ClusterView } from "./cluster.js";
 import { ConfigurationView } from "./configuration.js";
+import { CostsView } from "./costs.js";
 import { h, setText } from "./dom.js";
 import { Feed } from "./feed.js";
 import { count, rate } from "./format.js";
@@ -15,6 +16,7 @@ const views = {
   playground: new PlaygroundView(),
   cluster: new ClusterView(),
   requests: new RequestsView(),
+  costs: new CostsView(),
   models: new ModelsView(),
   configuration: new ConfigurationView(),
 };

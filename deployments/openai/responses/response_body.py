@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from deployments.openai.response_bodies import ChatTokenLogprob, HoldBody
+from deployments.openai.response_bodies import ChatTokenLogprob, CostDetails, HoldBody
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -77,6 +77,8 @@ class ResponseUsage(Struct):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
     holds: list[HoldBody] | UnsetType = UNSET
+    cost: float | UnsetType = UNSET
+    cost_details: CostDetails | UnsetType = UNSET
 
 
 class Response(Struct, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from deployments.http.errors import error_body
 from deployments.openai.chat_output import ChatOutput, ChatOutputChunk, tool_call_id
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
-from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, HoldBody
+from deployments.openai.response_bodies import NOT_ASKED, ChatTokenLogprob, FinishReason, HoldBody, RequestCost
 from deployments.openai.responses.items import SENT_REASONING
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_body import (
@@ -173,6 +173,7 @@ class ResponseBuilder:
 
     def _end(self, finish_reason: FinishReason | None) -> Iterator[StreamEvent]:
         response, usage = self.response, self._output.usage
+        cost = RequestCost.of(usage) if self._output.reports_cost else NOT_ASKED
         response.completed_at = int(time.time())
         response.usage = ResponseUsage(
             usage.prompt_tokens,
@@ -181,11 +182,13 @@ class ResponseBuilder:
             OutputTokensDetails(self._output.reasoning_tokens or 0),
             usage.prompt_tokens + usage.completion_tokens,
             HoldBody.all_of(usage),
+            cost.cost,
+            cost.details,
         )
         if self.error is not None:
             status, body = error_body(self.error)
             code: ErrorCode = "server_error"
-            if status in (400, 429):
+            if status in (400, 402, 429):
                 code = "invalid_prompt" if status == 400 else "rate_limit_exceeded"
             response.status, response.error = "failed", ResponseError(code, body.error.message)
             yield self._event(ErrorEvent, code=code, message=body.error.message, param=body.error.param)

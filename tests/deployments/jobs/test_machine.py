@@ -80,7 +80,7 @@ class Computation:
 
     log: ClassVar[list[Computation]] = []
 
-    def __init__(self, frontend: Any, prompts: list[list[GenerateRequest]], client: str, record: Any):
+    def __init__(self, frontend: Any, prompts: list[list[GenerateRequest]], client: str, record: Any, *, resumes: bool):
         self.ingress, self.key, self.seed = frontend.ingress, client, prompts[0][0].params.seed or 0
         self.running, self._record, self._steps = False, record, asyncio.Queue[int]()
         Computation.log.append(self)

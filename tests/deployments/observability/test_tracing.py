@@ -68,6 +68,8 @@ def test_a_request_is_one_trace_from_the_clients_span_down_to_the_phases_in_the_
         gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: 4,
     }
     assert {name: sequence.attributes[name] for name in expected} == expected
+    assert sequence.attributes["manta.usage.compute_seconds"] > 0 < sequence.attributes["manta.usage.kv_gib_seconds"]
+    assert sequence.attributes["manta.usage.wasted_seconds"] == 0 and "manta.usage.cost" not in sequence.attributes
     assert sequence.attributes[gen_ai.GEN_AI_RESPONSE_ID].startswith("cmpl-")
     assert sequence.attributes[gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] > 0
     queue, prefill, decode = phases = [spans[name] for name in ("queue", "prefill", "decode")]

@@ -11,13 +11,16 @@ from typing import Any
 import openai
 import pytest
 
+from deployments.billing.bill import Bill, Used
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota
-from deployments.quotas.errors import QuotaExceeded
-from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, Used
+from deployments.quotas.errors import BudgetSpent, QuotaExceeded
+from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
+from engine.wire.messages import SequenceCost
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.real_api import real_api
 from tests.models import make_model
@@ -97,7 +100,7 @@ def test_tokens_count_as_they_were_used_and_streams_are_refused_before_they_begi
             # the second is only estimated, from the first, when its headers are sent; both are alike
             assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 60 - 2 * usage.total_tokens
             with pytest.raises(openai.RateLimitError) as refused:
-                await client(api).completions.create(**{**ASKED, "prompt": "hi " * 100, "stream": True})
+                await client(api).completions.create(**{**ASKED, "prompt": "hi " * 15, "stream": True})
             assert refused.value.code == "rate_limit_exceeded"
 
     run(scenario())
@@ -260,12 +263,119 @@ def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next
         key = KeyQuota("small", KeyLimits(tpm_limit=100, budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
         monkeypatch.setattr(key, "_wall", lambda: wall)
         for _ in range(3):
-            async with RequestQuota(key).charged(Demand(5, 1, None), lambda: used):
+            async with RequestQuota(key).charged(Demand(5, 1, None), Bill(lambda: used)):
                 pass
             with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
                 await key.take(key.estimate(Demand(5, 1, None)))
             wall += 60
         with pytest.raises(QuotaExceeded):
             await key.take(key.estimate(Demand(101, 1, None)))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("route", ["completions", "embeddings"])
+def test_a_prompt_that_no_minute_has_room_for_is_wrong_and_not_early(route):
+    body = {"completions": {"prompt": "hi " * 100}, "embeddings": {"input": ["hi " * 50] * 2}}[route]
+
+    async def scenario() -> None:
+        async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
+            headers = {"authorization": "Bearer sk-small"}
+            refused = await api.client.post(f"/v1/{route}", json=body, headers=headers)
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and "retry-after" not in refused.headers
+            assert (error["code"], error["param"]) == ("prompt_exceeds_limit", "tpm_limit/1m")
+            assert "a tpm_limit/1m of 60" in error["message"]
+            assert not api.engine.added
+            assert (await api.client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_only_a_key_that_asks_for_it_has_its_running_answers_ended_when_a_budget_is_gone(ends):
+    budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1.0)
+
+    async def scenario() -> None:
+        async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=ends)) as api:
+            api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
+            body = {"model": "fake", "prompt": "abcd", "max_tokens": 200}
+            headers = {"authorization": "Bearer sk-small"}
+            answer = await api.client.post("/v1/completions", json=body, headers=headers)
+            assert api.engine.added[0].report_cost is ends
+            if not ends:
+                assert answer.json()["choices"][0]["finish_reason"] == "length"
+                return
+            error = answer.json()["error"]
+            assert answer.status_code == 402 and answer.headers["x-should-retry"] == "false"
+            assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+            assert error["param"] == "max_engine_seconds/1d" and "'small'" in error["message"]
+            await until(lambda: api.engine.aborted)
+            usage = api.telemetry.stats.model("fake").usage
+            await until(lambda: "small" in usage)
+            assert usage["small"].compute_s == 1.5, "what was computed is paid for"
+            refused = await api.client.post("/v1/completions", json=body, headers=headers)
+            assert refused.status_code == 429
+
+    run(scenario())
+
+
+def test_a_stream_that_a_budget_ends_keeps_its_text_and_then_has_the_error():
+    budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1.0)
+
+    async def scenario() -> None:
+        async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=True)) as api:
+            headers = {"x-api-key": "sk-small"}
+            messages = [{"role": "user", "content": "hello"}]
+            body = {"model": "fake", "messages": messages, "max_tokens": 100, "stream": True}
+            api.engine.paused.set()
+            asked = asyncio.create_task(api.client.post("/v1/messages", json=body, headers=headers))
+            await until(lambda: api.engine.num_live)
+            api.engine.cost = SequenceCost(0.5, 0.0, 0.0)
+            api.engine.paused.clear()
+            await until(lambda: api.telemetry.timelines.newest(1)[0].output_tokens)
+            api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
+            answer = await asked
+            assert "content_block_delta" in answer.text and '"type":"billing_error"' in answer.text
+            assert "message_stop" not in answer.text
+
+    run(scenario())
+
+
+def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
+    budget = BudgetLimit(budget_duration="1d", max_budget=10.0)
+    limits = KeyLimits(budget_limits=(budget,), ends_running_requests=True)
+    spent = 0.0
+
+    async def scenario() -> None:
+        nonlocal spent
+        key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
+        bill = Bill(lambda: Used(True, 5, 5, 0.0, spent))
+        (limit,) = limits.all()
+        async with RequestQuota(key).charged(Demand(5, 1, None), bill) as watch:
+            for spent in (2.0, 4.0, 4.0, 9.0):
+                watch.check()
+                assert key.leased.remaining(limit) == pytest.approx(10.0 - spent)
+            spent = 12.0
+            with pytest.raises(BudgetSpent, match="has used up its max_budget/1d of 10"):
+                watch.check()
+            spent = 13.0
+        await key.sync(leaving=True)
+        (used,) = decode(await key._store.get(record_key("small")) or b"").windows.values()
+        assert used.taken("nobody") == pytest.approx(13.0)
+
+    run(scenario())
+
+
+def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():
+    async def scenario() -> None:
+        limits = KeyLimits(rpm_limit=1, tpm_limit=100, max_parallel_requests=1)
+        key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
+        bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0))
+        first, again = Demand(60, 1, None), Demand(60, 1, None, resumes=True)
+        async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
+            pass
+        left = {limit.unit: key.leased.remaining(limit) for limit in limits.all()}
+        assert left == {"requests": 0, "tokens": pytest.approx(100 - 67 - 7), "parallel": 1}
 
     run(scenario())

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
-from deployments.quotas.record import KEEP_S, LEASE_S, decode
+from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, decode
 from tests.examples import examples
 
 MINUTE, HOLDERS = 60.0, 3
@@ -272,6 +272,35 @@ def test_a_clock_that_is_behind_uses_the_window_of_the_others():
     assert sum(shared.take("b", needs()) is not None for _ in range(9)) < 9, "it had reserved some in the minute before"
     shared.exchange("b")
     assert shared.take("b", needs()) is None
+
+
+@pytest.mark.parametrize("off_s", [-7 * 86400.0, -3600.0, 3600.0, 7 * 86400.0])
+def test_an_ingress_whose_clock_is_wrong_neither_stops_the_others_nor_gives_them_another_limit(off_s):
+    shared = Shared(KeyLimits(rpm_limit=10, max_parallel_requests=10), "abw")
+    taken = 0
+    for name in "abab":
+        shared.exchange(name)  # now they know each other
+    for _ in range(12):
+        for name in "ab":
+            taken += shared.take(name, needs()) is not None
+            shared.exchange(name)
+            shared.exchange("w", shared.now + off_s)
+        shared.now += 1
+    assert 10 <= taken <= 12, "what it has written over, each had spent in the second before"
+    limit = shared.limits[0]
+    assert {shared.quotas[name].ends_at(limit) for name in "ab"} == {START + MINUTE}
+    shared.now = START + MINUTE
+    assert shared.take("a", {"requests": 1.0}) is not None
+    assert shared.take("b", {"requests": 1.0}) is not None
+
+
+def test_a_lease_from_a_clock_that_is_ahead_is_no_longer_than_others():
+    shared = Shared(KeyLimits(max_parallel_requests=1), "aw")
+    assert shared.take("w", needs()) is not None
+    shared.exchange("w", shared.now + 7 * 86400.0)
+    shared.exchange("a")
+    shared.now += LEASE_S + CLOCKS_S + 1
+    assert shared.take("a", needs()) is not None, "w has been silent"
 
 
 def test_without_a_store_an_ingress_spends_its_part_of_what_was_left_and_never_what_it_does_not_know():

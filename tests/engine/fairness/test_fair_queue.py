@@ -68,6 +68,28 @@ def test_clients_get_equal_time_of_engines_where_that_is_known_however_many_toke
     assert abs(seconds["prompts"] - seconds["answers"]) < 0.1 * sum(seconds.values())
 
 
+def test_what_a_request_has_cost_may_be_known_after_it_has_left_but_is_not_charged_to_a_client_that_came_anew():
+    def served(queue: FairQueue) -> float:
+        return queue._clients["a"].served
+
+    queue = FairQueue(10, 1000, 10_000)
+    for client in ("a", "a", "a", "b"):
+        assert queue.offer(QueuedRequest(client, 1, 10)) == []
+    left, other, last, of_b = sorted(queue.start(), key=lambda queued: queued.client)
+    queue.settle(of_b, 1.0)  # so much for ten tokens
+    queue.leave(left)
+    before = served(queue)
+    queue.settle(left, 5.0)
+    assert served(queue) > before
+    queue.leave(other)
+    queue.leave(last)
+    assert queue.offer(QueuedRequest("a", 1, 10)) == []
+    before = served(queue)
+    queue.settle(last, 0.0)
+    queue.settle(other, 5.0)
+    assert served(queue) == before
+
+
 def test_being_away_earns_nothing():
     queue = FairQueue(1, 1000, 10_000)
     fill(queue, "a", 1)

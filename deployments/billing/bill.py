@@ -1,0 +1,61 @@
+"""What requests have used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a request has used so far, or in the end."""
+
+    started: bool
+    """Whether it was admitted."""
+    prompt_tokens: int
+    output_tokens: int
+    engine_seconds: float
+    money: float
+
+
+class Bill:
+    """What one HTTP request has used. Engines report what aborted sequences have cost only after the request has
+    ended."""
+
+    def __init__(self, used: Callable[[], Used]):
+        """used: returns what is known so far."""
+        self.used = used
+        self.total: Used | None = None
+        """What the request has used in all, once that is known."""
+        self._num_expected = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def expect(self) -> None:
+        """Note that an engine will report another cost. `learned` must follow."""
+        self._num_expected += 1
+
+    def learned(self) -> None:
+        """Note that an expected cost is known, or will never be."""
+        self._num_expected -= 1
+        if not self._num_expected:
+            waiting, self._waiting = self._waiting, []
+            for then in waiting:
+                then()
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        """Call `then` once no cost is expected any more, maybe at once. The request must have ended."""
+        if self._num_expected:
+            self._waiting.append(then)
+        else:
+            then()
+
+
+def cost_headers(bills: Sequence[Bill]) -> dict[str, str]:
+    """Return the headers that tell what an HTTP request has cost; none if that is not known yet."""
+    totals = [bill.total for bill in bills if bill.total is not None]
+    if not totals or len(totals) < len(bills):
+        return {}
+    headers = {"x-manta-compute-seconds": f"{sum(used.engine_seconds for used in totals):.9g}"}
+    if money := sum(used.money for used in totals):
+        headers["x-litellm-response-cost"] = f"{money:.9g}"  # by this name, LiteLLM and others count what it costs
+    return headers

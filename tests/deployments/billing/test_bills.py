@@ -1,0 +1,305 @@
+"""Who pays for what, over HTTP and a fake engine that tells what requests have cost."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.billing.bill import Bill, Used, cost_headers
+from deployments.billing.prices import Prices
+from deployments.billing.totals import UsageTotals
+from deployments.billing.usage_files import UsageConfig, UsageFiles
+from deployments.frontend import generation, inboxes
+from deployments.frontend.api_keys import key_line
+from deployments.frontend.inboxes import Inboxes
+from deployments.http.middleware import AuthConfig
+from deployments.observability.stats import IngressStats
+from deployments.openai.responses.response_body import LIVE
+from deployments.quotas import key_quota, record
+from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.storage.config import StoreConfig, open_store
+from engine.wire.messages import SequenceCost, TokenBatch, TokenDelta
+from tests.deployments.fake_api import FakeApi, fake_api, says, until
+
+KEY = {"authorization": "Bearer sk-alice"}
+ALICE = (key_line("alice", "sk-alice"),)
+COST = SequenceCost(compute_s=2.0, wasted_s=0.5, kv_gib_s=3.0)
+PRICES = Prices(engine_hour=3600.0)
+ASKED: dict[str, Any] = {"prompt": "abcd", "max_tokens": 40}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+ROUTES: dict[str, dict[str, Any]] = {
+    "completions": ASKED,
+    "chat/completions": CHAT,
+    "messages": {**CHAT, "model": "fake"},
+    "responses": {"input": "hello", "max_output_tokens": 20},
+    "embeddings": {"input": ["hello", "world"]},
+    "score": {"queries": "hello", "documents": ["world", "sea"]},
+    "rerank": {"query": "hello", "documents": ["world", "sea"]},
+}
+STREAMS = ("completions", "chat/completions", "messages", "responses")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(inboxes, "LAST_DELTA_S", 60.0)
+    monkeypatch.setattr(inboxes, "CLOSE_S", 60.0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def limited(**limits: Any) -> AuthConfig:
+    return AuthConfig(api_keys=ALICE, key_limits={"alice": KeyLimits(**limits)})
+
+
+def used_by(api: FakeApi, key: str = "alice") -> UsageTotals:
+    return api.telemetry.stats.model("fake").usage.get(key, UsageTotals())
+
+
+async def begin(api: FakeApi, **body: Any) -> asyncio.Task[Any]:
+    """Ask for an answer that an engine begins and does not end."""
+    api.engine.paused.set()
+    request = asyncio.create_task(api.client.post("/v1/completions", json={**ASKED, **body}, headers=KEY))
+    await until(lambda: api.engine.num_live)
+    return request
+
+
+def test_a_client_that_leaves_pays_for_what_was_computed_although_it_asked_for_no_costs():
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(api_keys=ALICE), prices=PRICES) as api:
+            api.engine.cost = COST
+            request = await begin(api)
+            request.cancel()
+            await until(lambda: used_by(api).sequences)
+            assert used_by(api) == UsageTotals(1, 4, 0, 0, 2.0, 0.5, 3.0, 2.0)
+            (line,) = api.telemetry.usage_files.usage.lines.items()
+            assert (line[0].key, line[0].model, line[1]) == ("alice", "fake", used_by(api))
+            assert not api.engine.added[0].report_cost
+
+    run(scenario())
+
+
+def test_a_budget_is_spent_by_answers_that_their_clients_have_left():
+    budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1.5)
+
+    async def scenario() -> None:
+        async with fake_api(auth=limited(budget_limits=(budget,))) as api:
+            api.engine.cost = COST
+            request = await begin(api)
+            request.cancel()
+            api.engine.paused.clear()
+            await until(lambda: used_by(api).sequences)
+            refused = await api.client.post("/v1/completions", json=ASKED, headers=KEY)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "insufficient_quota"
+
+    run(scenario())
+
+
+def test_an_answer_that_ends_at_a_stop_string_costs_what_its_engine_tells_after_the_answer():
+    async def scenario() -> None:
+        async with fake_api(says("hello world"), auth=AuthConfig(api_keys=ALICE)) as api:
+            api.engine.cost = COST
+            body = {**ASKED, "stop": [" w"]}
+            answer = await api.client.post("/v1/completions", json=body, headers=KEY)
+            assert answer.json()["choices"][0]["text"] == "hello"
+            await until(lambda: used_by(api).sequences)
+            assert used_by(api).compute_s == 2.0 and used_by(api).output_tokens > 0
+            (timeline,) = (await api.client.get(f"/debug/requests/{answer.json()['id']}", headers=KEY)).json()[
+                "sequences"
+            ]
+            assert [cost["kv_gib_s"] for cost in timeline["costs"].values()] == [3.0]
+
+    run(scenario())
+
+
+def test_a_request_that_fails_while_it_runs_is_paid_for(monkeypatch):
+    monkeypatch.setattr(generation, "TIMEOUT_GRACE_S", 0.0)
+
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(api_keys=ALICE)) as api:
+            api.engine.cost = COST
+            api.engine.paused.set()
+            failed = await api.client.post("/v1/completions", json=ASKED, headers=KEY | {"X-Request-Timeout-Ms": "50"})
+            assert failed.status_code == 408
+            await until(lambda: used_by(api).sequences)
+            assert used_by(api).compute_s == 2.0
+
+    run(scenario())
+
+
+def test_a_request_that_was_never_admitted_is_not_counted():
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(api_keys=ALICE), max_num_seqs=1) as api:
+            requests = [await begin(api) for _ in range(8)]
+            await until(lambda: api.model.admission.num_waiting)
+            late = await api.client.post("/v1/completions", json=ASKED, headers=KEY | {"X-Request-Timeout-Ms": "20"})
+            assert late.status_code == 408 and not used_by(api).sequences
+            for request in requests:
+                request.cancel()
+            await asyncio.wait(requests)
+
+    run(scenario())
+
+
+def test_what_clients_had_left_when_an_ingress_ends_is_in_its_last_file(tmp_path: Path):
+    async def scenario() -> None:
+        files = UsageFiles(UsageConfig(folder=str(tmp_path)), "i")
+        async with fake_api(auth=AuthConfig(api_keys=ALICE), usage_files=files) as api:
+            api.engine.cost = COST
+            request = await begin(api)
+            request.cancel()
+            await asyncio.wait([request])
+        (file,) = tmp_path.iterdir()
+        (row,) = csv.DictReader(file.read_text().splitlines())
+        assert (row["SubAccountId"], row["ConsumedQuantity"], row["x_WastedSeconds"]) == ("alice", "2.0", "0.5")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_that_asks_is_told_the_cost_on_every_route(route):
+    async def scenario() -> None:
+        async with fake_api(says("hello"), prices=PRICES) as api:
+            api.engine.cost = COST
+            body = ROUTES[route]
+            silent = (await api.post(route, **body)).json()["usage"]
+            assert "cost" not in silent and "cost_details" not in silent
+            answer = await api.post(route, **body, usage={"include": True})
+            sequences = api.telemetry.timelines.newest(100)
+            usage, count = answer.json()["usage"], len([s for s in sequences if s.answer_id == answer.json()["id"]])
+            if route in ("embeddings", "score", "rerank"):
+                count = len(api.engine.added) // 2
+            assert usage["cost"] == pytest.approx(2.0 * count)
+            details = {"compute_seconds": 2.0 * count, "kv_gib_seconds": 3.0 * count, "wasted_seconds": 0.5 * count}
+            assert usage["cost_details"] == pytest.approx(details)
+            assert float(answer.headers["x-litellm-response-cost"]) == pytest.approx(2.0 * count)
+            assert float(answer.headers["x-manta-compute-seconds"]) == pytest.approx(2.0 * count)
+            if route in STREAMS:
+                stream = await api.post(route, **body, usage={"include": True}, stream=True)
+                assert stream.text.count('"cost":2.0') == 1 and "x-manta-compute-seconds" not in stream.headers
+
+    run(scenario())
+
+
+def test_a_background_response_has_its_cost():
+    async def scenario() -> None:
+        async with fake_api(says("hello")) as api:
+            api.engine.cost = COST
+            body = {**ROUTES["responses"], "background": True, "usage": {"include": True}}
+            began = (await api.post("responses", **body)).json()
+            while (found := (await api.client.get(f"/v1/responses/{began['id']}")).json())["status"] in LIVE:
+                await asyncio.sleep(0.005)
+            assert found["usage"]["cost_details"]["compute_seconds"] == 2.0 and "cost" not in found["usage"]
+
+    run(scenario())
+
+
+def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_prompt_again(tmp_path, monkeypatch):
+    real = key_quota.KeyQuota.__init__
+    monkeypatch.setattr(key_quota.KeyQuota, "__init__", lambda *args: real(*args, wall=lambda: 1_800_014_400.5))
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store")
+    auth, headers = limited(rpm_limit=1, tpm_limit=44), KEY | {"Idempotency-Key": "once"}
+
+    async def ask(api: FakeApi) -> Any:
+        return await api.client.post("/v1/completions", json=ASKED, headers=headers)
+
+    async def charged() -> dict[str, float]:
+        values = open_store(store)
+        stored = await values.get(key_quota.record_key("alice"))
+        await values.close()
+        assert stored is not None
+        return {name: window.taken("nobody") for name, window in record.decode(stored).windows.items()}
+
+    async def scenario() -> None:
+        async with fake_api(auth=auth, store=store) as first:
+            first.engine.cost = COST
+            first.engine.paused.set()
+            begun = asyncio.create_task(ask(first))
+            await until(lambda: first.engine.num_live)
+        await asyncio.gather(begun, return_exceptions=True)
+        assert used_by(first) == UsageTotals(wasted_s=2.5), "what is computed again is not the client's"
+        assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 4.0}
+        async with fake_api(auth=auth, store=store) as second:
+            second.engine.cost = COST
+            assert (await ask(second)).status_code == 200
+            await until(lambda: used_by(second).sequences)
+            assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0)
+        assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 44.0}
+
+    run(scenario())
+
+
+def test_a_job_that_its_client_cancels_is_paid_for():
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(api_keys=ALICE)) as api:
+            api.engine.cost = COST
+            api.engine.paused.set()
+            body = {"input": "hello", "background": True}
+            began = (await api.client.post("/v1/responses", json=body, headers=KEY)).json()
+            await until(lambda: api.engine.num_live)
+            await api.client.post(f"/v1/responses/{began['id']}/cancel", headers=KEY)
+            await until(lambda: used_by(api).sequences)
+            assert used_by(api).compute_s == 2.0
+
+    run(scenario())
+
+
+def delta(request_id: str, reason: Any = None) -> TokenBatch:
+    last = TokenDelta(request_id=request_id, finish_reason=reason)
+    return TokenBatch(engine_id="e", commands_to="tcp://e", step=1, deltas=[last])
+
+
+def test_the_last_delta_of_an_aborted_request_is_taken_once_and_awaited_for_a_while_only(monkeypatch):
+    monkeypatch.setattr(inboxes, "LAST_DELTA_S", 0.01)
+
+    async def scenario() -> None:
+        channel, taken = Inboxes(IngressStats("i")), list[TokenDelta | None]()
+        channel.take_last("a", taken.append)
+        channel.take_last("b", taken.append)
+        channel.dispatch(delta("a"))
+        assert taken == [], "only the last one has the cost"
+        channel.dispatch(delta("a", "abort"))
+        channel.dispatch(delta("a", "abort"))
+        assert [last and last.request_id for last in taken] == ["a"]
+        await channel.all_ended()
+        assert taken[1:] == [None]
+
+    run(scenario())
+
+
+def test_an_ingress_that_ends_gives_up_what_its_engines_do_not_tell(monkeypatch):
+    monkeypatch.setattr(inboxes, "CLOSE_S", 0.01)
+
+    async def scenario() -> None:
+        channel, taken = Inboxes(IngressStats("i")), list[TokenDelta | None]()
+        channel.take_last("a", taken.append)
+        await channel.all_ended()
+        assert taken == [None]
+
+    run(scenario())
+
+
+def test_a_bill_is_settled_once_all_of_it_is_known_and_headers_have_nothing_before():
+    bill, settled = Bill(lambda: Used(True, 1, 1, 0.5, 0.25)), list[str]()
+    bill.expect()
+    bill.expect()
+
+    def then() -> None:
+        settled.append("settled")
+
+    bill.when_known(then)
+    bill.learned()
+    assert settled == [] and cost_headers([bill]) == {}
+    bill.learned()
+    bill.when_known(then)
+    assert settled == ["settled", "settled"]
+    bill.total = bill.used()
+    assert cost_headers([bill, bill]) == {"x-manta-compute-seconds": "1", "x-litellm-response-cost": "0.5"}
+    assert cost_headers([bill, Bill(bill.used)]) == {} == cost_headers([])
