@@ -19,7 +19,8 @@ ServingError
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine continues
 ├── EngineUnavailable         503  the replica died or makes no progress; a retry elsewhere can help
-│   └── EngineLost               503  one of the replica's engines died, and its others go on
+│   ├── EngineLost               503  one of the replica's engines died, and its others go on
+│   └── ExpertsDoNotFit          503  the others cannot hold the experts of an engine that died: names memory and need
 ├── Moved                     503  the replica lets another one go on with the request
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
@@ -271,6 +272,21 @@ class EngineLost(EngineUnavailable):
     @property
     def code(self) -> str:
         return "engine_unavailable"
+
+
+class ExpertsDoNotFit(EngineUnavailable):
+    """The engines that are left have too little memory for the experts of one that died."""
+
+    def __init__(self, engine: int, needed: int, free: int):
+        """needed, free: bytes of one of the engines."""
+        Exception.__init__(self, engine, needed, free)
+
+    def __str__(self) -> str:
+        engine, needed, free = self.args
+        return (
+            f"the experts of a lost engine do not fit: engine {engine} needs {needed / 2**30:.2f} GiB for its part, "
+            f"and {free / 2**30:.2f} GiB are free"
+        )
 
 
 class Moved(ServingError):

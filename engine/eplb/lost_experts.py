@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
 from engine.eplb.placement import Placement, adopt
-from engine.errors import EngineUnavailable, ModelFolderError
+from engine.errors import ExpertsDoNotFit, ModelFolderError
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
 from engine.model.layers.moe import Experts
@@ -32,22 +32,6 @@ from engine.model.models.llama import Model
 from engine.model.shard import Shard
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
-
-
-class ExpertsDoNotFit(EngineUnavailable):
-    """The engines that are left have too little memory for the experts of one that was lost."""
-
-    def __init__(self, engine: int, needed: int, free: int):
-        Exception.__init__(self, engine, needed, free)
-
-    def __str__(self) -> str:
-        engine, needed, free = self.args
-        return (
-            f"the experts of a lost engine do not fit: engine {engine} needs {needed / GIB:.2f} GiB for its part, and "
-            f"{free / GIB:.2f} GiB are free"
-        )
 
 
 class Defaults(TorchFunctionMode):

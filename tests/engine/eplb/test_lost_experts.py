@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
-from engine.eplb.lost_experts import ExpertsDoNotFit, LostExperts, slots_of
-from engine.errors import StartupError
+from engine.eplb.lost_experts import LostExperts, slots_of
+from engine.errors import ExpertsDoNotFit, StartupError
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
 from tests.batches import ByHand, load_by_hand
