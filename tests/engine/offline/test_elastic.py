@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
+from engine.runner import kv_cache
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.models import make_model
 
@@ -121,11 +122,11 @@ def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
 
 @pytest.mark.slow
 def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(folder_of, monkeypatch):
-    monkeypatch.setattr("engine.runner.launching.recovery.kv_cache.free_host_bytes", lambda: 100)
     options = {**OPTIONS, "data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
-    error = r"do not fit: engine 0 needs .* GiB are free"
-    with LLM(folder_of("qwen3_moe"), **options) as llm, pytest.raises(EngineUnavailable, match=error):
-        answers_with_kills(llm, GREEDY, [1])
+    with LLM(folder_of("qwen3_moe"), **options) as llm:
+        monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 100)
+        with pytest.raises(EngineUnavailable, match=r"do not fit: engine 0 needs .* GiB are free"):
+            answers_with_kills(llm, GREEDY, [1])
 
 
 @pytest.mark.parametrize(
