@@ -457,8 +457,9 @@ class ModelSection(Section):
     def pool_settings(self, role: Role) -> PoolSettings:
         """Return a pool's settings for the autoscaling policy."""
         low, high = self.pools[role].bounds
+        slo = Slo(**dict(self.slo))
         if role != "decode" or not self.switches_roles:
-            return PoolSettings(self.name, role, Slo(**dict(self.slo)), self._limits(role, low, high))
+            return PoolSettings(self.name, role, slo, self._limits(role, low, high), None, self._replica_hour(role))
         assert self.prefill is not None
         least = {name: self.pools[name].min_replicas for name in ("decode", "prefill")}
         lows = {name: 1 if count is None else count for name, count in least.items()}
@@ -470,7 +471,11 @@ class ModelSection(Section):
             initial_prefill=self.prefill.bounds[0],
         )
         limits = self._limits("decode", lows["decode"], max_total - lows["prefill"])
-        return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits, roles)
+        return PoolSettings(self.name, role, slo, limits, roles, self._replica_hour(role))
+
+    def _replica_hour(self, role: Role) -> float:
+        """Return the price of an hour of a replica, which may have several engines."""
+        return self.price_list().engine_hour * self.engine_config(role).data_parallel
 
     def _limits(self, role: Role, low: int, high: int) -> Limits:
         pool = self.pools[role]

@@ -220,6 +220,9 @@ class ScalingMetrics:
         self._changes = Counter(
             "manta_autoscaling_changes", "Changes of the desired replicas.", (*POOL_TAGS, "direction", "reason")
         )
+        self._cost = Gauge(
+            "manta_autoscaling_cost_per_hour", "Money for an hour of the replicas that the pool should have.", POOL_TAGS
+        )
         self._last: dict[tuple[str, str], int] = {}
         self._newest: deque[ScalingChange] = deque(maxlen=NUM_SHARED_CHANGES)
 
@@ -231,6 +234,9 @@ class ScalingMetrics:
         self._desired.set(decision.desired, tags)
         self._min.set(pool.limits.min_replicas, tags)
         self._max.set(pool.limits.max_replicas, tags)
+        cost_per_hour = pool.replica_hour * decision.replicas
+        if pool.replica_hour:
+            self._cost.set(cost_per_hour, tags)
         for name, value in decision.inputs.items():
             self._input.set(value, {**tags, "input": name})
         before = self._last.get((pool.model, pool.role), before)  # ours: Serve scales to zero through one
@@ -239,6 +245,7 @@ class ScalingMetrics:
             return
         direction = "up" if decision.replicas > before else "down"
         self._changes.inc(1, {**tags, "direction": direction, "reason": decision.reason})
+        saved_per_hour = pool.replica_hour * (before - decision.replicas)
         self._newest.append(
             ScalingChange(
                 at=time.time(),
@@ -249,12 +256,15 @@ class ScalingMetrics:
                 reason=decision.reason,
                 desired=decision.desired,
                 inputs=decision.inputs,
+                cost_per_hour=cost_per_hour,
+                saved_per_hour=saved_per_hour,
             )
         )
         ray_compat.share(ray_compat.SCALING_CHANGES, msgspec.msgpack.encode(list(self._newest)))
         targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
         inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
+        costs = f" cost_per_hour={cost_per_hour:.2f} saved_per_hour={saved_per_hour:.2f}" if pool.replica_hour else ""
         logger.info(
             f"autoscaling {pool.role}-{pool.model} from {before} to {decision.replicas} replicas: "
-            f"reason={decision.reason} desired={decision.desired} {targets} {inputs}"
+            f"reason={decision.reason} desired={decision.desired} {targets} {inputs}{costs}"
         )

@@ -55,6 +55,7 @@ class PoolSettings:
     slo: Slo
     limits: Limits
     roles: RoleSettings | None = None  #: None unless replicas change roles
+    replica_hour: float = 0.0  #: money for an hour of a replica; 0 without prices
 
     @classmethod
     def parse(cls, kwargs: dict[str, Any]) -> PoolSettings | None:
@@ -64,7 +65,8 @@ class PoolSettings:
         roles = kwargs["roles"]
         if roles is not None:
             roles = RoleSettings(**roles | {"prefill": Limits(**roles["prefill"])})
-        return cls(kwargs["model"], kwargs["role"], Slo(**kwargs["slo"]), Limits(**kwargs["limits"]), roles)
+        slo, limits = Slo(**kwargs["slo"]), Limits(**kwargs["limits"])
+        return cls(kwargs["model"], kwargs["role"], slo, limits, roles, kwargs["replica_hour"])
 
 
 def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, distributions, figure, make_table, show, totals
+from cluster.cli.money import cost_rows, cost_table
 from cluster.flags import HtmlOption, JsonOption, with_flags
 from cluster.simulator.options import SimulationOptions
 from engine.errors import InvalidParameter
@@ -130,13 +131,16 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
             ]
     if report.moves is not None:
         rows += [("requests moved", report.moves.count, 0), ("KV moved with them, GB", report.moves.gigabytes, 1)]
+    if report.costs is not None:
+        rows += cost_rows(report.costs)
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
     show(title, totals(rows), _latencies(report), _pools(report), _goal(slo), *_never_up(report))
 
 
 def show_plan(plan: Plan, slo: GoodputSlo) -> None:
+    tried = sorted(plan.tried, key=lambda c: (bool(c.prefill), c.gpus, c.prefill))
     table = make_table("cluster", "GPUs", "good, %", "TTFT p90, ms", "TPOT p90, ms", "busy, %")
-    for candidate in sorted(plan.tried, key=lambda c: (bool(c.prefill), c.gpus, c.prefill)):
+    for candidate in tried:
         report = candidate.report
         busy = " / ".join(figure(100 * use.busy, 0) for use in report.pools.values())
         table.add_row(
@@ -148,12 +152,23 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
             busy,
         )
     show("what was tried", table, _goal(slo))
+    if priced := {c.name: c.report.costs for c in tried if c.report.costs is not None}:
+        show("what it costs", cost_table(priced))
     show(f"one pool: {_found(plan.shared)}")
     if any(candidate.prefill for candidate in plan.tried):
         show(f"two pools: {_found(plan.split)}")
     else:
         show("two pools: not tried; try them with --prefill-replicas 1")
-    show(f"take {plan.best.name}" if plan.best else "no cluster within the allowed number of GPUs meets the SLO")
+    if plan.best is None:
+        show("no cluster within the allowed number of GPUs meets the SLO")
+    else:
+        costs = plan.best.report.costs
+        told = (
+            ""
+            if costs is None
+            else f": {costs.per_hour:,.2f} per hour, {100 * sum(costs.wasted.values()):.0f} % wasted"
+        )
+        show(f"take {plan.best.name}{told}")
 
 
 def _found(candidate: Candidate | None) -> str:

@@ -17,6 +17,7 @@ from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.tables import figure
 from deployments.console.cluster_watcher import ClusterState
 from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import RequestError
 
 NUM_REQUESTS, NUM_EVENTS = 8, 5
@@ -75,12 +76,23 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
     if state.requests:
         parts += ["", _requests(state)]
     happened = [(e.at, f"{e.kind} {e.name}") for e in state.events]
-    happened += [(c.at, f"{c.pool}-{c.model} from {c.before} to {c.after} replicas: {c.reason}") for c in state.scaling]
+    happened += [
+        (c.at, f"{c.pool}-{c.model} from {c.before} to {c.after} replicas: {c.reason}{_costs(c)}")
+        for c in state.scaling
+    ]
     if happened:
         parts.append("")
     for at, what in sorted(happened, reverse=True)[:NUM_EVENTS]:
         parts.append(Text(f"{time.strftime(CLOCK, time.localtime(at))}  {what}"))
     return Group(*parts)
+
+
+def _costs(change: ScalingChange) -> str:
+    """Return what a change costs and saves; nothing without prices."""
+    if not change.saved_per_hour:
+        return ""
+    direction = "less" if change.saved_per_hour > 0 else "more"
+    return f", {change.cost_per_hour:,.2f} per hour ({abs(change.saved_per_hour):,.2f} {direction})"
 
 
 def _table(names: Sequence[str], figures: Sequence[str]) -> Table:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from cluster.simulator.billing.meter import EngineMeter
 from cluster.simulator.cost_model import CostModel
 from cluster.simulator.events import MESSAGE, EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
@@ -18,6 +19,7 @@ from cluster.simulator.scaling import RoleScaling, Scaling
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tiers import TierTraffic, make_tiers
 from cluster.simulator.trace import Trace
+from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepTimes
@@ -94,10 +96,11 @@ class Cluster:
         for replica in replicas:
             itl += replica.itl
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
+        meters = [replica.meter for replica in replicas if isinstance(replica.meter, EngineMeter)]
         handoffs = self._handoffs.use(duration_s) if self._handoffs else None
         tiers = None if self._tiers is None else self._tiers.use(replicas)
         moves = None if self._moves is None else self._moves.use()
-        return self.results.report(self.spec, itl, uses, handoffs, tiers, moves)
+        return self.results.report(self.spec, itl, uses, handoffs, tiers, moves, meters)
 
     def call_s(self) -> float:
         """Return the seconds that a call to a replica takes if it starts now."""
@@ -147,7 +150,8 @@ class Cluster:
     # -- replicas ------------------------------------------------------------------------------------------
 
     def _make_replica(self, name: str, role: Role) -> Replica:
-        learns = self.spec.limits is not None or self.spec.prefill_replicas or self.spec.tiers
+        spec = self.spec
+        learns = spec.limits is not None or spec.prefill_replicas or spec.tiers or spec.prices != FREE
         times = StepTimes() if learns else None
         self._engines += 1
         handoffs = HandoffManager(None, Peer(name, name, self._engines))
@@ -157,9 +161,9 @@ class Cluster:
             self._policies.append(policy)
             handoffs = HandoffManager(policy, Peer(name, name, self._engines))
         tiers = partial(make_tiers, self.spec) if self.spec.tiers else None
-        replica = Replica(name, role, self.spec, handoffs, times, self._fast_forward, tiers)
-        if self.spec.contention:
-            replica.cost = SharedCores(self.spec.cost, self.spec.contention, replica, self)
+        replica = Replica(name, role, spec, handoffs, times, self._fast_forward, self.loop.now, tiers)
+        if spec.contention:
+            replica.cost = SharedCores(spec.cost, spec.contention, replica, self)
         return replica
 
     def num_busy(self, but: Replica | None = None) -> int:

@@ -25,6 +25,7 @@ class KVLayers:
     snapshots: int = 0
     snapshot_tokens: int = 0  #: from one place where a state may be kept to the next
     snapshot_interval: int = 0  #: tokens from one snapshot inside a long prompt to the next
+    block_bytes: tuple[int, ...] = ()  #: of a block of each group on all ranks, and of a snapshot, for costs
 
     def manager(self, config: EngineConfig) -> tuple[KVCacheManager, list[TokenLimit]]:
         """Return the manager and limits that an engine with these sizes builds."""
@@ -56,9 +57,12 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     blocks, longest = kv_cache.choose_num_blocks(
         engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * memory.snapshot_bytes(states)
     )
+    needs = kv_cache.group_needs(engine, size, cfg, dtype, tp)
+    sizes = [need.block_bytes for need in needs] + ([memory.snapshot_bytes(states)] if snapshots else [])
     return KVLayers(
         specs=tuple(group.spec for group in cfg.kv_groups),
         blocks=tuple(blocks),
+        block_bytes=tuple(ranks * each for each in sizes),
         step_tokens=kv_cache.window_step_tokens(engine, cfg),
         snapshots=snapshots,
         snapshot_tokens=memory.snapshot_border(size),

@@ -8,8 +8,8 @@ from typing import Literal
 
 from engine.config import option
 
-TRAFFIC, CLUSTER, ENGINE, GOAL = (
-    {"rich_help_panel": panel} for panel in ("Traffic", "Cluster", "Engine", "Latency targets")
+TRAFFIC, CLUSTER, ENGINE, GOAL, PRICES = (
+    {"rich_help_panel": panel} for panel in ("Traffic", "Cluster", "Engine", "Latency targets", "Prices")
 )
 
 HandoffPolicy = Literal["auto", "always"]
@@ -110,6 +110,15 @@ class SimulationOptions:
     ttft_ms: float = option(2000.0, "Limit of the time to the first token.", **GOAL)
     tpot_ms: float = option(50.0, "Limit of the mean time per token after the first.", **GOAL)
     good: float = option(0.9, "Fraction of requests that must keep both limits.", **GOAL, min=0, max=1)
+    engine_hour: float | None = option(
+        None, "Money for an hour of an engine, as `prices.engine_hour`; shows what the cluster costs.", **PRICES, min=0
+    )
+    gpu_hour: float | None = option(
+        None, "Money for an hour of a card, in place of --engine-hour, for engines of several cards.", **PRICES, min=0
+    )
+    kv_gib_hour: float | None = option(
+        None, "Money for an hour of a GiB of KV cache, as `prices.kv_gib_hour`.", **PRICES, min=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class Pool:
         self._num_made = 0
         self._since: dict[Replica, float] = {}  # start of each replica that still exists
         self._gone_s = 0.0  # total lifetime of the others, in seconds
+        self.starting_s = 0.0  # that replicas took to start, up to now
         self._sizes: list[tuple[float, int]] = []  # (time, replicas that were up from then on)
         for _ in range(spec.sizes[role]):
             self.grow(0.0)
@@ -99,17 +100,22 @@ class Pool:
                 replica.subscribe(now)
         for replica in [r for r in self._since if r.name not in self.up]:
             if replica.due is None and not replica.scheduler.has_work:
+                replica.meter.stop(now)
                 self._gone_s += now - self._since.pop(replica)
 
     def use(self, duration_s: float) -> PoolUse:
         """Return the pool's work. duration_s: duration of the simulation, above 0."""
         alive_s = self._gone_s + sum(duration_s - since for since in self._since.values())
+        for replica in self._since:
+            replica.meter.stop(duration_s)
         totals = [replica.scheduler.totals for replica in self.replicas]
         return PoolUse(
             replicas=self.desired[0],
             busy=sum(replica.busy_s for replica in self.replicas) / max(alive_s, 1e-9),
             steps=sum(total.steps for total in totals),
             preemptions=sum(total.preemptions for total in totals),
+            engine_hours=alive_s / 3600,
+            starting_hours=self.starting_s / 3600,
             gpu_hours=self._spec.replica_gpus * alive_s / 3600,
             scaled=self._counts(duration_s) if self._spec.limits else None,
         )

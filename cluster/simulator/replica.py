@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
+from cluster.simulator.billing.meter import EngineMeter, NoMeter
 from cluster.simulator.cost_model import Work
 from cluster.simulator.fast_forward import FastForward, token_of
 from cluster.simulator.results import LatencyHistogram
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import VOCABULARY
+from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import StepTimes, StepWork
@@ -43,11 +45,12 @@ class Replica:
         handoffs: HandoffManager,
         times: StepTimes | None,
         at_once: int,
+        now: float = 0.0,
         make_tier: Callable[[KVCacheManager, StepTimes], KVOffloading] | None = None,
     ):
         """times: step times that the engine learns itself, or None. at_once: maximum steps of a fast-forward; 0
-        simulates every step separately. make_tier: returns what decides about a tier below the KV cache; None without
-        one."""
+        simulates every step separately. now: when the engine starts. make_tier: returns what decides about a tier below
+        the KV cache; None without one."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
         self._layers = spec.layers
@@ -67,6 +70,10 @@ class Replica:
             offloading=None if make_tier is None else make_tier(kv_cache, times or StepTimes()),
             token_limits=token_limits,
         )
+        self.meter: NoMeter | EngineMeter = NoMeter()
+        if spec.prices != FREE:
+            assert times is not None
+            self.meter = EngineMeter(times, kv_cache, spec.group_bytes, now)
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
@@ -148,6 +155,7 @@ class Replica:
 
     def _begin(self, now: float) -> None:
         scheduler, self._began, self._plan = self.scheduler, now, None
+        self.meter.resume(now)
         for event in self._inbox:
             self._tell(scheduler.handle(event, now))
         self._inbox.clear()
@@ -165,6 +173,7 @@ class Replica:
         self.tier_commands += scheduler.offloading.take_commands(now)
         if plan is None:
             self.due = None
+            self.meter.rest("stalled" if scheduler.has_work else "idle")
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
         self.due = now + self.cost.seconds(*Work.of(plan, self._layers))
@@ -201,6 +210,7 @@ class Replica:
             self.times.by_tokens.observe(running, mean_s, weight=running * steps)
             self.times.by_sequences.observe_step(running, mean_s)
         self.busy_s += ends[-1] - self._began
+        self.meter.decodes(self.scheduler.queue.running, self._began, ends[-1])
         self._began = ends[-1]
         if finished := self._fast_forward.advance(ends):
             self._settled = False
@@ -216,6 +226,7 @@ class Replica:
         if self.times is not None:
             self.times.observe_step(StepWork.of(plan), now - self._began)
         self.busy_s += now - self._began
+        self.meter.step(plan, requests, self._began, now)
         ended, nothing = len(self.ended), [None] * len(tokens)
         self._tell(
             self.scheduler.commit(
@@ -225,6 +236,7 @@ class Replica:
         self._settled = self._settled and len(self.ended) == ended
 
     def _tell(self, events: list[Event]) -> None:
+        self.meter.report(events)
         for event in events:
             self._kv_events.prefilled(event)
             if event.delta.finish_reason is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cluster.simulator.billing.costs import Costs
+from cluster.simulator.billing.meter import EngineMeter
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
@@ -90,7 +93,9 @@ class PoolUse:
     busy: float  #: fraction of the replicas' time in which they computed
     steps: int
     preemptions: int
-    gpu_hours: float
+    engine_hours: float  #: of replicas that were up
+    starting_hours: float  #: of replicas that started
+    gpu_hours: float  #: of the cards of replicas that were up
     scaled: ReplicaCounts | None = None  #: None if the number of replicas is fixed
 
 
@@ -156,6 +161,7 @@ class Report:
     handoffs: HandoffUse | None
     tiers: TierUse | None  #: None without tiers
     moves: MoveUse | None  #: None if requests do not move
+    costs: Costs | None  #: None without prices
     series: Series = field(compare=False, repr=False)  #: data for charts
     took_s: float = 0.0  #: duration of the simulation on the real clock
 
@@ -163,6 +169,12 @@ class Report:
 def figures(report: Any) -> dict[str, Any]:
     """Return a Report, or a dataclass that contains Reports, in a form for JSON: all fields except `series`."""
     return asdict(report, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "series"})
+
+
+def most_at_a_time(pools: Sequence[ReplicaCounts]) -> int:
+    """Return the largest number of replicas that all pools together had; roles may change between them."""
+    times = sorted({at for counts in pools for at, _ in counts.sizes})
+    return max(sum(counts.sizes[bisect(counts.sizes, (at, math.inf)) - 1][1] for counts in pools) for at in times)
 
 
 class Results:
@@ -202,6 +214,7 @@ class Results:
         handoffs: HandoffUse | None,
         tiers: TierUse | None,
         moves: MoveUse | None,
+        meters: Sequence[EngineMeter] = (),
     ) -> Report:
         trace, done, duration_s = self._trace, ~np.isnan(self.last_at), self.duration_s
         ttft, e2e = self.first_at - trace.arrivals_s, self.last_at - trace.arrivals_s
@@ -233,5 +246,21 @@ class Results:
             handoffs=handoffs,
             tiers=tiers,
             moves=moves,
+            costs=self._costs(spec, pools, meters) if meters else None,
             series=Series(self.last_at[done], ttft[done], e2e[done], trace.output_tokens[done]),
+        )
+
+    def _costs(self, spec: ClusterSpec, pools: dict[str, PoolUse], meters: Sequence[EngineMeter]) -> Costs:
+        done = ~np.isnan(self.last_at)
+        scaled = [use.scaled for use in pools.values() if use.scaled is not None]
+        return Costs.of(
+            spec.prices,
+            meters,
+            engine_s=3600 * sum(use.engine_hours for use in pools.values()),
+            starting_s=3600 * sum(use.starting_hours for use in pools.values()),
+            most_engines=most_at_a_time(scaled) if scaled else None,
+            seconds=self.duration_s,
+            requests=int(done.sum()),
+            prompt_tokens=int(self._trace.prompt_tokens[done].sum()),
+            output_tokens=int(self._trace.output_tokens[done].sum()),
         )

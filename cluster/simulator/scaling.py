@@ -54,6 +54,7 @@ class Scaling:
 
     def _start(self, pool: Pool) -> None:
         """Bring up a replica that has finished starting, if it is still desired."""
+        pool.starting_s += self._startup_s
         if len(pool.up) < pool.desired[-1]:
             pool.grow(self._loop.now)
 
@@ -140,6 +141,7 @@ class RoleScaling(Scaling):
             self._drained(fullest.drain(now))
 
     def _start(self, pool: Pool) -> None:
+        pool.starting_s += self._startup_s
         if sum(len(pool.up) for pool in self._pools.values()) < self._total:
             pool.grow(self._loop.now)
 

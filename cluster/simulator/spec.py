@@ -22,6 +22,7 @@ from cluster.simulator.cost_model import (
 from cluster.simulator.kv_layers import KVLayers, divide
 from cluster.simulator.options import HandoffPolicy, RouterName, SimulationOptions
 from cluster.simulator.trace import KINDS, Trace, make_trace
+from deployments.billing.prices import FREE, Prices
 from deployments.routing.config import Role
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import InvalidParameter
@@ -80,6 +81,7 @@ class ClusterSpec:
     move_requests: bool = True  #: whether the requests of a replica that the autoscaler ends move to others
     switch_roles: bool = False  #: whether replicas change between the two pools; `limits` are then those of both
     startup_s: float = 60.0  #: seconds from when a replica is desired until it takes requests
+    prices: Prices = FREE  #: what an engine and its KV cache cost; FREE if nobody asks for costs
     seed: int = 0
 
     @property
@@ -101,6 +103,11 @@ class ClusterSpec:
     def block_bytes(self) -> int:
         """Bytes of a KV block, if all layers keep all tokens."""
         return int(self.kv_bytes * self.engine.known_block_size)
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each KV cache group."""
+        return (self.block_bytes,) if self.kv_layers is None else self.kv_layers.block_bytes
 
     def engine_of(self, role: Role) -> EngineConfig:
         return self.prefill_engine or self.engine if role == "prefill" else self.engine
@@ -129,6 +136,9 @@ def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     for flag, value, what in changing:
         if value:
             raise InvalidParameter(flag, value, f"left out with --plan, because planned clusters have a fixed {what}")
+    if options.engine_hour is not None and options.tensor_parallel is None and options.cost is None:
+        limit = "left out for --gpu-hour, or given with --tensor-parallel: --plan chooses the cards of an engine"
+        raise InvalidParameter("--engine-hour", options.engine_hour, limit)
     min_gpus = (options.tensor_parallel or 1) * (2 if options.prefill_replicas else 1)
     if max_gpus < min_gpus:
         cards = options.tensor_parallel or 1
@@ -180,6 +190,7 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         move_requests=options.move_requests,
         switch_roles=options.switch_roles,
         startup_s=options.startup_s,
+        prices=_prices(options, ranks),
         seed=options.seed,
     )
     return spec if measured is None or measured.request_s is None else spec.with_request(measured.request_s)
@@ -204,6 +215,17 @@ def _tiers(options: SimulationOptions, kv_bytes: float, host: float, alike: bool
             raise InvalidParameter(flag, size, "finite, and enough for one block")
         found.append(TierSpec(name, blocks, rate))  # type: ignore[arg-type]
     return tuple(found)
+
+
+def _prices(options: SimulationOptions, cards: int) -> Prices:
+    """Return the price list. cards: of an engine. Raises InvalidParameter."""
+    engine_hour = options.engine_hour
+    if options.gpu_hour is not None:
+        if engine_hour is not None:
+            limit = f"left out with --gpu-hour: an engine has {cards} cards"
+            raise InvalidParameter("--engine-hour", engine_hour, limit)
+        engine_hour = options.gpu_hour * cards
+    return Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=options.kv_gib_hour or 0.0)
 
 
 def _limits(options: SimulationOptions) -> Limits | None:

@@ -99,6 +99,8 @@ class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  #: see ScalingDecision.reason
     desired: int  #: replicas that the load requires, before delays and bounds
     inputs: dict[str, float]  #: figures on which the decision rests
+    cost_per_hour: float = 0.0  #: of the pool's replicas from now on, by `prices.engine_hour`; 0 without prices
+    saved_per_hour: float = 0.0  #: by this change; negative if it costs more
 
 
 def queue_report(model: str, waiting: float, waiting_tokens: float) -> dict[str, float]:

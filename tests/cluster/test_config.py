@@ -168,6 +168,16 @@ def test_pools_scale_between_their_bounds_for_the_targets_of_their_model():
     assert not AppConfig.parse({"models": [MODEL]}).autoscales
 
 
+def test_the_policy_knows_the_price_of_a_replica_which_may_have_several_engines():
+    assert AppConfig.parse({"models": [MODEL]}).models[0].pool_settings("decode").replica_hour == 0
+    (model,) = AppConfig.parse({"models": [{**MODEL, "prices": {"engine_hour": 2.0}}]}).models
+    assert model.pool_settings("decode").replica_hour == 2.0
+    (model,) = AppConfig.parse(
+        {"models": [{**MODEL, "engine": {"data_parallel": 3, "expert_parallel": True}, "prices": {"engine_hour": 2.0}}]}
+    ).models
+    assert model.pool_settings("decode").replica_hour == 6.0
+
+
 @pytest.mark.parametrize("policy", [None, {}, {"policy_function": "mine:policy"}])
 def test_a_pool_with_max_replicas_wants_the_policy_in_its_application(policy):
     application = {"args": {"models": [{**MODEL, "decode": {"max_replicas": 2}}]}, "autoscaling_policy": policy}

@@ -190,7 +190,7 @@ def test_ray_makes_the_token_that_every_node_needs(tmp_path):
     "command",
     [
         command
-        for name in ("docs/simulator.md", "docs/measurements/autoscaling.md", "README.md")
+        for name in ("docs/simulator.md", "docs/costs.md", "docs/measurements/autoscaling.md", "README.md")
         for text in blocks(page(name), "bash")
         for command in text.splitlines()
         if re.search(r"manta simulate|write_trace", command)

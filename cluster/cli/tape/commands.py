@@ -13,6 +13,7 @@ from cluster.flags import ApiKeyOption, JsonOption
 from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for them
+    from deployments.billing.prices import Prices
     from engine.core.tape.ring import EngineTape
 
 tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
@@ -54,6 +55,12 @@ def replay(
         list[str] | None,
         typer.Option("--set", help="Simulate the same requests with another option, such as `max_num_seqs=64`."),
     ] = None,
+    engine_hour: Annotated[
+        float | None, typer.Option(min=0, help="Money for an hour of an engine, as `prices.engine_hour`.")
+    ] = None,
+    kv_gib_hour: Annotated[
+        float | None, typer.Option(min=0, help="Money for an hour of a GiB of KV cache, as `prices.kv_gib_hour`.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let the schedulers decide again what they decided when a tape was saved, and compare every decision.
@@ -62,17 +69,18 @@ def replay(
     the tape does not have.
 
     With --request, --at or --step, show what one scheduler did. With --set, predict what other options would have done
-    to the same requests. docs/replay.md says how far to trust the prediction.
+    to the same requests. docs/replay.md says how far to trust the prediction. With prices, show costs as well.
 
     Example: manta replay monday.tape --at 61.5
 
     Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
     """
+    from deployments.billing.prices import Prices
     from engine.core.tape.file import read_all
 
-    tapes = read_all(files)
+    tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     if set_ is None and request is None and at is None and not step:
-        raise typer.Exit(_compare(tapes, as_json))
+        raise typer.Exit(_compare(tapes, prices, as_json))
     from engine.core.tape.replay import Diverged
     from engine.core.tape.snapshot import UnknownState
 
@@ -80,7 +88,7 @@ def replay(
         if set_ is not None:
             from cluster.cli.tape.prediction import show_prediction
 
-            show_prediction(tapes, set_, as_json=as_json)
+            show_prediction(tapes, set_, prices, as_json=as_json)
         else:
             _look(_chosen(tapes, engine), request, at)
     except (Diverged, UnknownState) as error:
@@ -112,13 +120,14 @@ def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:
     return found
 
 
-def _compare(tapes: list[EngineTape], as_json: bool) -> int:
+def _compare(tapes: list[EngineTape], prices: Prices, as_json: bool) -> int:
     """Replay all tapes and print what came of it. Returns the exit code."""
-    from cluster.cli.bench.tables import make_table, show
+    from cluster.cli.bench.tables import make_table, show, totals
+    from cluster.cli.money import cost_rows
     from cluster.cli.tape.outcome import replay_whole
     from engine.core.tape.recorder import code_version
 
-    outcomes = [replay_whole(one) for one in tapes]
+    outcomes = [replay_whole(one, prices) for one in tapes]
     if as_json:
         print(json.dumps([outcome.figures() for outcome in outcomes]))
     else:
@@ -127,6 +136,8 @@ def _compare(tapes: list[EngineTape], as_json: bool) -> int:
             table.add_row(*outcome.row())
         show(table)
         for outcome in outcomes:
+            if outcome.costs is not None:
+                show(f"{outcome.engine_id} has cost", totals(cost_rows(outcome.costs)))
             if outcome.problem:
                 show(f"{outcome.engine_id}: {outcome.problem}")
         others = sorted({one.version for one in tapes} - {code_version()})

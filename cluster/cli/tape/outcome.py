@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from cluster.simulator.billing.costs import Costs
+from cluster.simulator.recorded.metered_replay import MeteredReplay
+from deployments.billing.prices import FREE, Prices
 from engine.core.tape.replay import Diverged, Failed, Replay
 from engine.core.tape.ring import EngineTape
 from engine.core.tape.snapshot import UnknownState
@@ -22,6 +25,7 @@ class Outcome:
     equal: int  #: of these, those that were replayed and were equal
     differs: bool
     problem: str = ""  #: the first decision that differs, or how the engine failed
+    costs: Costs | None = None  #: None without prices
 
     def figures(self) -> dict[str, Any]:
         return asdict(self)
@@ -31,10 +35,10 @@ class Outcome:
         return self.engine_id, self.role or "-", f"{self.seconds:.1f}", str(self.requests), str(self.steps), share
 
 
-def replay_whole(tape: EngineTape) -> Outcome:
+def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
     """Replay a tape up to its end, or to the first decision that differs."""
     try:
-        replay = Replay(tape)
+        replay = MeteredReplay(tape)
     except UnknownState as error:
         problem = f"the tape cannot be read by this version ({error})"
         return Outcome(tape.engine_id, tape.role, 0.0, 0, 0, 0, 0, differs=True, problem=problem)
@@ -48,9 +52,10 @@ def replay_whole(tape: EngineTape) -> Outcome:
         problem = f"{told(replay, failed)}; so it did when the tape was recorded"
     except Diverged as diverged:
         problem, differs = told(replay, diverged), True
-    last = replay.moments[-1].at if replay.moments else tape.segments[0].started_at
-    seconds = last - tape.segments[0].started_at
-    return Outcome(tape.engine_id, tape.role, seconds, requests, steps, replay.num_plans, equal, differs, problem)
+    costs = None if prices == FREE or problem else replay.costs(prices)
+    return Outcome(
+        tape.engine_id, tape.role, replay.seconds, requests, steps, replay.num_plans, equal, differs, problem, costs
+    )
 
 
 def told(replay: Replay, error: Diverged) -> str:

@@ -12,21 +12,29 @@ from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, Prediction, simulated_figures
 from cluster.simulator.tuning.settings import parse_setting, with_settings
+from deployments.billing.prices import Prices
 from engine.core.tape.ring import EngineTape
 
-LABELS = {
-    "output_tokens_per_s": ("output tokens/s", 1.0),
-    "ttft_p50_s": ("time to first token p50, ms", 1000.0),
-    "ttft_p90_s": ("time to first token p90, ms", 1000.0),
-    "ttft_p99_s": ("time to first token p99, ms", 1000.0),
-    "tpot_p50_s": ("time per token p50, ms", 1000.0),
-    "tpot_p99_s": ("time per token p99, ms", 1000.0),
-    "cached": ("prompt tokens cached, %", 100.0),
+LABELS = {  # of each figure: its label, a factor, decimals
+    "output_tokens_per_s": ("output tokens/s", 1.0, 1),
+    "ttft_p50_s": ("time to first token p50, ms", 1000.0, 1),
+    "ttft_p90_s": ("time to first token p90, ms", 1000.0, 1),
+    "ttft_p99_s": ("time to first token p99, ms", 1000.0, 1),
+    "tpot_p50_s": ("time per token p50, ms", 1000.0, 1),
+    "tpot_p99_s": ("time per token p99, ms", 1000.0, 1),
+    "cached": ("prompt tokens cached, %", 100.0, 1),
+    "cost_per_hour": ("cost per hour", 1.0, 2),
+    "cost_per_request": ("cost per request", 1.0, 6),
+    "cost_per_million_prompt_tokens": ("cost per million tokens in", 1.0, 4),
+    "cost_per_million_output_tokens": ("cost per million tokens out", 1.0, 4),
+    "wasted_idle": ("wasted (idle), %", 100.0, 1),
+    "wasted_preemption": ("wasted (preemption), %", 100.0, 1),
+    "wasted_replay": ("wasted (replay), %", 100.0, 1),
 }
 
 
-def show_prediction(tapes: Sequence[EngineTape], settings: Sequence[str], *, as_json: bool) -> None:
-    baseline = Baseline(Recording(tapes))
+def show_prediction(tapes: Sequence[EngineTape], settings: Sequence[str], prices: Prices, *, as_json: bool) -> None:
+    baseline = Baseline(Recording(tapes), prices=prices)
     changed = with_settings(baseline.spec, dict(map(parse_setting, settings)))
     figures = simulated_figures(simulate(changed, baseline.trace), changed.slo)
     found = [prediction for prediction in baseline.predict(figures) if prediction.name in LABELS]
@@ -55,9 +63,8 @@ def predictions(found: Sequence[Prediction], name: str) -> Table:
 
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
-    label, scale = LABELS[prediction.name]
-    was, base, changed = (scale * x for x in (prediction.recorded, prediction.simulated, prediction.changed))
-    if not prediction.is_known:
-        return label, f"{was:.1f}", f"{base:.1f}", f"{100 * prediction.error:.0f}", "unknown", ""
-    band = f"{changed * prediction.error:.1f}"
-    return label, f"{was:.1f}", f"{base:.1f}", f"{100 * prediction.error:.0f}", f"{changed:.1f}", band
+    label, scale, decimals = LABELS[prediction.name]
+    values = prediction.recorded, prediction.simulated, prediction.changed, prediction.changed * prediction.error
+    was, base, changed, band = (f"{scale * value:.{decimals}f}" for value in values)
+    error = f"{100 * prediction.error:.0f}"
+    return (label, was, base, error, changed, band) if prediction.is_known else (label, was, base, error, "unknown", "")

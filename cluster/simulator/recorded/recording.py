@@ -9,14 +9,17 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
+from cluster.simulator.billing.costs import Costs
+from cluster.simulator.billing.meter import EngineMeter
 from cluster.simulator.cost_model import Work
 from cluster.simulator.options import HandoffPolicy
 from cluster.simulator.recorded.cost_fit import MIN_STEPS, Fit, fit_shared
+from cluster.simulator.recorded.metered_replay import MeteredReplay
 from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
+from deployments.billing.prices import Prices
 from engine.core.request import Request
 from engine.core.tape.inputs import Added
-from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape
 from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
@@ -80,6 +83,7 @@ class Recording:
         self.decode = self.prefill = 0  # engines
         self.policy: HandoffPolicy = "auto"
         self._since, self._until = since, until
+        self._meters: list[EngineMeter] = []
         self._works: list[Work] = []
         self._steps: list[tuple[int, float, float]] = []  # engine, start and end of each of them, in seconds since 1970
         for number, tape in enumerate(tapes):
@@ -96,7 +100,7 @@ class Recording:
         segments = tape.segments
         while len(segments) > 1 and tape.wall_s + segments[1].started_at <= self._since:
             segments = segments[1:]
-        replay = Replay(msgspec.structs.replace(tape, segments=segments))
+        replay = MeteredReplay(msgspec.structs.replace(tape, segments=segments))
         began, idle = 0.0, True  # when the step began that ends next; whether it was the first after a pause
         ended, step_s = 0.0, 0.0  # the newest step's end and time
         remote = tape.role == "prefill"
@@ -135,6 +139,7 @@ class Recording:
             still_running.hashes = list(still_running.request.prefix.hashes)
         answered = (each for each in own if each.request.clock.last_token_at is not None)
         self.requests += [each for each in answered if self._covers(each.arrived_at)]
+        self._meters.append(replay.meter)
         self.prefill += remote
         self.decode += not remote
         if not remote or not hasattr(self, "scheduler"):
@@ -156,6 +161,27 @@ class Recording:
                 place = np.searchsorted(starts[own], starts, "right") - 1
                 others += (place >= 0) & (starts < ends[own][place]) & ~own
         return fit_shared(self._works, (ends - starts).tolist(), others)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first arrival to the last token."""
+        return max(request.ended_at for request in self.requests) - self.requests[0].arrived_at
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.num_output for request in self.requests)
+
+    def costs(self, prices: Prices) -> Costs:
+        """Return what the engines have cost from the first arrival to the last token."""
+        return Costs.of(
+            prices,
+            self._meters,
+            engine_s=self.seconds * (self.decode + self.prefill),
+            seconds=self.seconds,
+            requests=len(self.requests),
+            prompt_tokens=sum(request.num_prompt for request in self.requests),
+            output_tokens=self.output_tokens,
+        )
 
     def trace(self) -> Trace:
         """Return the requests as a trace: an id for each block, the same for the same prompt. Blocks of answers are the

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from cluster.simulator.billing.costs import Costs
 from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec, GoodputSlo
+from deployments.billing.prices import FREE, Prices
 
 UNKNOWN = 0.5  # error of the baseline from which a figure is not predicted
 
@@ -27,12 +29,27 @@ class Figures:
     tpot_p50_s: float
     tpot_p99_s: float
     cached: float  #: fraction of the prompt tokens
+    cost_per_hour: float | None  #: of all engines; None without prices, as the next ones
+    cost_per_request: float | None
+    cost_per_million_prompt_tokens: float | None
+    cost_per_million_output_tokens: float | None
+    wasted_idle: float | None  #: fraction of the engines' time, as the next ones
+    wasted_preemption: float | None
+    wasted_replay: float | None
 
     @classmethod
     def of(
-        cls, ttft: np.ndarray, tpot: np.ndarray, slo: GoodputSlo, *, tokens: int, seconds: float, cached: float
+        cls,
+        ttft: np.ndarray,
+        tpot: np.ndarray,
+        slo: GoodputSlo,
+        *,
+        tokens: int,
+        seconds: float,
+        cached: float,
+        costs: Costs | None,
     ) -> Figures:
-        """ttft, tpot: of each request in seconds; nan if it has none."""
+        """ttft, tpot: of each request in seconds; nan if it has none. costs: None without prices."""
 
         def at(values: np.ndarray, percent: float) -> float:
             values = values[~np.isnan(values)]
@@ -47,6 +64,13 @@ class Figures:
             tpot_p50_s=at(tpot, 50),
             tpot_p99_s=at(tpot, 99),
             cached=cached,
+            cost_per_hour=costs and costs.per_hour,
+            cost_per_request=costs and costs.per_request,
+            cost_per_million_prompt_tokens=costs and costs.per_million_prompt_tokens,
+            cost_per_million_output_tokens=costs and costs.per_million_output_tokens,
+            wasted_idle=costs and costs.wasted["idle"],
+            wasted_preemption=costs and costs.wasted["preemption"],
+            wasted_replay=costs and costs.wasted["replay"],
         )
 
 
@@ -80,31 +104,33 @@ class Prediction:
 class Baseline:
     """The recorded cluster and its requests, and how far their simulation is from what happened."""
 
-    def __init__(self, recording: Recording, slo: GoodputSlo | None = None):
+    def __init__(self, recording: Recording, slo: GoodputSlo | None = None, prices: Prices = FREE):
         """slo: latency targets of good requests. Raises ServingError."""
         slo = slo or GoodputSlo()
         self.recording, self.trace = recording, recording.trace()
-        self.spec: ClusterSpec = replace(recording.spec(), slo=slo)
-        self.recorded = recorded_figures(recording, slo)
+        self.spec: ClusterSpec = replace(recording.spec(), slo=slo, prices=prices)
+        self.recorded = recorded_figures(recording, slo, prices)
         self.simulated = simulated_figures(simulate(self.spec, self.trace), slo)
 
     def predict(self, changed: Figures) -> list[Prediction]:
-        """Return all figures. changed: those simulated with other options."""
+        """Return all figures, those in money only if there are prices. changed: those simulated with other options."""
         return [
             Prediction(name, *(getattr(each, name) for each in (self.recorded, self.simulated, changed)))
             for name in NAMES
+            if getattr(self.recorded, name) is not None
         ]
 
 
-def recorded_figures(recording: Recording, slo: GoodputSlo) -> Figures:
+def recorded_figures(recording: Recording, slo: GoodputSlo, prices: Prices = FREE) -> Figures:
     requests = recording.requests
     return Figures.of(
         np.array([request.ttft_s for request in requests], dtype=np.float64),
         np.array([request.tpot_s for request in requests], dtype=np.float64),
         slo,
-        tokens=sum(request.num_output for request in requests),
-        seconds=max(request.ended_at for request in requests) - requests[0].arrived_at,
+        tokens=recording.output_tokens,
+        seconds=recording.seconds,
         cached=sum(request.num_cached for request in requests) / sum(request.num_prompt for request in requests),
+        costs=None if prices == FREE else recording.costs(prices),
     )
 
 
@@ -118,4 +144,5 @@ def simulated_figures(report: Report, slo: GoodputSlo) -> Figures:
         tokens=int(series.output_tokens.sum()),
         seconds=report.duration_s,
         cached=report.hit_rate,
+        costs=report.costs,
     )

@@ -243,6 +243,7 @@ function tell(event) {
       return [
         h("strong", {}, `${event.pool} pool of ${event.model} from ${event.before} to ${event.after} replicas`),
         `: ${event.reason}, the load asks for ${event.desired}`,
+        event.saved_per_hour ? `; ${event.cost_per_hour.toFixed(2)} per hour, ${Math.abs(event.saved_per_hour).toFixed(2)} ${event.saved_per_hour > 0 ? "less" : "more"}` : "",
         h("details", {}, h("summary", {}, "the figures that decided"), inputs.join(" · ")),
       ];
     }

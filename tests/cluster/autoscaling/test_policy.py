@@ -19,7 +19,7 @@ from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, RoleSettings, Slo, autoscaling_config
 from deployments import ray_compat
-from deployments.replicas.scaling_report import ReplicaReport, queue_report
+from deployments.replicas.scaling_report import ReplicaReport, ScalingChange, queue_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 
@@ -106,7 +106,7 @@ def test_lines_are_on_the_console_also_where_serve_shows_none_of_its_own(monkeyp
 
 
 def test_settings_come_back_from_what_serve_carries():
-    settings = PoolSettings("m", "prefill", Slo(ttft_ms=7.0), LIMITS)
+    settings = PoolSettings("m", "prefill", Slo(ttft_ms=7.0), LIMITS, replica_hour=2.5)
     config = AutoscalingConfig(**autoscaling_config(1, 4, 10, settings))
     assert PoolSettings.parse(config.policy.policy_kwargs) == settings
     assert config.policy.is_default_policy_function(), "or Serve would warn of two policies"
@@ -138,6 +138,23 @@ def test_rates_are_what_totals_rose_by_within_what_serve_has_kept(policy, log):
     assert float(inputs["prefill_share"]) == 0.5  # 500 tokens per second, each a millisecond
     assert float(inputs["prompt_s"]) == 0.5
     assert float(inputs["itl_s"]) == 0.02
+
+
+def test_a_change_says_what_it_costs_and_saves_if_replicas_have_a_price(policy, log, monkeypatch):
+    shared: list[bytes] = []
+    monkeypatch.setattr(ray_compat, "share", lambda name, value: shared.append(value))
+    settings = PoolSettings("m", "decode", Slo(), LIMITS, replica_hour=4.2)
+    given = contexts(running=15.0)
+    given[DECODE].config = AutoscalingConfig(**autoscaling_config(1, 4, 10, settings))
+    policy(given)
+    assert log[0].endswith(" cost_per_hour=8.40 saved_per_hour=-4.20")
+    (change,) = msgspec.msgpack.decode(shared[0], type=list[ScalingChange])
+    assert (change.cost_per_hour, change.saved_per_hour) == (8.4, -4.2)
+
+
+def test_without_prices_a_change_does_not_speak_of_money(policy, log):
+    policy(contexts(running=15.0))
+    assert len(log) == 1 and "cost" not in log[0]
 
 
 def test_a_decision_is_logged_once(policy, log):

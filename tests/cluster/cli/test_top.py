@@ -26,7 +26,10 @@ def state(at: float, tokens: int, *, asleep: bool = False) -> ClusterState:
         prefix_hit_tokens=2,
     )
     status = ReplicaStatus.of(EngineStatus(engine_id="decode-m-a1", ended=[], stats=stats, last_step_age_s=0.0), {})
-    change = ScalingChange(at=3.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
+    change = ScalingChange(
+        at=3.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={}, cost_per_hour=8.4,
+        saved_per_hour=-4.2,
+    )  # fmt: skip
     return ClusterState(
         at=at,
         models=[ModelReplicas("m", [] if asleep else [status], [], [], asleep)],
@@ -50,7 +53,7 @@ def test_replicas_requests_and_events_are_shown_with_rates_between_two_looks():
     assert row == ["decode-m-a1", "3", "0", "100", "0", "50%", "20%", "25%"]
     assert "[bold]r[/bold]" in text
     assert "waiting, 1 replay " in text
-    assert text.index("decode-m from 1 to 2 replicas: itl") < text.index("gone decode-m-b2")
+    assert text.index("decode-m from 1 to 2 replicas: itl, 8.40 per hour (4.20 more)") < text.index("gone decode-m-b2")
 
 
 def test_a_narrow_terminal_continues_names_in_the_next_line_and_cuts_nothing():

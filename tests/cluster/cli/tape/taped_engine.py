@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -16,7 +17,7 @@ KEY = b"a key of a tape."
 
 
 def record(folder: Path, engine_id: str) -> Path:
-    """Two requests with a common prefix, then more than fit at a time."""
+    """Two requests with a common prefix, then more than fit at a time. Beside the tape is what the ledger says."""
     model = make_model(folder / "model", "llama")
     core = build_engine(
         EngineConfig(model=str(model), block_size=4, num_blocks=40, max_num_seqs=3, num_threads=1, tape_mib=16),
@@ -31,5 +32,6 @@ def record(folder: Path, engine_id: str) -> Path:
     assert core.scheduler.totals.prefix_hit_tokens
     file = folder / f"{engine_id}.tape"
     file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
+    file.with_suffix(".json").write_text(json.dumps(core.ledger.seconds), encoding="utf-8")
     core.close()
     return file

@@ -75,6 +75,28 @@ def test_what_other_options_would_have_done_comes_with_the_error_of_the_simulati
     assert "8 requests in 1 engines" in table
 
 
+def test_recorded_time_costs_what_the_engine_itself_has_charged(file):
+    (found,) = json.loads(run(file, "--engine-hour", "3.6", "--json"))
+    costs, charged = found["costs"], json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+    assert costs["per_hour"] == pytest.approx(3.6)
+    assert costs["per_request"] == pytest.approx(found["seconds"] * 0.001 / 8)
+    used = found["seconds"] * (1 - sum(costs["wasted"].values()))
+    assert charged["requests"] < used < charged["requests"] + charged["overhead"], "planning is not told apart"
+    assert "cost per million tokens out" in run(file, "--engine-hour", "3.6")
+    assert "cost" not in run(file)
+
+
+def test_what_if_speaks_of_money_if_there_are_prices(file):
+    found = json.loads(run(file, "--set", "max_num_seqs=8", "--engine-hour", "3.6", "--json"))
+    assert found["cost_per_hour"]["recorded"] == pytest.approx(3.6)
+    assert found["cost_per_hour"]["simulated"] == pytest.approx(3.6)
+    assert 0 < found["cost_per_request"]["changed"] < found["cost_per_request"]["simulated"], "the run ends earlier"
+    assert "wasted_idle" in found and "cost_per_million_output_tokens" in found
+    assert "cost_per_hour" not in json.loads(run(file, "--set", "max_num_seqs=8", "--json"))
+    twice = json.loads(run(file, "--set", "decode.num_replicas=2", "--engine-hour", "3.6", "--json"))
+    assert twice["cost_per_hour"]["changed"] == pytest.approx(7.2)
+
+
 @pytest.mark.parametrize(
     "setting",
     ["max_num_seqs", "max_num_seqs=x", "nothing=3", "routing.policy=best", "enable_prefix_caching=1",

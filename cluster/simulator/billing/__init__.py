@@ -1,0 +1,1 @@
+"""What a simulated or recorded cluster costs."""
