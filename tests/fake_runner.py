@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator, any_number
+from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
@@ -354,7 +354,8 @@ class Harness:
         self.now = 0.0
         self.clock = 0.0  # of the ledger alone
         pools = [group.pool for group in kv_cache.groups]
-        self.ledger = CostLedger(StepTimes(), pools, [2**30] * len(pools), self.clock)
+        tiers = [usage for tier in self.scheduler.offloading.tiers for usage in tier.usages]
+        self.ledger = CostLedger(StepTimes(), pools, [2**30] * len(pools), self.clock, tiers)
         self.seen: set[Request] = set()
 
     def add(
@@ -464,16 +465,37 @@ class Harness:
         assert wasted == sum(self.ledger.ns[line] for line in ("preemption", "replay", "handoff"))
         for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
             pool.usage.settle(pool.ref_counts())
-            tables = {r: r.tables[group].held for r in self.seen if len(r.tables) > group}
+            tables = {r: r.tables[group].held if len(r.tables) > group else r.states.held for r in self.seen}
             charged = [
                 pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
             ]
             assert min(charged, default=0) >= 0
-            shared = Counter(dict(enumerate(pool.ref_counts()))) - Counter(
-                block for held in tables.values() for block in held
-            )
-            charged.append(pool.usage.of(pool.shared, shared.elements()))
+            charged += self._charged_to_holds(group, pool)
+            charged.append(pool.usage.of(pool.shared, pool.pinned.elements()))
             assert sum(charged) + pool.usage.carried_ns == pool.usage.used_ns
+        for tier in self.scheduler.offloading.tiers:
+            self._check_tier(tier)
+
+    def _charged_to_holds(self, group: int, pool: BlockPool) -> list[int]:
+        """What live holds have to pay for their blocks in a pool, and what nobody pays."""
+        if not isinstance(holds := self.scheduler.holds, Holds):
+            return []
+        live = [pool.usage.of(hold.accounts[group], hold.blocks[group]) for hold in holds.table.by_end.values()]
+        assert min(live, default=0) >= 0
+        return [*live, holds.table.unused.blocks[group].block_ns]
+
+    def _check_tier(self, tier: Tier) -> None:
+        holds, below = self.scheduler.holds, self.scheduler.offloading
+        charged = [r.cost.tiers[tier.name].block_ns for r in self.seen if tier.name in r.cost.tiers]
+        if isinstance(holds, Holds):
+            charged.append(holds.table.unused.tiers[tier.name].block_ns)
+            for hold in holds.table.by_end.values():
+                account = hold.accounts_below[tier.name]
+                charged.append(below.byte_time(tier, hold.keys, account) if tier in hold.tiers else account.block_ns)
+        assert min(charged, default=0) >= 0
+        for usage in tier.usages:
+            charged += [usage.cached_byte_ns, usage.carried_byte_ns]
+        assert sum(charged) == sum(usage.byte_ns for usage in tier.usages)
 
     def _record(self, event: Event) -> None:
         name = event.delta.request_id

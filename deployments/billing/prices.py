@@ -15,9 +15,12 @@ class Prices:
     """An hour of an engine's steps."""
     kv_gib_hour: float = 0.0
     """An hour of one GiB of KV cache."""
+    tier_gib_hour: float = 0.0
+    """An hour of one GiB that holds keep in host memory, on disk or in the store."""
 
     def of(self, cost: SequenceCost) -> float:
-        return (cost.compute_s * self.engine_hour + cost.kv_gib_s * self.kv_gib_hour) / 3600
+        kv = cost.kv_gib_s * self.kv_gib_hour + cost.tier_gib_s * self.tier_gib_hour
+        return (cost.compute_s * self.engine_hour + kv) / 3600
 
 
 FREE = Prices()

@@ -239,6 +239,12 @@ LOAD: list[Row] = [
         "Maximum number of KV blocks that holds keep, without tiers.",
         _holds("max_blocks"),
     ),
+    (
+        Counter,
+        "manta_holds_unused_block_seconds",
+        "KV blocks on the device times the seconds for which holds kept them that no later request has used.",
+        _holds("unused_block_s"),
+    ),
     (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
     (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", _holds("restored")),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
@@ -326,6 +332,14 @@ LABELLED: list[Row] = [
 ]
 # of EngineStats, as far as an engine has tiers; vLLM's names, and what it has none for
 TIERS: list[Row] = [
+    (
+        Counter,
+        "manta_kv_offload_gib_seconds",
+        "GiB in a tier times the seconds for which they were kept, by holds or as a cache.",
+        _tiers("gib_s"),
+        "tier",
+        "kept_by",
+    ),
     (Counter, "vllm:kv_offload_tiering_read_bytes", "KV loaded from a tier.", _tiers("read_bytes"), "tier"),
     (Counter, "vllm:kv_offload_tiering_write_bytes", "KV written to a tier.", _tiers("write_bytes"), "tier"),
     (Counter, "vllm:kv_offload_tiering_read_time", "Seconds that loads took.", _tiers("read_s"), "tier"),

@@ -92,7 +92,7 @@ class BlockPool:
         self.held: Counter[int] = Counter()
         self.observers: list[BlockObserver] = []
         self.usage = BlockUsage(num_blocks)
-        #: Pays for the references that no request has: those of tiers, of holds and of snapshots.
+        #: Pays for the references that neither a request nor a hold has: those of copies to and from tiers and engines.
         self.shared = BlockAccount()
 
     @property
@@ -170,17 +170,17 @@ class BlockPool:
             del self.pinned[block]
         self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])
 
-    def hold(self, blocks: list[int]) -> None:
-        """Keep blocks of the prefix cache from being evicted, until `unhold`."""
-        self.reserve(blocks, 0)
+    def hold(self, blocks: list[int], account: BlockAccount) -> None:
+        """Keep blocks of the prefix cache from being evicted, until `unhold`. account: pays for that."""
+        self.reserve(blocks, 0, account=account)
         self.held.update(blocks)
 
-    def unhold(self, blocks: list[int]) -> None:
+    def unhold(self, blocks: list[int], account: BlockAccount) -> None:
         for block in blocks:
             self.held[block] -= 1
             if not self.held[block]:
                 del self.held[block]
-        self.release(blocks)
+        self.release(blocks, account)
 
     @property
     def num_only_held(self) -> int:

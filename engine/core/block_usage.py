@@ -36,11 +36,12 @@ class BlockUsage:
     nanosecond are carried over, and the last reference takes what is left.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, now_ns: int = 0, num_used: int = 0):
+        """num_used: blocks that have references already; what they had cost before is left out."""
         #: Now, in nanoseconds. The owner moves it; all changes until the next move happen at this time.
-        self.now_ns = 0
-        self._num_used = self._used_ns = 0
-        self._since = [0] * num_blocks
+        self.now_ns = now_ns
+        self._num_used, self._used_ns = num_used, -num_used * now_ns
+        self._since = [now_ns] * num_blocks
         self._per_reference = [0] * num_blocks
         self._rest = [0] * num_blocks
 

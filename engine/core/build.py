@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
-from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.cost_ledger import CostLedger, nanoseconds
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
@@ -135,7 +135,11 @@ def build_engine(
         grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
         step_times=step_times,
         ledger=CostLedger(
-            step_times, [manager.pool for manager in kv_cache.groups], block_bytes(loaded), clock.monotonic()
+            step_times,
+            [manager.pool for manager in kv_cache.groups],
+            block_bytes(loaded),
+            clock.monotonic(),
+            [usage for tier in offloading.tiers for usage in tier.usages],
         ),
         adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
         experts=make_experts(loaded, broadcaster),
@@ -332,6 +336,8 @@ def make_offloading(
     ):
         if size is not None:
             found.append(Tier(name, [TierIndex(int(size * 2**30), config.kv_offloading_ttl_s)], sizes, [1]))
+    for usage in (usage for tier in found for usage in tier.usages):
+        usage.now_ns = nanoseconds(now)  # what an earlier start has left counts from now on
     offloading = KVOffloading(
         kv_cache,
         found,

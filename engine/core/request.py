@@ -193,6 +193,8 @@ class RequestCost:
     """Its block time, by KV cache group."""
     kv: KVCost = field(default_factory=KVCost)
     """The same in bytes, as it was reported."""
+    tiers: dict[str, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
+    """Bytes times nanoseconds of its client's holds in tiers, by tier (HoldTable)."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,16 @@ class TierEntry:
     readers: int = 0
 
 
+class NoUsage:
+    """Does not measure for how long a tier keeps blocks. TierUsage (engine/core/costs) does."""
+
+    def added(self, name: bytes, size: int) -> None:
+        """Record that there is a new block."""
+
+    def removed(self, name: bytes, size: int) -> None:
+        """Record that a block is gone."""
+
+
 class TierIndex:
     """The blocks of one tier by name, least recently used first. Their sizes never add up to more than `capacity`.
 
@@ -34,6 +44,7 @@ class TierIndex:
         """capacity: largest sum of the blocks' sizes. ttl_s: seconds after which a block is dropped, however often it
         is used. slots: whether each block gets a number below `capacity`; every size must then be 1."""
         self.capacity, self.used = capacity, 0
+        self.usage = NoUsage()
         self._ttl_s = math.inf if ttl_s is None else ttl_s
         self._entries: OrderedDict[bytes, TierEntry] = OrderedDict()  # least recently used first
         self._ages: list[tuple[float, float, bytes]] = []  # heap of (when to look, time of `add`, name)
@@ -64,6 +75,9 @@ class TierIndex:
     def slot(self, name: bytes) -> int:
         return self._entries[name].slot
 
+    def size(self, name: bytes) -> int:
+        return self._entries[name].size
+
     def add(self, name: bytes, size: int, now: float) -> list[bytes] | None:
         """Reserve room for a block that is about to be written. Returns the names of the blocks evicted for it, or None
         if there is no room."""
@@ -76,6 +90,7 @@ class TierIndex:
         if self._ttl_s < math.inf:
             heapq.heappush(self._ages, (now + self._ttl_s, now, name))
         self.used += size
+        self.usage.added(name, size)
         return evicted
 
     def written(self, name: bytes) -> None:
@@ -118,6 +133,7 @@ class TierIndex:
             self.lost_held = True
         self.removed.append(name)
         self.used -= entry.size
+        self.usage.removed(name, entry.size)
         if self._free is not None:
             self._free.append(entry.slot)
         return True

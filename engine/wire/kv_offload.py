@@ -133,6 +133,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     write_s: float
     errors: dict[str, int]
     """Blocks that could not be moved: `read` (missing, corrupt), `write` (full disk), `deadline`."""
+    gib_s: dict[str, float] = {}
+    """GiB times the seconds for which they were kept: `holds`, as far as holds kept them, and `cache`."""
 
 
 class KVOffloadStats(msgspec.Struct, frozen=True, kw_only=True):

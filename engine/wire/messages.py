@@ -168,7 +168,10 @@ class SequenceCost(msgspec.Struct, frozen=True):
     wasted_s: float
     """Its share for tokens that were computed again, which is not in `compute_s`."""
     kv_gib_s: float
-    """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders."""
+    """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders; of
+    a hold, the request that uses it pays for the blocks."""
+    tier_gib_s: float = 0.0
+    """The same for the blocks of holds in tiers below the KV cache."""
 
     @classmethod
     def total(cls, costs: Collection[SequenceCost]) -> SequenceCost:
@@ -264,6 +267,9 @@ class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
     """Refused holds by HoldRefusal."""
     ended: dict[str, int] = {}
     """Ended holds by HoldEnd."""
+    unused_block_s: float = 0.0
+    """Blocks of the first KV cache group on the device times the seconds for which holds kept them that no later
+    request has used."""
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import msgspec
 
 from engine.core.block_pool import BlockPool
-from engine.core.block_usage import KVCost
+from engine.core.block_usage import BlockUsage, KVCost
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.costs.tier_usage import TierUsage
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.wire.messages import SequenceCost
@@ -39,10 +40,19 @@ class CostLedger:
     are those of the step before costs the same, however many there are.
     """
 
-    def __init__(self, times: StepTimes, pools: Sequence[BlockPool], block_bytes: Sequence[int], now: float):
+    def __init__(
+        self,
+        times: StepTimes,
+        pools: Sequence[BlockPool],
+        block_bytes: Sequence[int],
+        now: float,
+        tiers: Sequence[TierUsage] = (),
+    ):
         """pools: the pool of each KV cache group, whose block time is measured by the same clock. block_bytes: bytes of
-        a block of each group, on all ranks together. now: seconds, as in all other methods."""
+        a block of each group, on all ranks together. now: seconds, as in all other methods. tiers: the usage of the
+        tiers below, measured likewise."""
         self._times, self._pools, self.block_bytes = times, pools, block_bytes
+        self._usages: list[BlockUsage | TierUsage] = [*(pool.usage for pool in pools), *tiers]
         self._started_ns = self._mark_ns = nanoseconds(now)
         self.ns: dict[CostLine, int] = dict.fromkeys(get_args(CostLine), 0)
         self._decodes: list[Request] | None = None  # of the newest step, unless one has left them
@@ -59,8 +69,8 @@ class CostLedger:
     def advance(self, now: float) -> None:
         """Let the pools measure from `now` on."""
         self._now_ns = nanoseconds(now)
-        for pool in self._pools:
-            pool.usage.now_ns = self._now_ns
+        for usage in self._usages:
+            usage.now_ns = self._now_ns
 
     def spent(self, line: CostLine, until: float) -> int:
         """Account for the time until `until`, and return it in nanoseconds."""
@@ -133,7 +143,8 @@ class CostLedger:
             self._sum_kv(request)
         byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._now_ns - cost.kv.at_ns)
         compute_s = (self.of(request) + cost.remote_ns) / 1e9
-        paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns / GIB_NS)
+        below = sum(account.block_ns for account in cost.tiers.values()) / GIB_NS if cost.tiers else 0.0
+        paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns / GIB_NS, below)
         return Event(request, msgspec.structs.replace(event.delta, cost=paid))
 
     def _sum_kv(self, request: Request) -> None:
@@ -142,7 +153,7 @@ class CostLedger:
         byte_ns = num_bytes = 0.0
         num_blocks = 0
         for group, account in request.cost.blocks.items():
-            held = request.tables[group].held if group < len(request.tables) else []  # none of states, or after its end
+            held = request.tables[group].held if group < len(request.tables) else request.states.held
             pool = self._pools[group]
             byte_ns += self.block_bytes[group] * pool.block_time(account, held)
             num_bytes += self.block_bytes[group] * pool.share(held)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.block_usage import BlockAccount
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
@@ -52,11 +53,14 @@ class NoOffloading:
     def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         return False
 
-    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
         pass
 
-    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
         pass
+
+    def byte_time(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
+        return 0
 
     def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         return False
@@ -428,14 +432,24 @@ class KVOffloading:
         """Return whether all of these blocks can be loaded from a tier."""
         return all(tier.has(group, self._name_of(group, block_hash)) for group, block_hash in keys)
 
-    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
-        """Keep blocks in a tier that has all of them, until `unhold`."""
+    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
+        """Keep blocks in a tier that has all of them, until `unhold`. account: pays for that."""
         for group, block_hash in keys:
-            tier.index(group).hold(self._name_of(group, block_hash))
+            name, index = self._name_of(group, block_hash), tier.index(group)
+            index.hold(name)
+            tier.usage(group).taken(account, name, index.size(name))
 
-    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> None:
+    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
         for group, block_hash in keys:
-            tier.index(group).unhold(self._name_of(group, block_hash))
+            name = self._name_of(group, block_hash)
+            tier.index(group).unhold(name)
+            tier.usage(group).returned(account, name)
+
+    def byte_time(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
+        """Return what an account has to pay until now for the blocks that it holds in a tier, in bytes times
+        nanoseconds."""
+        held = sum(tier.usage(group).per_reference(self._name_of(group, block_hash)) for group, block_hash in keys)
+        return account.block_ns + held
 
     def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         """Return whether a tier still has these held blocks."""

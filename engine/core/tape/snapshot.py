@@ -21,7 +21,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount, BlockUsage
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds.hold_table import PromptOfHold
+from engine.core.features.holds.hold_table import Hold, PromptOfHold
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.request import PrefixUse, Request, RequestCost
 from engine.core.scheduler import Scheduler
@@ -143,8 +143,12 @@ class Writer(pickle.Pickler):
             PromptOfHold: lambda prompt: changed(prompt, tokens=Zeros(len(prompt.tokens)), cache_salt=""),
             Peer: lambda peer: (nobody, ()) if peer is NOBODY else reduced(peer),
             BlockPool: lambda pool: changed(
-                pool, usage=BlockUsage(len(pool.ref_counts())), shared=BlockAccount(), observers=[]
+                pool,
+                usage=BlockUsage(len(pool.ref_counts()), pool.usage.now_ns, pool.num_used),
+                shared=BlockAccount(),
+                observers=[],
             ),
+            Hold: lambda hold: changed(hold, accounts=[BlockAccount() for _ in hold.needed]),
             HandoffManager: partial(changed, actions=[]),
             Speculator: lambda part: changed(part, _drafter=None if part.has_weights else NoDrafter()),
         }

@@ -267,8 +267,13 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
     tiers |= {f"kv_offloading_{place}_size": size, "max_held_share": 1.0, "max_held_share_per_client": 1.0}
     with engine(folder, num_blocks=BLOCKS[family], **tiers) as core:
         tokens = granted(core, PROMPT)
+    started_at = time.monotonic()
     with engine(folder, num_blocks=BLOCKS[family], **tiers) as core:
         assert restored(core) == 1
+        kept = core.stats().kv_offload.tiers[place].gib_s
+        assert 0 < kept["holds"] <= sum(kept.values()) <= size * (time.monotonic() - started_at), (
+            "not of the time before"
+        )
         for i in range(3):
             answer(core, [3 + (5 * j + i) % 90 for j in range(150)], f"other {i}")
             flush(core)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from engine.core.block_usage import BlockAccount
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import RequestCost
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
 
@@ -60,6 +62,13 @@ class Hold:
     saved_at: float = float("-inf")
     """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True
+    accounts: list[BlockAccount] = field(init=False)
+    """What the blocks on the device have cost since a request last paid for them, by KV cache group."""
+    accounts_below: dict[str, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
+    """The same for the blocks in tiers, by tier, in bytes times nanoseconds."""
+
+    def __post_init__(self) -> None:
+        self.accounts = [BlockAccount() for _ in self.needed]
 
     @property
     def end(self) -> tuple[str, bytes]:
@@ -103,6 +112,8 @@ class HoldTable:
         self._clients: dict[str, list[Counter[bytes]]] = {}  # the same by client
         self._num_of: Counter[str] = Counter()  # holds by client
         self._deadlines: list[tuple[float, int, Hold]] = []  # heap; a hold that was renewed is there with its old time
+        #: What holds have cost that ended without another request.
+        self.unused = RequestCost()
         self._number = self.granted = self.restored = 0
         self.refused: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
@@ -163,7 +174,7 @@ class HoldTable:
         """Add a hold, and pin its blocks on the device."""
         own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
         for group, manager in enumerate(self._kv_cache.groups):
-            manager.pool.hold(hold.blocks[group])
+            manager.pool.hold(hold.blocks[group], hold.accounts[group])
             self._kept[group].update(hold.needed[group])
             own[group].update(hold.needed[group])
         self.by_end[hold.end] = hold
@@ -175,15 +186,34 @@ class HoldTable:
         self._unpin(hold)
         hold.tiers += tiers
         for tier in tiers:
-            self._below.hold(tier, hold.keys)
+            self._below.hold(tier, hold.keys, hold.accounts_below[tier.name])
 
-    def end(self, hold: Hold, why: HoldEnd | None) -> None:
-        """Remove a hold; its blocks may be evicted from now on. why: None if another hold replaces it."""
+    def leave(self, hold: Hold, tier: Tier) -> None:
+        """Keep the blocks of a hold no longer in a tier."""
+        hold.tiers.remove(tier)
+        self._below.unhold(tier, hold.keys, hold.accounts_below[tier.name])
+
+    def pay(self, hold: Hold, cost: RequestCost) -> None:
+        """Charge a request with what the blocks of a live hold have cost since a request last paid for them."""
+        for group, (manager, account) in enumerate(zip(self._kv_cache.groups, hold.accounts, strict=True)):
+            charge(cost.blocks[group], account, manager.pool.block_time(account, hold.blocks[group]))
+        for tier in hold.tiers:
+            account = hold.accounts_below[tier.name]
+            charge(cost.tiers[tier.name], account, self._below.byte_time(tier, hold.keys, account))
+
+    def end(self, hold: Hold, why: HoldEnd | None, cost: RequestCost | None = None) -> None:
+        """Remove a hold; its blocks may be evicted from now on. why: None if another hold replaces it. cost: of the
+        request that pays for the hold, if there is one."""
         hold.is_live = False
         del self.by_end[hold.end]
         self._unpin(hold)
         for tier in hold.tiers:
-            self._below.unhold(tier, hold.keys)
+            self._below.unhold(tier, hold.keys, hold.accounts_below[tier.name])
+        payer = cost or self.unused
+        for group, account in enumerate(hold.accounts):
+            charge(payer.blocks[group], account, account.block_ns)
+        for name, account in hold.accounts_below.items():
+            charge(payer.tiers[name], account, account.block_ns)
         own = self._clients[hold.client]
         for group, hashes in enumerate(hold.needed):
             drop(self._kept[group], hashes)
@@ -210,8 +240,8 @@ class HoldTable:
         heapq.heappush(self._deadlines, (hold.expires_at, self._number, hold))
 
     def _unpin(self, hold: Hold) -> None:
-        for manager, blocks in zip(self._kv_cache.groups, hold.blocks, strict=True):
-            manager.pool.unhold(blocks)
+        for manager, blocks, account in zip(self._kv_cache.groups, hold.blocks, hold.accounts, strict=True):
+            manager.pool.unhold(blocks, account)
         hold.blocks = [[] for _ in hold.blocks]
 
     # -- state ---------------------------------------------------------------------------------------------
@@ -228,6 +258,7 @@ class HoldTable:
             restored=self.restored,
             refused=dict(self.refused),
             ended=dict(self.ended),
+            unused_block_s=self.unused.blocks[0].block_ns / 1e9,
         )
 
     def check(self) -> None:
@@ -257,6 +288,12 @@ class HoldTable:
 
 def refused(mark: HoldMark, refusal: HoldRefusal, reason: str) -> HoldOutcome:
     return HoldOutcome(tokens=mark.tokens, ttl_s=mark.ttl_s, refusal=refusal, reason=reason)
+
+
+def charge(payer: BlockAccount, account: BlockAccount, paid: int) -> None:
+    """Charge `payer` with a part of what an account has to pay."""
+    account.block_ns -= paid
+    payer.block_ns += paid
 
 
 def _growth(kept: Counter[T], new: list[T], old: list[T]) -> int:

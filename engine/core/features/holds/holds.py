@@ -10,7 +10,7 @@ from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold,
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import Request, State
+from engine.core.request import Request, RequestCost, State
 from engine.wire.messages import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
@@ -55,7 +55,8 @@ class Holds:
 
     A hold is granted or refused once its prompt is computed up to the mark; the outcome is sent with the first token.
     From then on its blocks cannot be evicted until its time ends, it is released, or the prefix cache is emptied. Its
-    time starts anew whenever a request of the same client begins with the tokens of the hold.
+    time starts anew whenever a request of the same client begins with the tokens of the hold. That request also pays
+    for the memory that the hold has taken since the one before.
 
     Holds of one client share their blocks. A new hold replaces earlier holds of the same client and name that are
     prefixes of it and would not last longer, so a growing conversation has one hold and not one for each turn.
@@ -82,20 +83,20 @@ class Holds:
         of one client. max_ttl_s: longest time of a hold, in seconds."""
         self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoOffloading(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
-        self._table = HoldTable(
+        self.table = HoldTable(
             kv_cache,
             self._below,
             max_model_len=max_model_len,
             max_share=max_share,
             max_share_per_client=max_share_per_client,
         )
-        self._records = HoldRecords(self._table, self._below, self._block_size, max_ttl_s)
+        self._records = HoldRecords(self.table, self._below, self._block_size, max_ttl_s)
         self._to_move: dict[Hold, Request] = {}  # holds that tiers are to keep, with the requests that computed them
 
     @property
     def ends(self) -> Sequence[bytes]:
         """Hashes of the last blocks of all holds."""
-        return [block_hash for _, block_hash in self._table.by_end]
+        return [block_hash for _, block_hash in self.table.by_end]
 
     # -- granting ------------------------------------------------------------------------------------------
 
@@ -106,10 +107,10 @@ class Holds:
             outcome = self._ask(request, mark, now)
             request.holds.outcomes.append(outcome)
             if outcome.refusal is None:
-                self._table.granted += 1
+                self.table.granted += 1
                 request.note(f"{outcome.tokens} tokens are held for {outcome.ttl_s:g} s")
             else:
-                self._table.refused[outcome.refusal] += 1
+                self.table.refused[outcome.refusal] += 1
                 request.note(f"a hold of {outcome.tokens} tokens is refused: {outcome.reason}")
 
     def _ask(self, request: Request, mark: HoldMark, now: float) -> HoldOutcome:
@@ -124,7 +125,8 @@ class Holds:
         if not hashes:
             return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
         asked, expires_at = request.holds, now + (mark.ttl_s if mark.left_s is None else mark.left_s)
-        if (same := self._table.by_end.get((asked.client, hashes[-1]))) is not None:
+        if (same := self.table.by_end.get((asked.client, hashes[-1]))) is not None:
+            self.table.pay(same, request.cost)
             same.renew(mark.ttl_s, expires_at)
             self._records.changed(same)
             if same.name != asked.name:
@@ -146,14 +148,14 @@ class Holds:
             expires_at,
             None if request.images else prompt_of(request, len(hashes) * size),
         )
-        replaced = [each for each in self._table.prefixes(asked.client, hashes) if self._replaces(hold, each)]
-        if (refusal := self._table.lacks(mark, hold, replaced)) is not None:
+        replaced = [each for each in self.table.prefixes(asked.client, hashes) if self._replaces(hold, each)]
+        if (refusal := self.table.lacks(mark, hold, replaced)) is not None:
             return refusal
-        self._table.begin(hold)
+        self.table.begin(hold)
         if self._below.tiers:
             self._to_move[hold] = request
         for earlier in replaced:
-            self._end(earlier)
+            self._end(earlier, cost=request.cost)
         return HoldOutcome(tokens=len(hashes) * size, ttl_s=mark.ttl_s)
 
     def _replaces(self, hold: Hold, earlier: Hold) -> bool:
@@ -165,10 +167,11 @@ class Holds:
     def used(self, request: Request, matched: int, now: float) -> None:
         """Renew the holds that a request has read: those of its client within its first `matched` blocks, which were
         cached."""
-        if self._table.by_end and matched and request.holds.renews:
+        if self.table.by_end and matched and request.holds.renews:
             self.update(now)
-            for hold in self._table.prefixes(request.holds.client, request.hashes(matched, self._block_size)):
+            for hold in self.table.prefixes(request.holds.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
+                self.table.pay(hold, request.cost)
                 self._records.changed(hold)
                 if hold.prompt is None and not request.images:  # of an earlier start, so its tokens were not known
                     hold.prompt = prompt_of(request, len(hold.hashes) * self._block_size)
@@ -180,7 +183,7 @@ class Holds:
         is returned once, unless it is used again. Leaves out holds in the store, which all engines keep, and holds
         whose prompts are unknown or contain images."""
         self.update(now)
-        held = [hold for hold in self._table.by_end.values() if not hold.was_given and not in_store(hold)]
+        held = [hold for hold in self.table.by_end.values() if not hold.was_given and not in_store(hold)]
         given: list[HeldPrompt] = []
         for hold in sorted(held, key=lambda hold: -hold.expires_at):
             if hold.prompt is not None and len(given) < limit:
@@ -196,7 +199,7 @@ class Holds:
         self._records.restore(now)
         for hold in self._records.dropped():
             self._end(hold)
-        for hold in self._table.overdue(now):
+        for hold in self.table.overdue(now):
             self._end(hold, "expired")
         for hold, request in list(self._to_move.items()):
             if request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
@@ -209,12 +212,12 @@ class Holds:
     def _move(self, hold: Hold, now: float) -> None:
         """Move a hold to the tiers with its blocks and room. Waits LASTING_S for tiers that survive restarts."""
         hold.ready_at = now if hold.ready_at is None else hold.ready_at
-        tiers = self._table.roomy_tiers()
+        tiers = self.table.roomy_tiers()
         there = [tier for tier in tiers if self._below.has(tier, hold.keys)]
         awaited = [tier for tier in self._below.saved.lasting(tiers) if not tier.rests and tier not in there]
         if there and (not awaited or now >= hold.ready_at + LASTING_S):
             del self._to_move[hold]
-            self._table.keep_in(hold, there)
+            self.table.keep_in(hold, there)
             self._records.save(hold, now)
         elif hold.stored_at is None or now >= hold.stored_at + RETRY_S:
             hold.stored_at = now
@@ -225,11 +228,10 @@ class Holds:
         for index in tier.indexes:
             index.lost_held = False
         self._below.saved.lost()
-        for hold in [hold for hold in self._table.by_end.values() if tier in hold.tiers]:
+        for hold in [hold for hold in self.table.by_end.values() if tier in hold.tiers]:
             if self._below.holds(tier, hold.keys):
                 continue
-            self._below.unhold(tier, hold.keys)
-            hold.tiers.remove(tier)
+            self.table.leave(hold, tier)
             self._records.drop_from(hold, tier)
             if not hold.tiers:
                 self._end(hold, "lost")
@@ -238,7 +240,7 @@ class Holds:
         """End the holds that have this name, or are of the response with this id, and delete their blocks from the
         tiers. client: None for all clients."""
         deleted = self._below.saved.release(name, client)
-        for hold in [hold for hold in self._table.by_end.values() if client in (None, hold.client)]:
+        for hold in [hold for hold in self.table.by_end.values() if client in (None, hold.client)]:
             if name in (hold.name, hold.response_id):
                 self._end(hold, "released")
                 deleted += hold.keys
@@ -248,29 +250,29 @@ class Holds:
         """End the holds that share blocks with a request, since these may hold non-finite numbers."""
         known = min(request.computed, len(request.tokens)) // self._block_size
         hashes = set(request.hashes(known, self._block_size))
-        for hold in [hold for hold in self._table.by_end.values() if not hashes.isdisjoint(hold.hashes)]:
+        for hold in [hold for hold in self.table.by_end.values() if not hashes.isdisjoint(hold.hashes)]:
             self._end(hold, "invalid")
 
     def clear(self) -> None:
         """End all holds, because the prefix cache is emptied."""
-        for hold in list(self._table.by_end.values()):
+        for hold in list(self.table.by_end.values()):
             self._end(hold, "cleared")
 
-    def _end(self, hold: Hold, why: HoldEnd | None = None) -> None:
-        """End a hold. why: None if another hold replaces it."""
+    def _end(self, hold: Hold, why: HoldEnd | None = None, cost: RequestCost | None = None) -> None:
+        """End a hold. why: None if another hold replaces it. cost: as for HoldTable.end."""
         self._to_move.pop(hold, None)
-        self._table.end(hold, why)
+        self.table.end(hold, why, cost)
         self._records.drop(hold, why)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> HoldStats:
-        return self._table.stats
+        return self.table.stats
 
     def check(self) -> None:
         """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""
-        self._table.check()
+        self.table.check()
         assert all(hold.is_live and not hold.tiers for hold in self._to_move), "an ended hold would move"
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
+from engine.core.block_usage import BlockAccount
 from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
 from engine.wire.handoff import HeldBlocks
@@ -98,7 +99,7 @@ class StateCacheManager(KVCacheManager):
         return self.pool.can_reserve(table.blocks, missing, len(self._restored) if missing else 0)
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
-        snapshots = self.pool.reserve(table.blocks, missing)
+        snapshots = self.pool.reserve(table.blocks, missing, account=self._account(request))
         assert snapshots is not None
         position, last = table.num_cached * self._kv_size, self._last_border(request)
         states = request.states = RequestStates(handed_over=[[]])
@@ -106,10 +107,10 @@ class StateCacheManager(KVCacheManager):
             states.source = StateSnapshot(position, snapshots[0])
         if missing and request.asked_by is None:  # another engine computes the prompt and sends this state
             states.saves.append(StateSnapshot(last, snapshots[-1]))
-            states.handed_over = [[self._share(snapshots[-1])]]
+            states.handed_over = [[self._share(request, snapshots[-1])]]
             return
         if missing or (request.asked_by is not None and position == last > request.asked_by.skip):
-            states.handed_over = [[snapshots[-1] if missing else self._share(snapshots[0])]]
+            states.handed_over = [[snapshots[-1] if missing else self._share(request, snapshots[0])]]
         self._choose_borders(request, position, last)
 
     def _choose_borders(self, request: Request, position: int, last: int) -> None:
@@ -135,14 +136,15 @@ class StateCacheManager(KVCacheManager):
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
-            self.pool.release([source.snapshot])  # safe: steps run in order, so a later write follows this read
+            # safe: steps run in order, so a later write follows this read
+            self.pool.release([source.snapshot], self._account(request))
 
     def received(self, request: Request) -> int:
         states = request.states
         if states.saves:
             position, snapshot = states.saves.popleft()
             states.source = StateSnapshot(position, self._cache(request, position, snapshot))
-            self.pool.release(states.handed_over.pop())
+            self.pool.release(states.handed_over.pop(), self._account(request))
         position = 0 if states.source is None else states.source.position
         states.wanted = []
         self._set_next(states, position)
@@ -157,7 +159,7 @@ class StateCacheManager(KVCacheManager):
         while states.saves and states.saves[0].position <= known:
             position, snapshot = states.saves.popleft()
             name = self._hash(request, position)
-            self.pool.release([self._cache(request, position, snapshot)])
+            self.pool.release([self._cache(request, position, snapshot)], self._account(request))
             self.pool.discard(states.newest)
             passing = position > states.last_wanted and not (self._interval and position % self._interval == 0)
             states.newest = name if passing else b""
@@ -173,14 +175,14 @@ class StateCacheManager(KVCacheManager):
         found = self.pool.match([self._hash(request, position)]) if position else []
         if position and not found:
             return []
-        request.states.handed_over = [[self._share(snapshot) for snapshot in found]]
+        request.states.handed_over = [[self._share(request, snapshot) for snapshot in found]]
         return [HeldBlocks(position // self._kv_size - 1, found)]
 
     def num_unshared(self, *requests: Request) -> int:
         return 0
 
     def give_back(self, request: Request) -> None:
-        self.pool.release(request.states.held)
+        self.pool.release(request.states.held, self._account(request))
         request.states = RequestStates()
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -202,9 +204,9 @@ class StateCacheManager(KVCacheManager):
             position = states.last_wanted = states.wanted.pop(0)
         self._set_next(states, request.computed)
         if any(states.handed_over) and position == self._last_border(request):
-            found: list[int] | None = [self._share(states.handed_over[0][0])]
+            found: list[int] | None = [self._share(request, states.handed_over[0][0])]
         else:
-            found = self.pool.allocate(1)
+            found = self.pool.allocate(1, self._account(request))
         if found is None:
             return None
         states.saves.append(StateSnapshot(position, found[0]))
@@ -235,12 +237,15 @@ class StateCacheManager(KVCacheManager):
         """Enter a snapshot into the prefix cache, and return the one to use from now on."""
         end = position // self.pool.block_size
         self.pool.describe(request, end - 1, end)
-        return self.pool.cache_block(snapshot, self._hash(request, position))
+        return self.pool.cache_block(snapshot, self._hash(request, position), self._account(request))
 
-    def _share(self, snapshot: int) -> int:
-        """Take one more reference to a snapshot and return it."""
-        self.pool.reserve([snapshot], 0)
+    def _share(self, request: Request, snapshot: int) -> int:
+        """Take one more reference to a snapshot for a request, and return the snapshot."""
+        self.pool.reserve([snapshot], 0, account=self._account(request))
         return snapshot
+
+    def _account(self, request: Request) -> BlockAccount:
+        return request.cost.blocks[self._group]
 
 
 class OneSnapshot:

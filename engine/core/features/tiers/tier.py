@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockPool
+from engine.core.costs.cost_ledger import GIB_NS
 from engine.core.costs.step_cost import LinearCost
+from engine.core.costs.tier_usage import TierUsage
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import TierBlock, TierStats
 
@@ -34,9 +36,19 @@ class Tier:
     """Bytes moved since the start, by `read` and `write`."""
     seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
     errors: Counter[str] = field(default_factory=Counter)
+    usages: list[TierUsage] = field(init=False)
+    """Of each index."""
+
+    def __post_init__(self) -> None:
+        self.usages = [TierUsage(unit) for unit in self.unit_bytes]
+        for index, usage in zip(self.indexes, self.usages, strict=True):
+            index.usage = usage
 
     def index(self, group: int) -> TierIndex:
         return self.indexes[group if len(self.indexes) > 1 else 0]
+
+    def usage(self, group: int) -> TierUsage:
+        return self.usages[group if len(self.usages) > 1 else 0]
 
     def takes(self, block: TierBlock) -> bool:
         """Return whether a command writes this copy of a block, or reads it."""
@@ -71,6 +83,10 @@ class Tier:
             read_s=self.seconds["read"],
             write_s=self.seconds["write"],
             errors=dict(self.errors),
+            gib_s={
+                "holds": sum(usage.byte_ns - usage.cached_byte_ns for usage in self.usages) / GIB_NS,
+                "cache": sum(usage.cached_byte_ns for usage in self.usages) / GIB_NS,
+            },
         )
 
     def _total(self, sizes: list[int]) -> int:

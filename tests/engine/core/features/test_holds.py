@@ -97,6 +97,47 @@ def test_use_by_its_client_renews_a_hold(client, left):
     harness.run()
 
 
+def test_the_next_request_pays_for_what_a_hold_has_kept():
+    kept, plain = (make(num_blocks=32) for _ in range(2))
+    for harness in (kept, plain):
+        harness.add("first", PROMPT, max_tokens=2, hold=[(20, 10.0)] if harness is kept else None)
+        serve(harness, "first")
+        harness.clock += 100.0
+        harness.add("next turn", [*PROMPT, 7], max_tokens=2)
+        serve(harness, "next turn")
+        harness.run()
+    first, with_hold, without = (
+        harness.finished[name].delta.cost.kv_gib_s
+        for harness, name in ((kept, "first"), (kept, "next turn"), (plain, "next turn"))
+    )
+    assert with_hold - without == pytest.approx(5 * 100.0, rel=0.01), "five blocks, each of a GiB"
+    assert first < 1.0
+    assert kept.scheduler.holds.stats.unused_block_s < 0.1
+
+
+def test_a_hold_that_replaces_another_pays_for_it():
+    harness = make(num_blocks=32, max_model_len=64)
+    held(harness, "first", PROMPT[:8], hold_name="talk")
+    harness.clock += 100.0
+    held(harness, "second", PROMPT, hold_name="talk")
+    assert harness.finished["second"].delta.cost.kv_gib_s == pytest.approx(2 * 100.0, rel=0.01)
+    harness.run()
+
+
+def test_nobody_pays_for_a_hold_that_nobody_has_used():
+    harness = make(num_blocks=32)
+    held(harness, "held")
+    harness.clock += 100.0
+    harness.now = 11.0
+    harness.add("other", [40, 41, 42], max_tokens=2)
+    serve(harness, "other")
+    harness.run()
+    assert harness.finished["other"].delta.cost.kv_gib_s < 1.0
+    harness.scheduler.holds.update(harness.now)
+    harness.check()
+    assert harness.scheduler.holds.stats.unused_block_s == pytest.approx(5 * 100.0, rel=0.01)
+
+
 def test_prompt_that_reads_only_a_part_of_a_hold_does_not_renew_it():
     harness = make()
     held(harness, "held")
@@ -378,6 +419,21 @@ def test_held_blocks_are_loaded_even_if_computing_them_would_be_faster():
             harness.step()
             harness.drain()
     assert (harness.cached_of["held again"], harness.cached_of["other again"]) == (20, 0)
+    harness.run()
+
+
+def test_the_next_request_pays_for_what_a_tier_has_kept_for_a_hold():
+    harness = with_tier()
+    held(harness, "held")
+    moved_down(harness)
+    harness.clock += 100.0 * 2**30  # blocks of the fake tier are of one byte
+    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
+    while "next turn" not in harness.finished:
+        harness.step()
+        harness.drain()
+    assert harness.finished["next turn"].delta.cost.tier_gib_s == pytest.approx(5 * 100.0, rel=0.01)
+    kept = harness.scheduler.offloading.stats.tiers["disk"].gib_s
+    assert kept["holds"] == pytest.approx(5 * 100.0, rel=0.01) and 0 < kept["cache"] < 200
     harness.run()
 
 
