@@ -124,15 +124,13 @@ class Result:
         return "good" in self.errors and gain <= self.errors["good"] * self.after.good
 
     def figures(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return {
             "tried": self.tried,
             "changes": self.best.changes,
             "serve_config": self.serve_config,
             "gpus": [self.start.spec.gpus, self.best.spec.gpus],
-            "before": asdict(self.before),
-            "after": asdict(self.after),
+            "before": self.before.known(),
+            "after": self.after.known(),
             "errors": self.errors,
         }
 
@@ -212,12 +210,14 @@ def show_result(result: Result) -> None:
 def effects(result: Result) -> Table:
     from cluster.cli.tape.prediction import LABELS
 
-    labels = {"good": ("good requests, %", 100.0), **LABELS}
+    labels = {"good": ("good requests, %", 100.0, 1), **LABELS}
     baseline, errors = result.start.baseline, result.errors
     recorded = baseline.recorded if baseline is not None and not result.start.is_other_load else None
     columns = ["", "recorded", "simulated", "with the change", "+/-"]
     table = make_table(*(name for name in columns if recorded is not None or name != "recorded"))
-    for name, (label, scale) in labels.items():
+    for name, (label, scale, _) in labels.items():
+        if name not in result.before.known():
+            continue
         before, after = (scale * getattr(each, name) for each in (result.before, result.after))
         row = [] if recorded is None else [figure(scale * getattr(recorded, name))]
         band = figure(after * errors[name]) if name in errors else None

@@ -44,7 +44,7 @@ class Costs:
     ) -> Costs:
         """engine_s: seconds of all engines together, without the time in which they started. most_engines: most that
         were up at a time, if their number changed. seconds: duration of it all."""
-        lines = {line: sum(m.ledger.seconds[line] for m in meters) for line in meters[0].ledger.ns}
+        lines: dict[str, float] = {line: sum(m.ledger.seconds[line] for m in meters) for line in meters[0].ledger.ns}
         used_s, prompt_s = lines.pop("requests"), sum(meter.prompt_ns for meter in meters) / 1e9
         lines["idle"] = max(0.0, engine_s - used_s - sum(s for line, s in lines.items() if line != "idle"))
         paid_s, hours = engine_s + starting_s, seconds / 3600

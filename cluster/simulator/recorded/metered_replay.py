@@ -45,13 +45,13 @@ class MeteredReplay(Replay):
             self._planned_at.append(moment.at)
         if moment.digest is not None and not self.scheduler.planned:
             self.meter.rest("stalled" if self.scheduler.has_work else "idle")
-        self.meter.report(
-            [Event(r, TokenDelta(request_id=r.request_id, finish_reason=reason)) for r, reason in self._ends]
-        )
-        for request in [request for request, _ in self._ends if not request.asked_by]:
-            self.requests += 1
-            self.prompt_tokens += request.num_prompt
-            self.output_tokens += request.num_output
+        for request, reason in self._ends:
+            last = TokenDelta(request_id=request.request_id, finish_reason=reason)  # type: ignore[arg-type]
+            self.meter.report([Event(request, last)])
+            if not request.asked_by:
+                self.requests += 1
+                self.prompt_tokens += request.num_prompt
+                self.output_tokens += request.num_output
         return moment
 
     def _charge(self, moment: Moment) -> None:

@@ -29,13 +29,13 @@ class Figures:
     tpot_p50_s: float
     tpot_p99_s: float
     cached: float  #: fraction of the prompt tokens
-    cost_per_hour: float | None  #: of all engines; None without prices, as the next ones
-    cost_per_request: float | None
-    cost_per_million_prompt_tokens: float | None
-    cost_per_million_output_tokens: float | None
-    wasted_idle: float | None  #: fraction of the engines' time, as the next ones
-    wasted_preemption: float | None
-    wasted_replay: float | None
+    cost_per_hour: float | None = None  #: of all engines; None without prices, as the next ones
+    cost_per_request: float | None = None
+    cost_per_million_prompt_tokens: float | None = None
+    cost_per_million_output_tokens: float | None = None
+    wasted_idle: float | None = None  #: fraction of the engines' time, as the next ones
+    wasted_preemption: float | None = None
+    wasted_replay: float | None = None
 
     @classmethod
     def of(
@@ -64,14 +64,23 @@ class Figures:
             tpot_p50_s=at(tpot, 50),
             tpot_p99_s=at(tpot, 99),
             cached=cached,
-            cost_per_hour=costs and costs.per_hour,
-            cost_per_request=costs and costs.per_request,
-            cost_per_million_prompt_tokens=costs and costs.per_million_prompt_tokens,
-            cost_per_million_output_tokens=costs and costs.per_million_output_tokens,
-            wasted_idle=costs and costs.wasted["idle"],
-            wasted_preemption=costs and costs.wasted["preemption"],
-            wasted_replay=costs and costs.wasted["replay"],
+            **({} if costs is None else figures_of(costs)),
         )
+
+    def known(self) -> dict[str, float]:
+        """Return all figures by name, those in money only if there are prices."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def figures_of(costs: Costs) -> dict[str, float]:
+    """Return the figures that are about money, and those about time that was wasted."""
+    return {
+        "cost_per_hour": costs.per_hour,
+        "cost_per_request": costs.per_request,
+        "cost_per_million_prompt_tokens": costs.per_million_prompt_tokens,
+        "cost_per_million_output_tokens": costs.per_million_output_tokens,
+        **{f"wasted_{line}": costs.wasted[line] for line in ("idle", "preemption", "replay")},
+    }
 
 
 NAMES = [one.name for one in fields(Figures)]
@@ -117,7 +126,7 @@ class Baseline:
         return [
             Prediction(name, *(getattr(each, name) for each in (self.recorded, self.simulated, changed)))
             for name in NAMES
-            if getattr(self.recorded, name) is not None
+            if name in self.recorded.known()
         ]
 
 
