@@ -21,6 +21,7 @@ from deployments.frontend.managed_keys import ManagedKeys
 from deployments.hold_routes import HoldRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
+from deployments.http.first_token import FirstTokenMiddleware
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
 from deployments.http.route import Route, add_routes
@@ -99,6 +100,7 @@ def http_app(
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.scope)
 
+    app.add_middleware(FirstTokenMiddleware)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth)
     if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])

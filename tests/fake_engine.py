@@ -64,7 +64,8 @@ class FakeEngine:
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
-    refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
+    refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined, costs: what it reports of
+    itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
     cost: of every request; its last delta tells it, and with `report_cost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
@@ -77,6 +78,7 @@ class FakeEngine:
         self.refusal: ErrorInfo | None = None
         self.step_age_s = 0.0
         self.cost: SequenceCost | None = None
+        self.costs: dict[str, float] = {}
         self.added: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
@@ -222,6 +224,7 @@ class FakeEngine:
             steps=self._steps,
             finished={"stop": 0, "length": 1},
             histograms=RequestMetrics().histograms,
+            **self.costs,
         )
         status = EngineStatus(
             engine_id="fake",

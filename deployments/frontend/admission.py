@@ -16,6 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.frontend.availability import Availability
+from deployments.frontend.calibration import Calibration, ForecastRequest
+from deployments.frontend.first_token import LIMIT_HEADER, FirstTokenDeadline, FirstTokenLate
+from deployments.frontend.latency_forecast import LatencyForecast
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
@@ -57,6 +60,10 @@ class Admission:
         self._starts: dict[QueuedRequest, asyncio.Future[None]] = {}
         self._durations_s: deque[float] = deque([1.0], maxlen=MAX_DURATIONS)
         self._watch: asyncio.Task[None] | None = None
+        self.forecast = LatencyForecast()  #: costs and load of the engines at the last report
+        self._calibration = Calibration(stats)
+        self._forecasts: dict[QueuedRequest, ForecastRequest] = {}  # of running requests
+        self._uncomputed_tokens = 0  # prompt tokens of running requests without a token
 
     @property
     def num_waiting(self) -> int:
@@ -81,11 +88,24 @@ class Admission:
 
     @asynccontextmanager
     async def enter(
-        self, request_id: str, client: str, sequences: int, prompt_tokens: int, timeout_s: float | None
+        self,
+        request_id: str,
+        client: str,
+        sequences: int,
+        prompt_tokens: int,
+        timeout_s: float | None,
+        deadline: FirstTokenDeadline | None = None,
     ) -> AsyncGenerator[QueuedRequest]:
-        """Wait until the engines have capacity. Raises Overloaded or RequestTimeout."""
+        """Wait until the engines have capacity. Raises Overloaded or RequestTimeout; FirstTokenLate if the first token
+        would probably come too late.
+
+        deadline: that of the first token; None for requests without tokens.
+        """
         loop = asyncio.get_running_loop()
         queued, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
+        forecast = self._expect(prompt_tokens, loop.time())
+        if deadline is not None:
+            self._check_deadline(deadline, forecast, timeout_s)
         dropped = self._queue.offer(queued)
         if dropped is None:
             raise self._overloaded()
@@ -97,9 +117,15 @@ class Admission:
         try:
             await _wait(started, request_id, timeout_s)
             started_at = loop.time()
+            self._forecasts[queued] = forecast
+            self._uncomputed_tokens += prompt_tokens
             yield queued
             self._durations_s.append(loop.time() - started_at)
         finally:
+            if self._forecasts.pop(queued, None) is not None and forecast.first_at is None:
+                self._uncomputed_tokens -= prompt_tokens
+            if deadline is not None:
+                self._calibration.ended(forecast, loop.time(), one_sequence=sequences == 1)
             self._starts.pop(queued, None)
             self._queue.leave(queued)
             self._start()
@@ -107,6 +133,11 @@ class Admission:
     def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
         """Count output tokens against the client of a running request."""
         self._queue.charge(queued, output_tokens)
+        if output_tokens:
+            forecast = self._forecasts[queued]
+            if forecast.first_at is None:
+                self._uncomputed_tokens -= queued.prompt_tokens
+            forecast.add(output_tokens, asyncio.get_running_loop().time())
 
     def settle(self, queued: QueuedRequest, seconds: float) -> None:
         """Charge a request that has just ended with the time of the engines that it has taken, instead of tokens."""
@@ -129,13 +160,40 @@ class Admission:
         while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
-                statuses = [status for status in await self._pool.statuses() if status.role != "prefill"]
+                found, peers = await asyncio.gather(self._pool.statuses(), self._pool.peer_statuses())
             except EngineUnavailable:  # keep the window: requests that are sent get the error
                 self.availability.report_down()
                 continue
             self.availability.report_up()
+            statuses = [status for status in found if status.role != "prefill"]
+            prefill = [*peers.get("prefill", []), *(status for status in found if status.role == "prefill")]
+            self.forecast = LatencyForecast.of([s.stats for s in statuses], [s.stats for s in prefill])
             self.num_engines, self._queue.window = len(statuses), window(statuses, self._limits)
             self._start()
+
+    def _expect(self, prompt_tokens: int, now: float) -> ForecastRequest:
+        """Return what a request would take that came now."""
+        queue = self._queue
+        waits = queue.num_waiting > 0 or queue.num_running >= queue.window
+        first_token_s = self.forecast.first_token_s(prompt_tokens, self._uncomputed_tokens)
+        if first_token_s is not None and waits:
+            first_token_s += self._mean_duration_s() * (queue.num_waiting + 1) / queue.window
+        per_token_s = self.forecast.per_token_s(queue.num_running)
+        return self._calibration.tell(now, first_token_s, per_token_s, waits=waits)
+
+    def _check_deadline(self, deadline: FirstTokenDeadline, forecast: ForecastRequest, timeout_s: float | None) -> None:
+        """Raise FirstTokenLate if the first token would probably come too late. A request that finds the engines idle
+        is never refused: it would not be served sooner later on."""
+        if forecast.first_token is None or math.isinf(bound_s := forecast.first_token.bound_s):
+            return
+        waited_s = forecast.asked_at - deadline.asked_at
+        deadline.bound_s = waited_s + bound_s
+        by_header = deadline.left_s(forecast.asked_at) <= (math.inf if timeout_s is None else timeout_s)
+        limit_s = deadline.limit_s if by_header or timeout_s is None else waited_s + timeout_s
+        if deadline.bound_s > limit_s and self._queue.num_running:
+            self.stats.refused_late += 1
+            retry_after_s = min(max(deadline.bound_s - limit_s, 1.0), MAX_RETRY_AFTER_S)
+            raise FirstTokenLate(limit_s, deadline.bound_s, LIMIT_HEADER if by_header else None, retry_after_s)
 
     def _overloaded(self) -> Overloaded:
         self.stats.refused += 1
@@ -146,8 +204,10 @@ class Admission:
     def _retry_after_s(self) -> float:
         """Return the seconds until the present queue will have been served, if requests take as long as recent requests
         did."""
-        mean_s = sum(self._durations_s) / len(self._durations_s)
-        return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
+        return min(max(self._mean_duration_s() * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
+
+    def _mean_duration_s(self) -> float:
+        return sum(self._durations_s) / len(self._durations_s)
 
 
 async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float | None) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from deployments.billing.bill import Bill, Used
+from deployments.frontend.first_token import current_deadline
 from deployments.frontend.inboxes import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason, SequenceMetrics
@@ -49,6 +50,7 @@ class LiveGeneration:
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         self._quota = current_quota()
         http.bills.append(self._bill)
+        self._deadline = None if prompts[0][0].pooling is not None else current_deadline()
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
@@ -80,7 +82,9 @@ class LiveGeneration:
             left_s = self._left_s()
             async with (
                 self._quota.charged(self._demand, self._bill) as watch,
-                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
+                self._admission.enter(
+                    first, self._client, size, self.usage.prompt_tokens, left_s, self._deadline
+                ) as queued,
             ):
                 self.admitted.set()
                 for metrics in all_metrics:

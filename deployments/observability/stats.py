@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 
 from deployments.billing.totals import OTHERS, UsageTotals
@@ -11,11 +15,15 @@ from engine.wire.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded", "moved")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+T = TypeVar("T")
 MAX_NAMES = 100  # adapters, and API keys, that are counted by their names
 
 
 DURATIONS = [0.01 * 2**i for i in range(14)]
 FIRST_TOKENS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+RATIOS = [0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+LATENCIES = ("first_token", "per_token")
+WAITS = ("no", "yes")
 OUTPUT_TOKENS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
 
 
@@ -37,10 +45,15 @@ class OperationStats(msgspec.Struct):
             self.time_per_output_token.observe((ended.seconds - ended.first_token_s) / (ended.output_tokens - 1))
 
 
+def _by_latency(make: Callable[[], T]) -> dict[str, dict[str, T]]:
+    return {latency: {waits: make() for waits in WAITS} for latency in LATENCIES}
+
+
 class ModelStats(msgspec.Struct):
     """Counts of one model's sequences."""
 
-    refused: int = 0  #: HTTP requests that were not admitted
+    refused: int = 0  #: HTTP requests that were not admitted, because the queue was full
+    refused_late: int = 0  #: HTTP requests that were not admitted, because their first token would come too late
     waiting: int = 0  #: sequences that wait for admission now
     routing: RoutingStats = msgspec.field(default_factory=RoutingStats)
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISHED_REASONS, 0))
@@ -66,6 +79,17 @@ class ModelStats(msgspec.Struct):
     """Histograms by vLLM's names."""
     operations: dict[str, OperationStats] = {}
     """By gen_ai.operation.name."""
+    latency_ratios: dict[str, dict[str, Histogram]] = msgspec.field(
+        default_factory=lambda: _by_latency(lambda: Histogram.over(RATIOS))
+    )
+    """What requests took divided by what was expected, by latency, and by whether they waited for admission
+    (deployments/frontend/calibration.py)."""
+    latency_bounds: dict[str, dict[str, dict[str, int]]] = msgspec.field(
+        default_factory=lambda: _by_latency(lambda: {"within": 0, "beyond": 0, "unknown": 0})
+    )
+    """Requests by whether they took no longer than the bound that was told for them, likewise."""
+    latency_margins: dict[str, dict[str, float]] = msgspec.field(default_factory=lambda: _by_latency(lambda: math.inf))
+    """The bound of the next request, divided by what is expected, likewise; infinite while unknown."""
 
     def count_adapter(self, name: str) -> None:
         label = name if name in self.adapters or len(self.adapters) < MAX_NAMES else OTHERS

@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from deployments.frontend import admission
 from deployments.frontend.admission import AdmissionLimits, window
+from deployments.frontend.first_token import FirstTokenDeadline
+from deployments.frontend.latency_forecast import LatencyForecast
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, until
@@ -21,7 +24,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def ask(api: FakeApi, user: str = "u", **body: Any) -> asyncio.Task[Any]:
-    return asyncio.create_task(api.post("completions", prompt="a", user=user, **{"max_tokens": 1, **body}))
+    return asyncio.create_task(api.post("completions", user=user, **{"prompt": "a", "max_tokens": 1, **body}))
 
 
 def test_engine_gets_what_it_can_run_and_a_few_more():
@@ -219,5 +222,107 @@ def test_window_follows_what_the_engines_report(monkeypatch):
             await until(lambda: api.model.admission._queue.window == 2)
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in answers] == [200] * 7
+
+    run(scenario())
+
+
+async def calibrated(api: FakeApi) -> None:
+    """Let the ingress learn how long requests of a few tokens take."""
+    api.engine.costs = {"prompt_seconds_per_token": 0.001, "decode_seconds_per_step": 0.001}
+    api.engine.paused.set()
+    first = ask(api)
+    await until(lambda: api.model.admission.forecast.prompt_token_s)
+    api.engine.paused.clear()
+    assert (await first).status_code == 200
+    for _ in range(20):
+        assert (await ask(api)).status_code == 200
+
+
+async def ask_within(api: FakeApi, limit_ms: int, **headers: str) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": 1, "user": "u"}
+    return await api.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": str(limit_ms), **headers})
+
+
+def test_a_request_whose_first_token_would_come_too_late_is_refused_and_told_when_it_would_come(monkeypatch):
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await calibrated(api)
+            api.engine.paused.set()
+            ahead = ask(api, prompt=[5] * 400)
+            await until(lambda: len(api.engine.added) == 22)
+            late = await ask_within(api, 1)
+            assert late.status_code == 429, late.text
+            error, bound_ms = late.json()["error"], int(late.headers["x-slo-ttft-bound-ms"])
+            assert (error["code"], error["param"]) == ("first_token_late", "x-slo-ttft-ms")
+            assert error["message"].startswith("the first token must come within 1 ms, but only 90% of the requests")
+            assert bound_ms > 1
+            assert int(late.headers["retry-after"]) >= 1
+            assert (api.model.admission.stats.refused_late, api.model.admission.stats.refused) == (1, 0)
+            served = asyncio.create_task(ask_within(api, bound_ms + 60_000))
+            await until(lambda: len(api.engine.added) == 23)
+            api.engine.paused.clear()
+            assert (await ahead).status_code == (await served).status_code == 200
+            assert int((await served).headers["x-slo-ttft-bound-ms"]) > 0
+
+    run(scenario())
+
+
+def test_engines_without_work_take_a_request_whatever_its_limit_is(monkeypatch):
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await calibrated(api)
+            answer = await ask_within(api, 1)
+            assert answer.status_code == 200
+            assert int(answer.headers["x-slo-ttft-bound-ms"]) > 0
+
+    run(scenario())
+
+
+def test_a_request_that_would_begin_only_after_its_time_limit_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await calibrated(api)
+            api.engine.paused.set()
+            ahead = ask(api, prompt=[5] * 400)
+            await until(lambda: len(api.engine.added) == 22)
+            body = {"prompt": "a", "user": "u"}
+            late = await api.client.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "1"})
+            assert (late.status_code, late.json()["error"]["code"]) == (429, "first_token_late")
+            api.engine.paused.clear()
+            assert (await ahead).status_code == 200
+
+    run(scenario())
+
+
+def test_a_limit_of_the_first_token_must_be_a_number_of_milliseconds():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "a", "max_tokens": 1}
+            for given in ("0", "-1", "1.5", "soon", "9" * 16):
+                answer = await api.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": given})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-ttft-ms")
+
+    run(scenario())
+
+
+def test_prompts_count_as_ahead_until_their_first_token():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            queue, deadline = api.model.admission, FirstTokenDeadline()
+            queue.forecast = LatencyForecast(num_prompt_engines=1, prompt_token_s=1.0)
+            async with queue.enter("r", "a", 1, 7, 10.0, deadline) as queued:
+                assert queue._expect(1, 0.0).first_token.expected_s == 8
+                queue.charge(queued, 1)
+                assert queue._expect(1, 0.0).first_token.expected_s == 1
+            async with queue.enter("r", "a", 1, 7, 10.0, deadline):
+                pass
+            assert queue._expect(1, 0.0).first_token.expected_s == 1
+            assert queue.stats.latency_ratios["first_token"]["no"].count == 1
 
     run(scenario())
