@@ -469,9 +469,9 @@ class Harness:
             charged = [
                 pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
             ]
-            assert min(charged, default=0) >= 0
             charged += self._charged_to_holds(group, pool)
             charged.append(pool.usage.of(pool.shared, pool.pinned.elements()))
+            assert min(charged) >= 0, "who takes a reference gives it back"
             assert sum(charged) + pool.usage.carried_ns == pool.usage.used_ns
         for tier in self.scheduler.offloading.tiers:
             self._check_tier(tier)
@@ -481,7 +481,6 @@ class Harness:
         if not isinstance(holds := self.scheduler.holds, Holds):
             return []
         live = [pool.usage.of(hold.accounts[group], hold.blocks[group]) for hold in holds.table.by_end.values()]
-        assert min(live, default=0) >= 0
         return [*live, holds.table.unused.blocks[group].block_ns]
 
     def _check_tier(self, tier: Tier) -> None:
