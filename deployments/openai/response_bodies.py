@@ -53,6 +53,9 @@ class CostDetails(msgspec.Struct):
     """GiB of KV cache times the seconds for which the request used them."""
     wasted_seconds: float
     """Share for tokens that had to be computed again; not in `compute_seconds`."""
+    tier_gib_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    """GiB in tiers below the KV cache times the seconds for which the holds kept them that the request has used; UNSET
+    if there are none."""
 
 
 class RequestCost(NamedTuple):
@@ -66,7 +69,8 @@ class RequestCost(NamedTuple):
     def of(cls, usage: Usage) -> RequestCost:
         cost, prices = usage.cost, usage.prices
         money = msgspec.UNSET if prices == FREE else prices.of(cost)
-        return cls(money, CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s))
+        below = cost.tier_gib_s or msgspec.UNSET
+        return cls(money, CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s, below))
 
 
 NOT_ASKED = RequestCost()

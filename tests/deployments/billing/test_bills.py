@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deployments.billing.bill import Bill, Used, cost_headers
@@ -17,8 +18,10 @@ from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend import generation, inboxes
 from deployments.frontend.api_keys import key_line
 from deployments.frontend.inboxes import Inboxes
+from deployments.frontend.sequence import Usage
 from deployments.http.middleware import AuthConfig
 from deployments.observability.stats import IngressStats
+from deployments.openai.response_bodies import RequestCost
 from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
@@ -161,6 +164,17 @@ def test_what_clients_had_left_when_an_ingress_ends_is_in_its_last_file(tmp_path
         assert (row["SubAccountId"], row["ConsumedQuantity"], row["x_WastedSeconds"]) == ("alice", "2.0", "0.5")
 
     run(scenario())
+
+
+def test_what_tiers_have_kept_for_holds_is_told_and_paid_if_there_is_any():
+    usage = Usage(
+        costs={"a": SequenceCost(3.0, 0.0, 0.0, 7200.0)}, prices=Prices(engine_hour=1200.0, tier_gib_hour=0.5)
+    )
+    told = RequestCost.of(usage)
+    assert told.cost == pytest.approx(1.0 + 1.0)
+    assert msgspec.to_builtins(told.details)["tier_gib_seconds"] == 7200.0
+    without = RequestCost.of(Usage(costs={"a": SequenceCost(3.0, 0.0, 0.0)}))
+    assert "tier_gib_seconds" not in msgspec.to_builtins(without.details)
 
 
 @pytest.mark.parametrize("route", ROUTES)
