@@ -63,6 +63,8 @@ class LiveGeneration:
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
         the generator is closed."""
+        self.charged_again = False
+        """Whether that ingress will also charge for the request and its prompt."""
         self._timed_out = False
         self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
@@ -128,7 +130,7 @@ class LiveGeneration:
         """Return what the request has used so far."""
         usage, cost, started = self.usage, self.usage.cost, self.admitted.is_set()
         if self.computed_again:
-            return Used(started, usage.prompt_tokens, 0, 0.0, 0.0)
+            return Used(started and not self.charged_again, usage.prompt_tokens, 0, 0.0, 0.0)
         return Used(started, usage.prompt_tokens, usage.completion_tokens, cost.compute_s, usage.prices.of(cost))
 
     @contextmanager

@@ -96,6 +96,7 @@ class DerivedSource(LiveSource):
 
     def __init__(self, record: JobRecord):
         self.created, self._record = record.created, record
+        self._generation: LiveGeneration | None = None
 
     def hex_id(self, name: str) -> str:
         return self._record.hex_id(name)
@@ -103,7 +104,14 @@ class DerivedSource(LiveSource):
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
-        return LiveGeneration(frontend, self._record.seeded(prompts), client)
+        self._generation = LiveGeneration(frontend, self._record.seeded(prompts), client)
+        return self._generation
+
+    def leave(self) -> None:
+        """Let another ingress compute the answer as if nothing had been computed here. Call it before the request is
+        cancelled."""
+        if self._generation is not None:
+            self._generation.computed_again = self._generation.charged_again = True
 
 
 class JobSource:

@@ -24,7 +24,7 @@ from engine.distributed.refusals import REFUSALS
 from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
-    {"/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}
+    {"/console/costs", "/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
 NUM_NEWEST = 50  # requests of each ingress that the console lists
 MAX_LINES = 2000  # hours, keys, models and adapters of each ingress that the console tells apart

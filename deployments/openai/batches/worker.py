@@ -46,6 +46,7 @@ class BatchWorker:
         self._max_body_bytes = max_body_bytes
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running = Counter[str | None]()  # by owner
+        self._sources = set[DerivedSource]()  # of the lines that are being answered
         self._woken = asyncio.Event()
         self._cleaned_up_at = -CLEAN_UP_S
 
@@ -55,6 +56,8 @@ class BatchWorker:
         try:
             yield
         finally:
+            for source in self._sources:
+                source.leave()
             tasks = [task, *self._running.values()]
             for task in tasks:
                 task.cancel()
@@ -124,15 +127,19 @@ class BatchWorker:
 
     async def _answer(self, record: Record[Batch], request: BatchRequest) -> InProcessResponse:
         batch = record.object
-        headers = {"x-request-id": line_id(batch, request)}
-        state: dict[str, object] = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}", SOURCE: source_of(batch, request)}
+        headers, source = {"x-request-id": line_id(batch, request)}, source_of(batch, request)
+        state: dict[str, object] = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}", SOURCE: source}
         if record.owner is not None:  # the request acts for its owner in what it stores and reads
             state[API_KEY_NAME] = record.owner
-        while True:
-            response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
-            if response.status not in RETRIED:
-                return response
-            await asyncio.sleep(min(int(response.headers["retry-after"]), LONGEST_WAIT_S))
+        self._sources.add(source)
+        try:
+            while True:
+                response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
+                if response.status not in RETRIED:
+                    return response
+                await asyncio.sleep(min(int(response.headers["retry-after"]), LONGEST_WAIT_S))
+        finally:
+            self._sources.discard(source)
 
     async def _clean_up(self) -> None:
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:

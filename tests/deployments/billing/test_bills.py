@@ -21,6 +21,7 @@ from deployments.frontend.inboxes import Inboxes
 from deployments.frontend.sequence import Usage
 from deployments.http.middleware import AuthConfig
 from deployments.observability.stats import IngressStats
+from deployments.openai.batches.config import BatchConfig
 from deployments.openai.response_bodies import RequestCost
 from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
@@ -28,6 +29,7 @@ from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
 from engine.wire.messages import SequenceCost, TokenBatch, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
+from tests.deployments.openai.batches.batches import client_of, ended, jsonl, line, start
 
 KEY = {"authorization": "Bearer sk-alice"}
 ALICE = (key_line("alice", "sk-alice"),)
@@ -49,6 +51,8 @@ STREAMS = ("completions", "chat/completions", "messages", "responses")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = key_quota.KeyQuota.__init__  # no window ends during a test
+    monkeypatch.setattr(key_quota.KeyQuota, "__init__", lambda *args: real(*args, wall=lambda: 1_800_014_400.5))
     monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
     monkeypatch.setattr(inboxes, "LAST_DELTA_S", 60.0)
     monkeypatch.setattr(inboxes, "CLOSE_S", 60.0)
@@ -215,9 +219,7 @@ def test_a_background_response_has_its_cost():
     run(scenario())
 
 
-def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_prompt_again(tmp_path, monkeypatch):
-    real = key_quota.KeyQuota.__init__
-    monkeypatch.setattr(key_quota.KeyQuota, "__init__", lambda *args: real(*args, wall=lambda: 1_800_014_400.5))
+def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_prompt_again(tmp_path):
     store = StoreConfig(url=f"sqlite://{tmp_path}/store")
     auth, headers = limited(rpm_limit=1, tpm_limit=44), KEY | {"Idempotency-Key": "once"}
 
@@ -246,6 +248,32 @@ def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_pro
             await until(lambda: used_by(second).sequences)
             assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0)
         assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 44.0}
+
+    run(scenario())
+
+
+def test_a_batch_that_another_ingress_goes_on_with_is_paid_for_once(tmp_path):
+    lines = jsonl(line("a", prompt="abcd", max_tokens=8))
+    folder, auth = BatchConfig(folder=str(tmp_path / "batches")), limited(tpm_limit=1000)
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store")
+
+    async def scenario() -> None:
+        async with fake_api(auth=auth, batches=folder, store=store) as first:
+            first.engine.cost = COST
+            first.engine.paused.set()
+            batch = await start(client_of(first, "sk-alice"), lines)
+            await until(lambda: first.engine.num_live)
+        assert used_by(first) == UsageTotals(wasted_s=2.5)
+        async with fake_api(auth=auth, batches=folder, store=store) as second:
+            second.engine.cost = COST
+            assert (await ended(client_of(second, "sk-alice"), batch.id)).status == "completed"
+            await until(lambda: used_by(second).sequences)
+            assert used_by(second) == UsageTotals(1, 4, 0, 8, 2.0, 0.5, 3.0, 0.0)
+        values = open_store(store)
+        stored = await values.get(key_quota.record_key("alice"))
+        await values.close()
+        assert stored is not None
+        assert [window.taken("nobody") for window in record.decode(stored).windows.values()] == [12.0]
 
     run(scenario())
 
