@@ -53,6 +53,25 @@ def test_any_ingress_tells_the_counts_of_all_of_them_and_of_the_engine(server):
         assert len({one.labels["ingress"] for one in found.series if "ingress" in one.labels}) == 2
 
 
+def test_any_ingress_shows_what_all_of_them_have_billed_also_of_clients_that_have_left(server):
+    def billed() -> dict:
+        return dict(httpx.get(f"{server.url}/console/costs", timeout=60).json()["by_model"][0]["used"])
+
+    told = [complete(server, f"cost-{i}", max_tokens=5, usage={"include": True})["usage"] for i in range(6)]
+    assert all(usage["cost_details"]["compute_seconds"] > 0 for usage in told)
+    wait_until(lambda: is_idle(server))
+    before = billed()
+    body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    for _ in range(4):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+    wait_until(lambda: billed()["sequences"] == before["sequences"] + 4)
+    assert billed()["compute_s"] > before["compute_s"] > sum(usage["cost_details"]["compute_seconds"] for usage in told)
+    found = [httpx.get(f"{server.url}/console/costs", timeout=60).json() for _ in range(6)]
+    assert len({costs["by_model"][0]["used"]["compute_s"] for costs in found}) == 1, "the ingresses take turns"
+    assert all(sum(hour["seconds"]["idle"] for hour in costs["engines"]) > 0 for costs in found)
+
+
 def test_gauges_are_back_to_zero_after_clients_have_left(server):
     body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
     complete(server, "gauge", max_tokens=1)
