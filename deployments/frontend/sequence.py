@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from deployments.billing.bill import Bill
 from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.prices import FREE, Prices
@@ -37,7 +39,7 @@ LEFT: set[asyncio.Task[None]] = set()
 """Calls of requests that have moved on, until they end."""
 
 Record = Callable[[int, TokenDelta], None]
-"""Called with the index of a sequence and each of its deltas."""
+"""Called with the index of a sequence and each of its deltas. Their costs include those of earlier attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +265,8 @@ class Sequence:
         if self._sample is not None:
             delta = self._sample.take(delta, self._channel.engine_of(delta.request_id))
         if self._record is not None:
-            self._record(self.index, delta)
+            with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=self.metrics.cost)
+            self._record(self.index, with_all)
         chunk = self._text.add(delta)
         num_tokens = len(chunk.token_ids)
         if not self.metrics.answered:

@@ -122,6 +122,11 @@ class SequenceMetrics:
         """Record what an attempt has cost so far."""
         self._timeline.costs[request_id] = cost
 
+    @property
+    def cost(self) -> SequenceCost:
+        """What all attempts have cost so far."""
+        return SequenceCost.total(self._timeline.costs.values())
+
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """Record the end of the sequence as the client sees it. `refused` does not count as an end. Only the first call
         has an effect. Failures caused by a model that is still starting are logged at level `debug` only."""
@@ -172,7 +177,7 @@ class SequenceMetrics:
         """Count what the sequence has used, and trace it. Called once, after `ended`, when its cost is known.
         computed_again: as in LiveGeneration."""
         timeline = self._timeline
-        cost = SequenceCost.total(timeline.costs.values())
+        cost = self.cost
         if computed_again:
             used = UsageTotals(wasted_s=cost.compute_s + cost.wasted_s)
         else:

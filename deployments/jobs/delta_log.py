@@ -110,7 +110,7 @@ class LoggedGeneration:
         """Count a token, and return its chunk; None if its choice has already ended at a stop string."""
         chunk, num_tokens = None, 0
         if delta.cost is not None:
-            self.usage.costs[f"{choice} {delta.request_id}"] = delta.cost
+            self.usage.costs[str(choice)] = delta.cost
         if choice in texts:
             chunk = texts[choice].add(delta)
             num_tokens = len(chunk.token_ids)

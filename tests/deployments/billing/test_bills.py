@@ -27,7 +27,7 @@ from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
-from engine.wire.messages import SequenceCost, TokenBatch, TokenDelta
+from engine.wire.messages import ErrorInfo, SequenceCost, TokenBatch, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.batches.batches import client_of, ended, jsonl, line, start
 
@@ -248,6 +248,28 @@ def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_pro
             await until(lambda: used_by(second).sequences)
             assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0)
         assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 44.0}
+
+    run(scenario())
+
+
+def test_an_answer_that_is_kept_tells_what_all_of_its_attempts_have_cost(monkeypatch):
+    monkeypatch.setattr("deployments.frontend.retry.BACK_OFF_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(api_keys=ALICE), max_replays=1000) as api:
+            api.engine.cost = COST
+            api.engine.refusal = ErrorInfo("engine_unavailable", "gone", 503, retryable=True, type="internal_error")
+            body, headers = {**ASKED, "usage": {"include": True}}, KEY | {"Idempotency-Key": "once"}
+            asked = asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
+            replays = api.telemetry.stats.model("fake").replays
+            await until(lambda: replays["engine_unavailable"])
+            api.engine.refusal = None
+            first = (await asked).json()["usage"]["cost_details"]
+            assert first["compute_seconds"] == 2.0 * (1 + replays["engine_unavailable"])
+            again = await api.client.post("/v1/completions", json=body, headers=headers)
+            assert again.json()["usage"]["cost_details"] == first
+            await until(lambda: used_by(api).sequences)
+            assert used_by(api).compute_s == first["compute_seconds"]
 
     run(scenario())
 
