@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+KERNELS := build/kernels/.compiled
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
@@ -27,16 +28,22 @@ serve: $(INSTALLED)
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 25
 
 # What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
-test: $(INSTALLED) $(HELM)
+test: $(INSTALLED) $(KERNELS) $(HELM)
 	$(TEST) --skip-unchanged
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.
 test-all: TEST_SEED ?= $(shell date +%s)
-test-all: $(INSTALLED) $(HELM)
+test-all: $(INSTALLED) $(KERNELS) $(HELM)
 	@echo "TEST_SEED=$(TEST_SEED)"
 	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
+
+# Else each process of pytest compiles the kernels that its tests need. Takes 8 s if they are compiled
+$(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)
+	$(BIN)/python -m engine.model.ops.cpu
+	@mkdir -p $(@D)
+	@touch $@
 
 build/kubernetes/helm: tests/k8s/requirements.txt | $(INSTALLED)
 	rm -rf $(@D)

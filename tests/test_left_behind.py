@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.processes import started
 
@@ -91,6 +92,7 @@ def test_tests_that_are_ended_by_sigterm_end_what_they_have_started(tmp_path):
         assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails_and_no_other(tmp_path):
     (tmp_path / "test_culprits.py").write_text(CULPRITS)
     run = subprocess.run(pytest_of(tmp_path), capture_output=True, text=True, cwd=ROOT)

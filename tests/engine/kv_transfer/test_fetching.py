@@ -134,10 +134,10 @@ def test_a_new_engine_fetches_the_prefix_that_the_other_one_uses_most(ranks):
     ("family", "stages"),
     [
         ("llama", 1),
-        ("gemma3", 1),
-        pytest.param("qwen3_5", 1, marks=pytest.mark.slow),
-        ("llama", 2),
-        pytest.param("gemma3", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, stages, marks=pytest.mark.slow)
+            for family, stages in (("gemma3", 1), ("qwen3_5", 1), ("llama", 2), ("gemma3", 2))
+        ),
     ],
 )
 def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_path, ranks, family, stages):

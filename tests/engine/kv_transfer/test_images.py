@@ -48,7 +48,7 @@ def config(folder: Path, role: Any, **options: Any) -> EngineConfig:
 @pytest.fixture(
     scope="module",
     params=with_slow(
-        [name for name in MODELS if name not in RECURRENT], MODELS.keys() - {"gemma4_moe", "qwen3_vl"}
+        [name for name in MODELS if name not in RECURRENT], MODELS.keys() - {"gemma3", "qwen3_vl"}
     ),  # one whose images are computed whole, and one with rotary sections and with vectors for deeper layers
 )
 def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:

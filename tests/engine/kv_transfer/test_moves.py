@@ -77,7 +77,7 @@ def check(movers: Movers, config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
-@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES[2:]))
+@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES))
 def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_path, ranks, family, dtype):
     """There and back, so that tokens which came by a move move on, and find what they left behind in the cache."""
     folder = make_model(tmp_path, family)
@@ -100,6 +100,7 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
         check(movers, make_config(folder, moves=False, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
 def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
     """Penalties, a grammar, drafts, log-probabilities, least and most tokens, a salt."""
@@ -140,6 +141,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
         check(movers, make_config("pocket", moves=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
 def test_a_request_keeps_its_adapter(ranks, dtype):
     config = make_config("pocket", enable_lora=True, dtype=dtype)
@@ -156,6 +158,7 @@ def test_a_request_keeps_its_adapter(ranks, dtype):
         assert movers.streams["with"].tokens != movers.streams["without"].tokens
 
 
+@pytest.mark.slow
 def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the_reason(ranks, tmp_path):
     config = make_config("pocket", enable_lora=True)
     gone = tmp_path / "adapter"
@@ -173,6 +176,7 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
         movers.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
 @pytest.mark.parametrize("name", with_slow(list(MODELS), MODELS.keys() - {"gemma3", "qwen3_vl"}))
 def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path, name, dtype):
@@ -192,6 +196,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
         check(movers, make_config(folder, moves=False, **sizes))
 
 
+@pytest.mark.slow
 def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_again(ranks):
     config = make_config("pocket", waits=SHORT, max_num_seqs=2)
     with Movers(config, config, ranks) as movers:

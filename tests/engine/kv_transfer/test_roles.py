@@ -27,7 +27,16 @@ from engine.wire.messages import (
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair
 from tests.engine.kv_transfer.pair import Engine, Pair
-from tests.engine.kv_transfer.test_faults import CHUNK, Case, each_state, ends_well, make_config, one_engine, prompt
+from tests.engine.kv_transfer.test_faults import (
+    CHUNK,
+    STATES,
+    Case,
+    each_state,
+    ends_well,
+    make_config,
+    one_engine,
+    prompt,
+)
 from tests.engine_sockets import Ingress
 
 NUM_TOKENS = 24
@@ -195,8 +204,9 @@ def test_roles_change_and_change_back_at_once(faulty_pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("victim", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("state", each_state("reading"))
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("state", STATES)
 def test_an_engine_is_killed_while_roles_change(faulty_pair, alone, state, victim):
     case = Case(faulty_pair, state, f"{victim} killed while roles change")
     give_roles(faulty_pair, "prefill", "decode")

@@ -703,6 +703,7 @@ def test_a_gpu_moves_words_and_not_bytes(head_dim: int, word_bytes: int, monkeyp
     assert not target[[1, 2, 3, 5, 6, 7]].any() and not target[:, :, :, :2].any()
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_what_a_paused_nixl_source_sends_late_does_not_reach_the_cache(make_nixl: Make) -> None:
     source = SourceProcess("nixl", 8)

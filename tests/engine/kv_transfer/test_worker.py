@@ -251,6 +251,7 @@ def test_a_corrupt_frame_fails_the_read(world: World) -> None:
     assert ended.error is not None and ended.error.startswith("checksum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=[needs_nixl, pytest.mark.slow])])
 def test_a_killed_source_fails_its_reads_and_its_successor_is_read(world: World, transport: str) -> None:
     old, new = SourceProcess(transport, 8), SourceProcess(transport, 8, seed=1)

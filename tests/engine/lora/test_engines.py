@@ -200,7 +200,8 @@ def drafters(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "method", with_slow(["ngram", "noisy_model", "mtp", "hybrid_mtp", "eagle3"], ["mtp", "hybrid_mtp", "eagle3"])
+    "method",
+    with_slow(["ngram", "noisy_model", "mtp", "hybrid_mtp", "eagle3"], ["noisy_model", "mtp", "hybrid_mtp", "eagle3"]),
 )
 def test_drafts_change_no_token_of_an_adapter(method, drafters, tmp_path, opened, monkeypatch):
     draft_always(monkeypatch)

@@ -35,7 +35,7 @@ STEPS: list[list[Step]] = [
     [None, None, {0: [5, 6, 7, 8, 9]}, {0: [1]}],
 ]
 
-FAST = {("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32)}
+FAST = {("qwen3_moe", torch.bfloat16)}
 
 
 def engines(size: int, fixed_order: bool) -> list[TPGroup]:

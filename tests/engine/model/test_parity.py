@@ -84,6 +84,7 @@ SLOW = (
     "qwen2",
     "glm4_moe",
     "deepseek_v2",
+    "glm_moe_dsa",
     "minicpm3",
 )
 """Others have the same attention; the logits of all are compared in models/test_parity.py."""

@@ -124,6 +124,7 @@ def test_two_ranks_have_the_logits_of_one_also_with_experts(backend, folder_of, 
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 def test_an_engine_compiles_before_its_first_request_and_then_says_the_same_also_from_graphs(
     folder_of, monkeypatch, caplog

@@ -28,6 +28,7 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, Subscribe
 from engine.wire.sampling_params import SamplingParams
 from tests.models import made_once
+from tests.products import each_once
 from tests.rank_pool import RankPool
 
 PROMPT = [3 + 7 * i % 90 for i in range(150)]
@@ -248,8 +249,7 @@ def restored(core: EngineCore) -> int:
     return 0 if stats is None else stats.restored
 
 
-@pytest.mark.parametrize("place", ["disk", "store"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "place"), each_once(FAMILIES, ["disk", "store"]))
 def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, tmp_path, shared, family, place):
     """After the restart, others fill the tier, which evicts what is not held."""
     folder = folder_of(family)
@@ -348,6 +348,7 @@ def test_a_key_that_is_nowhere_leaves_nothing_to_the_next_start(folder_of, tmp_p
     assert all(name.startswith(TEMPORARY_KEY) for scope in scopes for name in scope)
 
 
+@pytest.mark.slow
 def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp_path, key_file):
     tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_size": SIZE}
     config = config_of(folder_of("llama"), tensor_parallel=2, kv_offloading_key_file=key_file, **tiers)
@@ -389,6 +390,7 @@ def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared)
             assert stats is not None and stats.tiers["store"].errors == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2])])
 def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(

@@ -163,6 +163,7 @@ def test_several_conversations_are_answered_in_their_order(llm):
         assert tokens_of([answer]) == tokens_of(llm.chat(conversation, p, progress=False))
 
 
+@pytest.mark.slow
 def test_an_answer_may_be_as_long_as_the_context_allows(llm):
     bias = {EOS: -100.0}
     (answer,) = llm.chat(

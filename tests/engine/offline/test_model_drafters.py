@@ -84,6 +84,7 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [
@@ -107,7 +108,7 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
 ON_LATE = [method for method in METHODS if method != "hybrid_ngram"]  # these texts repeat nothing
 
 
-@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3", "hybrid_mtp"}))
+@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3"}))
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method, monkeypatch):
     monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # hybrids too, as with Triton
     folder, options = folders[method]
@@ -175,6 +176,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_replays(folders, late, monkeypatch):
     draft_always(monkeypatch)
     launch, launched = ModelRunner.launch, []
@@ -201,7 +203,7 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     assert with_graphs <= 68 and without > with_graphs + 60
 
 
-@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"same_model", "eagle3"}))
+@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"eagle3"}))
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, ranks):
     folder, options = folders[method]
@@ -217,6 +219,7 @@ def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, 
         assert method != "same_model" or stats.num_accepted_tokens > stats.num_draft_tokens / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(folders, method, monkeypatch):
     folder, options = folders[method]

@@ -182,12 +182,14 @@ while True:
                 rank.kill()  # nobody's child any more, if its parent has ended
 
 
+@pytest.mark.slow
 def test_ranks_of_an_engine_that_was_dropped_without_close_end(folder, leaves_nothing):
     llm = start(folder, 2)
     generate(llm, SamplingParams(max_tokens=3))
     del llm
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_says_why_and_takes_the_others_with_it(folder, leaves_nothing, monkeypatch):
     begin = RankProcesses._start
 

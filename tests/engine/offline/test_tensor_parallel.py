@@ -30,9 +30,9 @@ VARIANTS["minicpm3"] = ("minicpm3", {"seed": 1})  # with the other weights it re
 POOLED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_bidirectional": ("gemma3", {"use_bidirectional_attention": True})
 }
-OTHERS = tuple(family for family in FAMILIES if family not in ("qwen3_moe", "gemma3", "deepseek_v3"))
+OTHERS = tuple(family for family in FAMILIES if family not in ("qwen3_moe", "deepseek_v3"))
 """Their layers are compared on both numbers of ranks in model/models/test_tensor_parallel.py: engines are slow."""
-FAST_STRICT = {("llama", "float32"), ("qwen3_moe", "bfloat16")}  # the others are slow
+FAST_STRICT = {("llama", "float32")}  # the others are slow
 BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
 
 
@@ -131,7 +131,7 @@ def run_mixed(core: EngineCore, preempts: bool = True, hits: bool = True) -> Out
 @pytest.mark.parametrize(
     ("variant", "size", "overlap"),
     each_once(with_slow(FAMILIES, OTHERS), [2, 4], [True, False])
-    + each_once(with_slow(ODD, ["llama_one_kv_head"]), [2, 4], [True, False]),
+    + each_once(with_slow(ODD, ["llama_one_kv_head", "llama_biases"]), [2, 4], [True, False]),
 )
 def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     pool, folder_of, on_one_rank, variant, size, overlap
@@ -185,6 +185,7 @@ def test_greedy_tokens_are_the_same_whether_all_logits_are_gathered_or_only_the_
     assert least.tokens == every.tokens
 
 
+@pytest.mark.slow
 def test_two_engines_over_several_ranks_share_a_process(pool, folder_of):
     config = make_config(folder_of("llama"), 2)
     with RankPool() as other, pool.engine(config) as a, other.engine(config) as b:

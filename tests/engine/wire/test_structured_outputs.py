@@ -323,7 +323,8 @@ def run(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[int
     return outputs
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 def test_two_ranks_give_the_same_as_one(folder, ranks, llm, overlap):
     requests = [
         GenerateRequest(request_id=str(i), prompt=[5 + i, 6, 7] * 3, params=params) for i, params in enumerate(mixed())

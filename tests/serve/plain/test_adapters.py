@@ -30,6 +30,7 @@ def roots(server: ServeRun) -> set[str | None]:
     return {answer.json().get("root") for answer in answers}
 
 
+@pytest.mark.slow
 def test_what_is_loaded_and_unloaded_through_one_ingress_is_so_for_both(server, tmp_path):
     folders = [str(write_adapter(tmp_path / str(i), seed=i, inputs=48, outputs=64)) for i in range(6)]
 

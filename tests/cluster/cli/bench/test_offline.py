@@ -79,6 +79,7 @@ def test_every_repetition_and_the_warm_up_have_prompts_of_their_own(folder, batc
     assert len(set(prompts)) == len(prompts) == 9
 
 
+@pytest.mark.slow
 def test_a_preset_runs_with_the_token_ids_that_every_engine_gets(tmp_path, batches):
     make_model(tmp_path, "llama", tokenizer=True, vocab_size=31000)
     fields = report(tmp_path, "--workload", "W2", "--repetitions", "2", "--threads", "1")

@@ -44,6 +44,7 @@ def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, bool]:
     return folder, keeps
 
 
+@pytest.mark.slow
 def test_where_neither_source_nor_home_can_be_written_kernels_are_kept_in_a_private_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     folder = tmp_path / "tmp" / f"manta-{os.getuid()}"

@@ -72,6 +72,7 @@ def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
     assert compiled
 
 
+@pytest.mark.slow
 def test_all_kernels_of_a_machine_are_compiled_by_one_command(tmp_path):
     program = """
 import json, runpy, sys

@@ -306,8 +306,7 @@ def check_latents(sequences: list[tuple[int, int]], heads: int, rank: int = 512,
     torch.testing.assert_close(found[real], expected[real], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("library", LATENT_LIBRARIES)
-@pytest.mark.parametrize("case", LATENTS)
+@pytest.mark.parametrize(("library", "case"), each_once(LATENT_LIBRARIES, LATENTS))
 def test_a_library_of_latent_attention_is_called_so_that_it_gives_what_plain_gives(install, case, library):
     capability, kinds = LATENT_LIBRARIES[library]
     install(library, capability=capability)

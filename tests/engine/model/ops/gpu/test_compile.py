@@ -56,6 +56,7 @@ def kinds(kernels: list[dict]) -> set[str]:
     return {kernel["kernel"] for kernel in kernels}
 
 
+@pytest.mark.slow
 def test_kernels_of_common_models_compile_for_hopper():
     kernels = compiled("rows", "chunk", "elementwise", "experts")
     expected = {
@@ -90,6 +91,7 @@ def test_kernels_of_common_models_compile_for_hopper():
     assert all(kernel["async_copies"] and kernel["shared"] <= SMALL_SHARED_BYTES for kernel in products)
 
 
+@pytest.mark.slow
 def test_strict_kernels_compile_for_hopper():
     kernels = compiled("strict")
     assert kinds(kernels) == {"plan_splits_kernel", "attend_splits_kernel", "linear_kernel", "tree_sum_kernel"}
@@ -99,6 +101,7 @@ def test_strict_kernels_compile_for_hopper():
     )
 
 
+@pytest.mark.slow
 def test_kernels_of_recurrent_layers_and_of_latent_attention_compile_for_hopper():
     kernels = compiled("recurrent", "latent")
     recurrent = {
@@ -118,6 +121,7 @@ def test_kernels_of_recurrent_layers_and_of_latent_attention_compile_for_hopper(
     assert all(kernel["mma"] or kernel["wgmma"] for kernel in kernels if kernel["kernel"] == "latent_kernel")
 
 
+@pytest.mark.slow
 def test_kernels_of_adapters_compile_for_hopper():
     kernels = compiled("adapters")
     assert kinds(kernels) == {"shrink_kernel", "expand_kernel"}

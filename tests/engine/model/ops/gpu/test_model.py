@@ -92,7 +92,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", with_slow(FAMILIES, ("Qwen 3 MoE", "Gemma 3", "Gemma 2")))
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ("Qwen 3 MoE", "Gemma 3", "Gemma 2", "gpt-oss")))
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(family, monkeypatch):
     config = FAMILIES[family]
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
@@ -159,6 +159,7 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     assert len(many) - len(few) == 2 * 9, Counter(many)
 
 
+@pytest.mark.slow
 def test_a_layer_with_int8_is_ten_kernels_and_norms_and_activations_quantize_to_the_same_logits(monkeypatch):
     """Add, norm and quantize; q, k and v; rotation and KV; attention; quantize; o; add, norm and quantize; gate and up;
     activation and quantize; down."""

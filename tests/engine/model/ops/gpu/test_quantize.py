@@ -14,6 +14,7 @@ from engine.model.ops.gpu.quantized_linear import BlockFP8, Int8, RowFP8
 from engine.model.quantization import weight
 from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight
+from tests.products import each_once
 
 pytestmark = pytest.mark.kernels
 
@@ -83,8 +84,10 @@ def test_a_product_with_int4_equals_plain(rows, groups, zeros, bias):
     torch.testing.assert_close(Int4(packed)(x, bias), expected, atol=8e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 40, 200, quantize.MOST + 1])
-@pytest.mark.parametrize("bias", [None, torch.full((48,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "bias"),
+    each_once([1, 40, 200, quantize.MOST + 1], [None, torch.full((48,), 3.0, dtype=torch.bfloat16, device=DEVICE)]),
+)
 def test_a_product_of_int8_is_scaled_in_one_pass_and_equals_plain(rows, bias):
     packed = make_weight(8, 48, 72, 1)
     x = torch.randn(rows, 72, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)

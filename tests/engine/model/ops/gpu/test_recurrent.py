@@ -24,9 +24,9 @@ from tests.state_batches import garbage, same_bits, state_batch
 
 pytestmark = pytest.mark.kernels
 
-PARTS = (1, 20, 43, 1, 70, 9)  # tokens of each step: within a chunk, up to its end, over several
+PARTS = (1, 20, 11, 1, 38, 9)  # tokens of each step: within a chunk, up to its end, into the next
 TOKENS = sum(PARTS)
-BORDER = 2 * CHUNK  # which the step of 70 tokens passes
+BORDER = 2 * CHUNK  # which the step of 38 tokens passes
 CHANNELS, KERNEL = 40, 4
 CONV = StateSpec({"conv": ((RING, CHANNELS), "float32")})
 
