@@ -20,7 +20,7 @@ from typing import get_args
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad, EngineUpdate
 
 REPORT_S = 0.1  # engine/core/serving/kv_events.py

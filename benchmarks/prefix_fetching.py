@@ -24,7 +24,7 @@ from benchmarks.engine_process import Engines
 from cluster.cli.bench.tables import figure, make_table, show
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.routing_context import PromptDigester
+from deployments.routing.prompt_digest import PromptDigester
 from deployments.routing.subscriber import KVEventSubscriber
 from engine.config import EngineConfig, HandoffConfig
 from engine.wire.messages import Add, EngineStats, GenerateRequest, ResetPrefixCache, TokenBatch, TokenDelta

@@ -15,7 +15,7 @@ from typing import get_args
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.routing_context import PromptDigest, PromptDigester
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import EngineLoad, EngineUpdate
 

@@ -70,6 +70,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
+            ttft_s=model.slo.ttft_ms / 1000 if engine.tape_mib else None,
         ),
         block_size=engine.shared_block_size if shares_prefixes else None,
         supported_tasks=config.supported_tasks,
@@ -83,6 +84,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         reasoning_parser=model.reasoning_parser,
         adapters=_adapters(model) if engine.enable_lora else None,
         prices=model.price_list(),
+        tape_mib=engine.tape_mib,
     )
 
 

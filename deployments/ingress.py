@@ -73,6 +73,9 @@ class IngressPeers:
         found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
         return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
+    async def router_tapes(self, but: str) -> list[bytes]:
+        return [tape for answer in await self._ask("router_tapes", but) for tape in msgspec.msgpack.decode(answer)]
+
     async def adapters_changed(self) -> None:
         """Tell the other ingresses that an adapter was loaded or unloaded."""
         await self._ask("adapters_changed")
@@ -117,7 +120,7 @@ class Ingress:
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [
-            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
+            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note, info.tape_mib)
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._models = {
@@ -172,6 +175,13 @@ class Ingress:
     async def usage(self) -> bytes:
         """Return what this ingress has counted of keys: IngressUsage in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_usage())
+
+    async def router_tapes(self, but: str) -> bytes:
+        """Return the tapes of this ingress's routers, unless it has this id: list[bytes] in msgpack."""
+        own = self._telemetry.stats.ingress_id
+        pools = [] if own == but else [model.pool for model in self._models.values()]
+        tapes = [tape for pool in pools for tape in pool.own_tape(own)]
+        return msgspec.msgpack.encode(tapes)
 
     async def adapters_changed(self) -> bytes:
         """Note that another ingress has loaded or unloaded an adapter."""

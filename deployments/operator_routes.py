@@ -29,7 +29,7 @@ class OperatorRoutes:
         healthy = "200 if every model has an engine that makes progress."
         forget = "Empty the prefix caches of all engines."
         of_node = "Prometheus metrics of the node whose proxy was asked."
-        taped = "What the schedulers of all engines have decided, for `manta replay`; no text."
+        taped = "What the schedulers and routers have decided, for `manta replay`; no text."
         explained = "The timeline of a request; never its text."
         return [
             Route("GET", "/health", self.health, healthy),
@@ -76,15 +76,19 @@ class OperatorRoutes:
         return json_response(await live_handoffs(self._models.pools()))
 
     async def tape(self, request: Request) -> Response:
-        """Return the tapes of all engines, as a file of tapes. They share a key that nobody keeps."""
+        """Return the tapes of all engines and routers, as a file of tapes. They share a key that nobody keeps."""
         if self._admin_keys and key_name(request) not in self._admin_keys:
             raise NotPermitted("only keys of ingress.admin_keys may fetch the tape")
         from engine.core.tape.file import pack_tapes  # an ingress starts without it
 
         key = secrets.token_bytes(16)
-        found = await asyncio.gather(*(pool.tapes(key) for pool in self._models.pools().values()))
-        tapes = [tape for some in found for tape in some if tape]
-        return Response(await asyncio.to_thread(pack_tapes, tapes), media_type="application/octet-stream")
+        pools = list(self._models.pools().values())
+        found = await asyncio.gather(*(pool.tapes(key) for pool in pools))
+        routers = [tape for pool in pools for tape in pool.own_tape(self._telemetry.stats.ingress_id)]
+        routers = [*await self._telemetry.router_tapes(routers), *(tape for some in found for tape in some.routers)]
+        engines = [tape for some in found for tape in some.engines]
+        data = await asyncio.to_thread(pack_tapes, engines, routers)
+        return Response(data, media_type="application/octet-stream")
 
     async def explain(self, name: str) -> Response:
         return json_response(await self._telemetry.explain(name))

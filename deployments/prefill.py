@@ -19,7 +19,8 @@ class Prefill(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: deployments that can encode images for this one."""
-        pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in peers.items()}
+        size, tape_mib = config.shared_block_size, config.tape_mib
+        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
 

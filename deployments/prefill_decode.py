@@ -31,7 +31,8 @@ class PrefillDecode(Decode):
         """peers: deployments that can encode images for this one."""
         own = serve.get_replica_context()
         handles = {**peers, "prefill": serve.get_deployment_handle(own.deployment, own.app_name)}
-        pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in handles.items()}
+        size, tape_mib = config.shared_block_size, config.tape_mib
+        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in handles.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
             await self._warm_start(config)

@@ -431,6 +431,12 @@ class EngineConfig:
         "MiB of memory for the newest part of the tape, from which `manta replay` shows every decision of the "
         "scheduler, such as 16; 0 for none (docs/replay.md).",
     )
+    tape_dir: str | None = option(
+        None,
+        "Folder for the tapes of engines that failed, hung or were killed. Default: `manta-tapes-UID` in the folder "
+        "for temporary files.",
+    )
+    max_kept_tapes: int = option(8, "Maximum number of files in `tape_dir`; the newest stay.")
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
@@ -506,6 +512,8 @@ class EngineConfig:
                 raise ConfigError(key, getattr(self, key), "between 0 and 1")
         if self.tape_mib < 0:
             raise ConfigError("tape_mib", self.tape_mib, "0 or more")
+        if self.max_kept_tapes < 1:
+            raise ConfigError("max_kept_tapes", self.max_kept_tapes, "at least 1")
         if not self.max_hold_s > 0:
             raise ConfigError("max_hold_s", self.max_hold_s, "above 0")
         check_choices(self)

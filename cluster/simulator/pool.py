@@ -11,7 +11,7 @@ from cluster.simulator.results import PoolUse, ReplicaCounts
 from cluster.simulator.spec import ClusterSpec
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.routing_context import PromptDigester
+from deployments.routing.prompt_digest import PromptDigester
 
 
 class Pool:

@@ -9,6 +9,7 @@ limited to the part of that ingress.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -19,11 +20,14 @@ from deployments.frontend.availability import Availability
 from deployments.frontend.calibration import Calibration, ForecastRequest
 from deployments.frontend.first_token import LIMIT_HEADER, FirstTokenDeadline, FirstTokenLate
 from deployments.frontend.latency_forecast import LatencyForecast
+from deployments.frontend.slo_alarm import slo_alarm
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import EngineStatus
+
+logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0  # between polls of the engines, while they work for this ingress or are down
 CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are assumed to wait for blocks
@@ -46,6 +50,9 @@ class AdmissionLimits:
     """Maximum number of sequences that wait in one ingress."""
     max_waiting_tokens: int
     """Maximum number of prompt tokens of the sequences that wait in one ingress."""
+    ttft_s: float | None = None
+    """Target for the time to the first token; if many requests miss it, the tapes of the engines are kept. None for no
+    target."""
 
 
 class Admission:
@@ -62,6 +69,7 @@ class Admission:
         self._watch: asyncio.Task[None] | None = None
         self.forecast = LatencyForecast()  #: costs and load of the engines at the last report
         self._calibration = Calibration(stats)
+        self._alarm, self._keeping = slo_alarm(limits.ttft_s), set[asyncio.Task[None]]()
         self._forecasts: dict[QueuedRequest, ForecastRequest] = {}  # of running requests
         self._uncomputed_tokens = 0  # prompt tokens of running requests without a token
 
@@ -124,6 +132,8 @@ class Admission:
         finally:
             if self._forecasts.pop(queued, None) is not None and forecast.first_at is None:
                 self._uncomputed_tokens -= prompt_tokens
+            if forecast.first_at is not None:
+                self._check_slo(forecast.first_at - forecast.asked_at, loop.time())
             if deadline is not None:
                 self._calibration.ended(forecast, loop.time(), one_sequence=sequences == 1)
             self._starts.pop(queued, None)
@@ -194,6 +204,14 @@ class Admission:
             self.stats.refused_late += 1
             retry_after_s = min(max(deadline.bound_s - limit_s, 1.0), MAX_RETRY_AFTER_S)
             raise FirstTokenLate(limit_s, deadline.bound_s, LIMIT_HEADER if by_header else None, retry_after_s)
+
+    def _check_slo(self, first_token_s: float, now: float) -> None:
+        """Have the tapes of the engines kept when first tokens begin to be late."""
+        if reason := self._alarm.observe(first_token_s, now):
+            logger.warning("first tokens are late: %s", reason)
+            keeping = asyncio.create_task(self._pool.keep_tapes(reason))
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
 
     def _overloaded(self) -> Overloaded:
         self.stats.refused += 1

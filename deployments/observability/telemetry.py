@@ -58,6 +58,9 @@ class Peers(Protocol):
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest scaling changes of all pools, oldest first."""
 
+    async def router_tapes(self, but: str) -> list[bytes]:
+        """Return the tapes of the routers in all ingresses but the one with this id (PoolTapes.routers)."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
@@ -141,6 +144,10 @@ class Telemetry:
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest changes of all pools, oldest first."""
         return [] if self._peers is None else await self._peers.scaling_changes()
+
+    async def router_tapes(self, own: list[bytes]) -> list[bytes]:
+        """Return the tapes of the routers in all ingresses that answer. own: those in this ingress."""
+        return [*own, *(await self._peers.router_tapes(self.stats.ingress_id) if self._peers is not None else [])]
 
     async def explain(self, name: str) -> RequestTimeline:
         """Return the timeline of a request, gathered from every ingress that answers. name: as in

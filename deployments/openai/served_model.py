@@ -119,6 +119,8 @@ class ModelInfo:
     adapter: Adapter | None = None
     """The adapter with which requests are computed; None for the model itself."""
     prices: Prices = FREE
+    tape_mib: int = 0
+    """MiB for the newest choices of replicas; 0 for none."""
 
     def adapted(self, adapter: Adapter) -> ModelInfo:
         """Return the facts about the model with this adapter, which is listed as a separate model."""

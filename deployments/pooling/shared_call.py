@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from deployments.replicas.pools import EnginePool, ReplicaStatus
+from deployments.replicas.pools import EnginePool, PoolTapes, ReplicaStatus
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 
@@ -62,8 +62,14 @@ class SharedCall:
     async def release_holds(self, name: str, client: str | None) -> None:
         await self._pool.release_holds(name, client)
 
-    async def tapes(self, key: bytes) -> list[bytes]:
+    async def tapes(self, key: bytes) -> PoolTapes:
         return await self._pool.tapes(key)
+
+    async def keep_tapes(self, reason: str) -> None:
+        await self._pool.keep_tapes(reason)
+
+    def own_tape(self, router: str) -> list[bytes]:
+        return self._pool.own_tape(router)
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return await self._pool.peer_statuses()

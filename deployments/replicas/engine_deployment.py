@@ -17,12 +17,14 @@ from deployments import ray_compat
 from deployments.replicas.departure import POLL_INTERVAL_S, Statuses, depart
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.hold_moves import move_holds
+from deployments.replicas.left_tapes import LeftTapes
+from deployments.replicas.pools import PoolTapes
 from deployments.replicas.rebalancing import rebalance
-from deployments.replicas.remote_dispatcher import RemotePool
 from deployments.replicas.replica_engines import ReplicaEngines
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServePool, ServeRemotePool
 from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
+from deployments.routing.choice_log import NoChoiceLog
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -48,6 +50,8 @@ class EngineDeployment:
 
     _engines: ReplicaEngines[EngineReplica]
     _engine: EngineReplica  # the only engine, or the first
+    _left_tapes: LeftTapes
+    _choices: Sequence[NoChoiceLog]  # of the routers to the pools that compute for this replica
     _ranks: RankGroup | None = None  # until the constructor starts them
     _commands_to: list[str]  # addresses on which the engines take commands
     _model: ModelIdentity
@@ -71,7 +75,7 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, RemotePool] | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, ServeRemotePool] | None = None
     ) -> None:
         """Start the engines, and return once the model is loaded. Raises StartupError or EngineUnavailable.
 
@@ -87,6 +91,8 @@ class EngineDeployment:
         }
         self._engines = ReplicaEngines(engines)
         self._engine = self._engines.all[0]
+        self._left_tapes = LeftTapes(config, self._engines.ids)
+        self._choices = [pool.choices for pool in (peers or {}).values()]
         self._ranks = ranks = RankGroup(spec)
         tasks = [EngineTask(engine_id, engine.status_to) for engine_id, engine in engines.items()]
         self._commands_to = await ranks.start(config, replica, tasks, key)
@@ -114,9 +120,16 @@ class EngineDeployment:
         """Return the engine's most used cached prefixes: HotPrefixes in msgpack. Raises EngineUnavailable."""
         return msgspec.msgpack.encode(await self._engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S))
 
-    async def tape(self, key: bytes) -> bytes:
-        """Return the engine's tape (EngineControl.tape). Raises EngineUnavailable."""
-        return await self._engine.tape(key, TAPE_TIMEOUT_S)
+    async def tapes(self, key: bytes) -> PoolTapes:
+        """Return the tape of each engine that records one (EngineControl.tape), and those of this replica's routers.
+        Raises EngineUnavailable."""
+        found = await asyncio.gather(*(engine.tape(key, TAPE_TIMEOUT_S) for engine in self._engines.all))
+        routers = [tape for log in self._choices for tape in log.take(self._engines.ids[0])]
+        return PoolTapes([tape for tape in found if tape], routers)
+
+    async def keep_tapes(self, reason: str) -> None:
+        """Write the tape of each engine that records one to a file. Raises EngineUnavailable."""
+        await self._left_tapes.write((await self.tapes(b"")).engines, reason)
 
     async def _warm_start(self, config: EngineConfig) -> None:
         """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""
@@ -170,7 +183,10 @@ class EngineDeployment:
         self._engines.fail(reason)
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
-        asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
+        try:
+            await self._left_tapes.keep(reason)
+        finally:
+            asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def _rebalance(self, slots: int) -> None:
         """Move requests to idle replicas whenever this one is out of KV blocks."""
@@ -226,3 +242,4 @@ class EngineDeployment:
             task.cancel()
         if self._ranks is not None:
             self._ranks.kill()
+            self._left_tapes.remove()

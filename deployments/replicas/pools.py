@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -28,6 +28,15 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
     @classmethod
     def of(cls, status: EngineStatus, routing: dict[PeerPool, RoutingStats], node: str = "") -> ReplicaStatus:
         return cls(**msgspec.structs.asdict(status), routing=routing, node=node)
+
+
+class PoolTapes(NamedTuple):
+    """Tapes of one model."""
+
+    engines: list[bytes]
+    """An EngineTape in msgpack each (core/tape/)."""
+    routers: list[bytes]
+    """A RouterTape in msgpack each (routing/choice_record.py)."""
 
 
 class EnginePool(Protocol):
@@ -56,9 +65,16 @@ class EnginePool(Protocol):
         """End the holds that have this name, or are of the response with this id, on all replicas. client: client whose
         holds end; None for all clients. Raises EngineUnavailable if a replica does not answer."""
 
-    async def tapes(self, key: bytes) -> list[bytes]:
-        """Return the tapes of the replicas in all pools that record one and answer (core/tape/): each an EngineTape in
-        msgpack, its hashes with this key."""
+    async def tapes(self, key: bytes) -> PoolTapes:
+        """Return the tapes of the replicas in all pools that record some and answer. key: that of the hashes of
+        blocks."""
+
+    async def keep_tapes(self, reason: str) -> None:
+        """Make the replicas in all pools that record tapes write them to files, for this reason."""
+
+    def own_tape(self, router: str) -> list[bytes]:
+        """Return the tape of this process's router to the pool, as in PoolTapes; nothing if it records none. router:
+        name of the process."""
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         """Return one status per healthy replica that computes prompts or images for this pool, by pool of the

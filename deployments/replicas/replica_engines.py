@@ -28,6 +28,10 @@ class ReplicaEngines(Generic[E]):
         self.all = list(self._engines.values())  #: those that are not lost
         self._has_lost = asyncio.Event()
 
+    @property
+    def ids(self) -> list[str]:
+        return list(self._engines)
+
     def choose(self, engine_id: str) -> E:
         """Return the engine with this id, even if it is lost; or the one with the fewest requests if there is none."""
         return self._engines.get(engine_id) or min(self.all, key=lambda engine: engine.num_answers)

@@ -18,10 +18,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.pools import PoolTapes, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
+from deployments.routing.choice_log import choice_log
 from deployments.routing.config import Role
-from deployments.routing.routing_context import CallOutcome, PromptDigest, PromptDigester, RoutingContext
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
+from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.lora import LoRARequest, digest_of
@@ -45,13 +47,15 @@ class ServePool:
         block_size: int | None = None,
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
+        tape_mib: int = 0,
     ):
         """peers: handles of the deployments that compute for this pool.
         block_size: tokens per KV block of the replicas; None if they share no prefixes.
         may_sleep: whether the pool can have no replicas while none is needed.
         note: function called from any thread, with each request id and a sentence that says to which replica the
-        request is sent."""
-        self._may_sleep = may_sleep
+        request is sent.
+        tape_mib: MiB for the newest choices of replicas; 0 for none."""
+        self._may_sleep, self._choices = may_sleep, choice_log(tape_mib)
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
@@ -75,7 +79,7 @@ class ServePool:
         if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of the prompt is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
-        call = RoutingContext(prompt, self.routing, avoid, first.model, note)
+        call = RoutingContext(prompt, self.routing, avoid, first.model, note, log=self._choices)
         with ray_compat.apart_from_http_request():
             response = self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call)
         await _answer(response, call)
@@ -110,10 +114,21 @@ class ServePool:
     async def release_holds(self, name: str, client: str | None) -> None:
         await self._tell_all(self._handle, "release_holds", name, client)
 
-    async def tapes(self, key: bytes) -> list[bytes]:
-        calls = (ray_compat.broadcast(handle, "tape", TAPE_TIMEOUT_S, key) for handle in self._all)
+    async def tapes(self, key: bytes) -> PoolTapes:
+        calls = (ray_compat.broadcast(handle, "tapes", TAPE_TIMEOUT_S, key) for handle in self._all)
         answers = [answer for some in await asyncio.gather(*calls) for answer in some]
-        return [answer for answer in answers if isinstance(answer, bytes) and answer]
+        found = [answer for answer in answers if isinstance(answer, PoolTapes)]
+        return PoolTapes(
+            [tape for tapes in found for tape in tapes.engines], [tape for tapes in found for tape in tapes.routers]
+        )
+
+    async def keep_tapes(self, reason: str) -> None:
+        await asyncio.gather(
+            *(ray_compat.broadcast(handle, "keep_tapes", TAPE_TIMEOUT_S, reason) for handle in self._all)
+        )
+
+    def own_tape(self, router: str) -> list[bytes]:
+        return self._choices.take(router)
 
     async def _tell_all(self, handle: DeploymentHandle, method: str, *args: Any) -> None:
         """Call a method of all replicas of a deployment. Raises EngineUnavailable if one does not answer."""
@@ -130,9 +145,11 @@ class ServeRemotePool:
     """A RemotePool of the replicas of a `Prefill` deployment, or of those replicas of a `PrefillDecode` deployment that
     compute prompts."""
 
-    def __init__(self, handle: DeploymentHandle, block_size: int | None = None, role: Role = "prefill"):
-        """block_size: as for ServePool; needed only to send prefill requests."""
-        self.routing, self._role = RoutingStats(), role
+    def __init__(
+        self, handle: DeploymentHandle, block_size: int | None = None, role: Role = "prefill", tape_mib: int = 0
+    ):
+        """block_size, tape_mib: as for ServePool; needed only to send prefill requests."""
+        self.routing, self._role, self.choices = RoutingStats(), role, choice_log(tape_mib)
         self._handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
@@ -143,7 +160,7 @@ class ServeRemotePool:
             images=remote_request.mm_features,
             adapter=digest_of(remote_request.lora),
         )
-        call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role)
+        call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from deployments.routing.choice_log import ChoiceLog, NoChoiceLog
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.placements import UNKNOWN, Placement, Placements
-from deployments.routing.policies import Lookup, make_policy, rendezvous_order
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.policies import Lookup, RandomNumbers, make_policy, rendezvous_order
+from deployments.routing.prompt_digest import PromptDigest
+from deployments.routing.ranking import Ranking
 from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import KVHolder
@@ -36,13 +37,15 @@ class Balancer:
     would seem idle and attract all requests. An engine that is about to stop stays unhealthy.
     """
 
-    def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random):
+    def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: RandomNumbers):
         self.placements = Placements()
         self.stats = RoutingStats(config.policy)
         self._cost = RoutingCost(
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
-        self._policy = make_policy(config.policy, self._cost, rng)
+        self._rng, self._log = rng, NoChoiceLog()
+        self._ranking = Ranking(make_policy(config.policy, self._cost, self, self._order), self._cost, self._order)
+        self._role, self._policy_name = role, config.policy
         #: Roles of the engines whose roles can change.
         self.roles: dict[str, Role] = {}
         self._unhealthy: set[str] = set()
@@ -58,10 +61,13 @@ class Balancer:
         lookup = self._make_lookup(prompt)
         unhealthy = self._unhealthy.intersection(engines)
         healthy = [engine for engine in engines if engine not in unhealthy] if unhealthy else engines
-        ranked, reason = self._rank(prompt, healthy or engines, lookup)
+        candidates, home = healthy or engines, self._home(prompt, healthy or engines)
+        watched = self._log.watch(lookup, self._ranking.policy.memory)
+        ranked, reason = self._ranking.rank(prompt, candidates, home, watched)
+        able = ranked
         if healthy:
-            ranked += [engine for engine in engines if engine in unhealthy]
-        best = lookup(ranked[0])
+            ranked = able + [engine for engine in engines if engine in unhealthy]
+        best = watched(ranked[0])
         placement = Placement(
             engine=best.engine,
             tokens=self._cost.uncached_tokens(prompt, best),
@@ -76,9 +82,30 @@ class Balancer:
             self.stats.routed[reason] += 1
             if prompt.adapter:
                 self.stats.adapters["held" if best.holds_adapter else "to_load"] += 1
-        return RoutingDecision(
-            ranked, reason, placement.cached_tokens, self._holder(prompt, best), self._lost_hold(prompt)
+        holder = self._holder(prompt, best)
+        self._log.record(
+            prompt,
+            candidates,
+            able,
+            unhealthy=sorted(unhealthy),
+            home=home,
+            reason=reason,
+            cached_tokens=placement.cached_tokens,
+            holder="" if holder is None else holder.engine.engine_id,
+            moves=moved,
         )
+        return RoutingDecision(ranked, reason, placement.cached_tokens, holder, self._lost_hold(prompt))
+
+    def randrange(self, start: int, stop: int | None = None) -> int:
+        """Draw a random number for the policy."""
+        number = self._rng.randrange(start, stop)
+        self._log.drawn.append(number)
+        return number
+
+    def _order(self, key: str, engines: Iterable[str]) -> list[str]:
+        found = rendezvous_order(key, engines)
+        self._log.orders.append(found)
+        return found
 
     def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
         """Return the engine with the longest prefix of a prompt, from which the chosen engine can fetch it; None if the
@@ -98,6 +125,13 @@ class Balancer:
         """Count in `stats` from now on; keep the policy's name."""
         if stats is not self.stats:
             stats.policy, self.stats = self.stats.policy, stats
+
+    def use_log(self, log: NoChoiceLog) -> None:
+        """Record choices in `log` from now on."""
+        if log is not self._log:
+            self._log = log
+            if isinstance(log, ChoiceLog):
+                log.describe(role=self._role, policy=self._policy_name, cost=self._cost)
 
     def update(self, update: EngineUpdate) -> bool:
         """Apply an engine's report. Returns False if an earlier report is missing, so that a snapshot is needed."""
@@ -158,22 +192,6 @@ class Balancer:
             return EngineCandidate(engine, record.load, cached, record.holds(prompt.adapter))
 
         return lookup
-
-    def _rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
-        moved = False
-        if home := self._home(prompt, engines):
-            others = [engine for engine in engines if engine != home]
-            if not self._cost.overloaded(prompt, lookup(home), [lookup(other) for other in others]):
-                return [home, *(self._policy.rank(prompt, others, lookup)[0] if others else [])], "held"
-        if prompt.session:
-            for home in rendezvous_order(prompt.session, engines):
-                others = [engine for engine in engines if engine != home]
-                if not self._cost.overloaded(prompt, lookup(home), [lookup(other) for other in others]):
-                    rest = self._policy.rank(prompt, others, lookup)[0] if others else []
-                    return [home, *rest], "session_moved" if moved else "session"
-                moved = True
-        ranked, reason = self._policy.rank(prompt, engines, lookup)
-        return ranked, "session_moved" if moved else reason
 
     def _home(self, prompt: PromptDigest, engines: Sequence[str]) -> str | None:
         """Return the engine that holds the longest part of the prompt, for whichever client."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad
 
 

@@ -32,7 +32,9 @@ from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
+from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.recorder import NoTape, Tape
+from engine.core.tape.shared_copy import keep_orphans, shared_root
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
@@ -380,13 +382,17 @@ def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> K
 
 
 def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Tape | NoTape:
-    """Return the tape of a scheduler: none of one that depends on images, on tiers, or on other engines' caches."""
+    """Return the tape of a scheduler: none of one that depends on tiers."""
     config, handoff = loaded.config, loaded.config.handoff
-    fetches = handoff is not None and handoff.enable_prefix_fetching
-    if not config.tape_mib or config.offloads_kv or fetches or loaded.model.vision is not None:
+    if not config.tape_mib or config.offloads_kv:
         return NoTape()
     role = scheduler.handoffs.role or ("" if handoff is None else handoff.role)
-    return Tape(scheduler, times, engine_id=engine_id, role=role, max_bytes=config.tape_mib * 2**20, clock=clock)
+    kept, root = KeptTapes.of(config), shared_root()
+    keep_orphans(root, kept)
+    size = config.tape_mib * 2**20
+    return Tape(
+        scheduler, times, engine_id=engine_id, role=role, max_bytes=size, clock=clock, kept=kept, shared_root=root
+    )
 
 
 def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:

@@ -449,6 +449,8 @@ class EngineCore:
                 if isinstance(launched, Future):
                     self._broadcaster.result(launched)
         self._kv_events.close()
+        if self._broken is None:
+            self.tape.close()
         self._grammars.close()
         self._adapter_loader.close()
         self._launcher.close()

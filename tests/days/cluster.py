@@ -27,7 +27,8 @@ from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.routing_context import CallOutcome, PromptDigest, PromptDigester, RoutingContext
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
+from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from deployments.routing.subscriptions import Subscriptions
 from engine.config import EngineConfig, HandoffConfig

@@ -26,7 +26,7 @@ from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.pools import PoolTapes, ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
@@ -50,11 +50,12 @@ def tokenizer() -> Tokenizer:
 class LocalPool:
     """An EnginePool of one replica in this process.
 
-    sleeps: what it says of a replica that is not there.
+    sleeps: what it says of a replica that is not there. kept: why it was to keep tapes.
     """
 
     def __init__(self, replica: EngineReplica):
         self.sleeps = False
+        self.kept: list[str] = []
         self._replica = replica
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -75,8 +76,15 @@ class LocalPool:
     async def release_holds(self, name: str, client: str | None) -> None:
         self._replica.release_holds(name, client)
 
-    async def tapes(self, key: bytes) -> list[bytes]:
-        return [await self._replica.tape(key, 60.0)]
+    async def tapes(self, key: bytes) -> PoolTapes:
+        tape = await self._replica.tape(key, 60.0)
+        return PoolTapes([tape] if tape else [], [])
+
+    async def keep_tapes(self, reason: str) -> None:
+        self.kept.append(reason)
+
+    def own_tape(self, router: str) -> list[bytes]:
+        return []
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
@@ -140,7 +148,8 @@ async def fake_api(
     await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0,
               "supported_tasks": ALL_TASKS}  # fmt: skip
-    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
+    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000,
+              "ttft_s": None}  # fmt: skip
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
     models = {}
     for name in names:

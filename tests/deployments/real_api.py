@@ -31,7 +31,7 @@ from deployments.replicas.pools import EnginePool, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.flags import ApiKeyOption, JsonOption
-from engine.errors import InvalidParameter
+from engine.errors import InvalidParameter, RequestNotFound
 
 if TYPE_CHECKING:  # `manta --help` need not wait for them
+    from rich.console import Console
+
+    from cluster.cli.tape.outcome import Outcome
+    from cluster.cli.tape.routes import RouterOutcome
     from deployments.billing.prices import Prices
+    from deployments.routing.choice_record import RouterTape
     from engine.core.tape.ring import EngineTape
 
 tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
@@ -25,18 +30,20 @@ def save(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Save the newest part of the tapes of all engines, for `manta replay`. They contain no text.
+    """Save the newest part of the tapes of all engines and routers, for `manta replay`. They contain no text.
 
     With `ingress.admin_keys`, only these keys may save a tape.
 
     Example: manta tape save monday.tape --url http://127.0.0.1:8000
     """
     from cluster.cli.tape.fetch import fetch
+    from cluster.cli.tape.routes import read_routers
     from engine.core.tape.file import read_tapes
 
     output.write_bytes(fetch(url, api_key))
     tapes = read_tapes(output)
-    print(f"{output} has the tapes of {len(tapes)} engines ({output.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+    what = f"{len(tapes)} engines and {len(read_routers([output]))} routers"
+    print(f"{output} has the tapes of {what} ({output.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 
 
 def replay(
@@ -44,7 +51,10 @@ def replay(
         list[Path],
         typer.Argument(exists=True, dir_okay=False, help="Files of `manta tape save`, with one tape of each engine."),
     ],
-    engine: Annotated[str | None, typer.Option(help="Id of the engine to look at. Default: the first.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Id of the engine to look at. Default: the first; for --request, those that had it."),
+    ] = None,
     request: Annotated[str | None, typer.Option(help="Show what happened to the request with this id.")] = None,
     at: Annotated[
         str | None,
@@ -63,24 +73,26 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the schedulers decide again what they decided when a tape was saved, and compare every decision.
+    """Let schedulers and routers decide again what they decided when a tape was saved, and compare every decision.
 
     Exit code 1 if a decision differs: the tape was made by another version, or the scheduler depends on something that
     the tape does not have.
 
-    With --request, --at or --step, show what one scheduler did. With --set, predict what other options would have done
-    to the same requests. docs/replay.md says how far to trust the prediction. With prices, show costs as well.
+    With --request, show which engines the routers chose for a request, and why, and what its schedulers did. With --at
+    or --step, show what one scheduler did. With --set, predict what other options would have done to the same requests.
+    docs/replay.md says how far to trust the prediction. With prices, show costs as well.
 
     Example: manta replay monday.tape --at 61.5
 
     Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
     """
+    from cluster.cli.tape.routes import read_routers
     from deployments.billing.prices import Prices
     from engine.core.tape.file import read_all
 
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     if set_ is None and request is None and at is None and not step:
-        raise typer.Exit(_compare(tapes, prices, as_json))
+        raise typer.Exit(_compare(tapes, read_routers(files), prices, as_json))
     from engine.core.tape.replay import Diverged
     from engine.core.tape.snapshot import UnknownState
 
@@ -89,28 +101,47 @@ def replay(
             from cluster.cli.tape.prediction import show_prediction
 
             show_prediction(tapes, set_, prices, as_json=as_json)
+        elif request is not None:
+            _follow(tapes if engine is None else [_chosen(tapes, engine)], read_routers(files), request)
         else:
-            _look(_chosen(tapes, engine), request, at)
+            _look(_chosen(tapes, engine), at)
     except (Diverged, UnknownState) as error:
         raise InvalidParameter(
             "tape", " ".join(map(str, files)), f"one whose decisions this version makes again ({error})"
         ) from None
 
 
-def _look(tape: EngineTape, request: str | None, at: str | None) -> None:
-    """Show a request, or a moment, or obey commands from stdin. Raises UnknownState and Diverged."""
-    from rich.console import Console
-
-    from cluster.cli.tape.explore import explore, follow, show_at
+def _follow(tapes: list[EngineTape], routers: list[RouterTape], request: str) -> None:
+    """Show a request in all routers and engines. Raises RequestNotFound, UnknownState and Diverged."""
+    from cluster.cli.tape.explore import follow
+    from cluster.cli.tape.routes import choices_of, show_choice
     from engine.core.tape.replay import Replay
 
-    console, replayed = Console(highlight=False, markup=False, emoji=False), Replay(tape)
-    if request is not None:
-        follow(replayed, request, console)
-    elif at is not None:
-        show_at(replayed, at, console)
+    console, found = _console(), False
+    for router, choice in choices_of(routers, request):
+        found = True
+        show_choice(router, choice, console)
+    for tape in tapes:
+        found = follow(Replay(tape), request, console) or found
+    if not found:
+        raise RequestNotFound(request)
+
+
+def _look(tape: EngineTape, at: str | None) -> None:
+    """Show a moment, or obey commands from stdin. Raises UnknownState and Diverged."""
+    from cluster.cli.tape.explore import explore, show_at
+    from engine.core.tape.replay import Replay
+
+    if at is not None:
+        show_at(Replay(tape), at, _console())
     else:
-        explore(replayed, console)
+        explore(Replay(tape), _console())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:
@@ -120,27 +151,36 @@ def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:
     return found
 
 
-def _compare(tapes: list[EngineTape], prices: Prices, as_json: bool) -> int:
+def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices, as_json: bool) -> int:
     """Replay all tapes and print what came of it. Returns the exit code."""
     from cluster.cli.bench.tables import make_table, show, totals
     from cluster.cli.money import cost_rows
     from cluster.cli.tape.outcome import replay_whole
+    from cluster.cli.tape.routes import choose_all_again
     from engine.core.tape.recorder import code_version
 
-    outcomes = [replay_whole(one, prices) for one in tapes]
+    outcomes, routed = [replay_whole(one, prices) for one in tapes], [choose_all_again(one) for one in routers]
+    found: list[Outcome | RouterOutcome] = [*outcomes, *routed]
     if as_json:
-        print(json.dumps([outcome.figures() for outcome in outcomes]))
+        print(json.dumps([outcome.figures() for outcome in found]))
     else:
         table = make_table("engine", "role", "seconds", "requests", "steps", "plans equal")
-        for outcome in outcomes:
-            table.add_row(*outcome.row())
-        show(table)
-        for outcome in outcomes:
-            if outcome.costs is not None:
-                show(f"{outcome.engine_id} has cost", totals(cost_rows(outcome.costs)))
+        for engine in outcomes:
+            table.add_row(*engine.row())
+        choices = make_table("router", "to pool", "seconds", "choices equal")
+        for router in routed:
+            choices.add_row(*router.row())
+        show(table, *([choices] if routed else []))
+        for engine in outcomes:
+            if engine.costs is not None:
+                show(f"{engine.engine_id} has cost", totals(cost_rows(engine.costs)))
+        for one in tapes:
+            if one.reason:
+                show(f"{one.engine_id}: the tape was kept, because: {one.reason}")
+        for outcome in found:
             if outcome.problem:
-                show(f"{outcome.engine_id}: {outcome.problem}")
+                show(f"{outcome.name}: {outcome.problem}")
         others = sorted({one.version for one in tapes} - {code_version()})
         if others:
             show(f"recorded by another version, so decisions may differ: {'; '.join(others)}")
-    return int(any(outcome.differs for outcome in outcomes))
+    return int(any(outcome.differs for outcome in found))

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from cluster.cli.tape.outcome import clock_time, told
 from engine.core.request import Request, State
+from engine.core.tape.inputs import Added, AddedRemote, Input
 from engine.core.tape.replay import Diverged, Moment, Replay
-from engine.errors import InvalidParameter, RequestNotFound
+from engine.errors import InvalidParameter
 
 SHOWN = 24  # requests of a table
 HELP = "n [COUNT] forward, b [COUNT] back, t SECONDS, # NUMBER, r REQUEST to its next change, h help, q quit"
@@ -100,16 +101,42 @@ def _position(replay: Replay, at: str) -> int:
 # -- one request -------------------------------------------------------------------------------------------
 
 
-def follow(replay: Replay, request_id: str, console: Console) -> None:
-    """Print what happened to a request, from its arrival to its end. Raises RequestNotFound."""
+def is_of(name: str, request_id: str) -> bool:
+    """Return whether a name is that of a request, of one of its sequences or attempts, or of a handoff of these."""
+    return name == request_id or name.startswith(tuple(request_id + mark for mark in "-./"))
+
+
+def follow(replay: Replay, request_id: str, console: Console) -> bool:
+    """Print what happened to a request and its parts (is_of), from their arrivals to their ends. Returns False if the
+    engine did not have it."""
+    arrived = (moment.input for moment in replay.moments)
+    names = [*replay.scheduler.queue.live, *(_arrived(one) for one in arrived)]
+    found = [name for name in dict.fromkeys(names) if is_of(name, request_id)]
+    for name in found:
+        console.print(f"{name} in {replay.tape.engine_id}:")
+        replay.go_to(0)
+        _follow_one(replay, name, console)
+    return bool(found)
+
+
+def _arrived(call: Input | None) -> str:
+    """Return the id of the request that comes by a call; empty if none does."""
+    match call:
+        case Added(message=message):
+            return message.request_id
+        case AddedRemote(request=request):
+            return request.handoff_id
+        case _:
+            return ""
+
+
+def _follow_one(replay: Replay, request_id: str, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("time")
     table.add_column("what happened", overflow="fold")
     for change in changes(replay, request_id):
         table.add_row(str(replay.position), clock_time(replay, replay.now), change)
-    if not table.row_count:
-        raise RequestNotFound(request_id)
     console.print(table)
 
 

@@ -27,6 +27,10 @@ class Outcome:
     problem: str = ""  #: the first decision that differs, or how the engine failed
     costs: Costs | None = None  #: None without prices
 
+    @property
+    def name(self) -> str:
+        return self.engine_id
+
     def figures(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -121,7 +121,7 @@ class KVFetching:
         #: Seconds of a fetch by its MiB.
         self.link_cost = LinearCost(RATE_MEMORY)
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
-        self._timeout_s, self._bytes, self._quarantined = timeout_s, block_bytes, quarantined
+        self._timeout_s, self._bytes, self.quarantined = timeout_s, block_bytes, quarantined
         self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
         #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
         self._brought: list[tuple[BlocksAsked, float]] = []
@@ -189,7 +189,7 @@ class KVFetching:
 
     def _may_ask(self, holder: KVHolder, tokens: int) -> bool:
         engine = holder.engine
-        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self._quarantined()
+        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self.quarantined()
 
     def _pays(self, request: Request, holder: KVHolder, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
         """Return whether fetching the blocks is expected to be faster than computing these tokens. While a rate is

@@ -212,7 +212,7 @@ class EngineEndpoint:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
         match command:
             case PrefillReplicas(replicas, "encode") if images.channel.peer is not None:
-                images.replicas = replicas
+                images.set_replicas(replicas)
                 return
             case RemoteRequestFailed(handoff_id) if images.owns(handoff_id):
                 images.channel.submit(command)

@@ -6,11 +6,14 @@ same answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.kv_transfer.no_channel import NoChannel
 from engine.text.free_text import FreeText
+from engine.wire.handoff import HandoffEvent
+from engine.wire.remote_request import Peer
 
 if TYPE_CHECKING:
     from engine.spec_decode.drafter import SequenceDrafter
@@ -36,8 +39,9 @@ class AnswerLog(Protocol):
 class Answers:
     """The recorded answers of a tape's segment."""
 
-    def __init__(self, data: bytes = b"", position: int = 0):
-        self._data, self.position = data, position
+    def __init__(self, data: bytes = b"", position: int = 0, hashes: Mapping[int, list[bytes]] | None = None):
+        """hashes: those on the tape, by number of arrival."""
+        self._data, self.position, self.hashes = data, position, hashes or {}
 
     def go_on(self, data: bytes) -> None:
         """Begin with the answers of the next segment."""
@@ -219,5 +223,21 @@ class ReplayedLinks:
         return ReplayedLinks, ()
 
 
-STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks)
+class ReplayedChannel(NoChannel):
+    """Stands for the channel of images."""
+
+    def __init__(self, answers: Answers, peer: Peer | None):
+        super().__init__()
+        self.peer = peer
+        self.waiting: list[HandoffEvent] = []
+
+    def events(self) -> list[HandoffEvent]:
+        found, self.waiting = self.waiting, []
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayedChannel, (self.peer,)
+
+
+STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel)
 """Classes whose first argument is the Answers of a replay."""

@@ -1,4 +1,4 @@
-"""Files of tapes: one tape for each engine of a cluster."""
+"""Files of tapes: one tape for each engine and each router of a cluster."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ def is_tape(path: Path) -> bool:
         return file.read(1) == b"x"  # of zlib
 
 
-def read_tapes(path: Path) -> list[EngineTape]:
-    """Return the tapes in a file. Raises InvalidParameter."""
+class TapeFile(msgspec.Struct):
+    """Content of a file, before compression."""
+
+    engines: list[bytes]
+    """An EngineTape in msgpack each."""
+    routers: list[bytes] = []
+    """A RouterTape in msgpack each (deployments/routing/choice_record.py)."""
+
+
+def read_file(path: Path) -> TapeFile:
+    """Return the content of a file. Raises InvalidParameter."""
     try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(path.read_bytes(), MAX_BYTES)
-        tapes = msgspec.msgpack.decode(data, type=list[bytes])
-        return [msgspec.msgpack.decode(tape, type=EngineTape) for tape in tapes]
+        data = zlib.decompressobj().decompress(path.read_bytes(), MAX_BYTES)
+        return msgspec.msgpack.decode(data, type=TapeFile)
     except (zlib.error, msgspec.MsgspecError) as error:
-        raise InvalidParameter("tape", str(path), f"a file written by `manta tape save` ({error})") from None
+        raise not_a_tape(str(path), error) from None
 
 
 def read_all(files: Sequence[Path]) -> list[EngineTape]:
@@ -42,6 +49,18 @@ def read_all(files: Sequence[Path]) -> list[EngineTape]:
     return tapes
 
 
-def pack_tapes(tapes: list[bytes]) -> bytes:
-    """Return the content of a file. tapes: an EngineTape in msgpack each."""
-    return zlib.compress(msgspec.msgpack.encode(tapes))
+def read_tapes(path: Path) -> list[EngineTape]:
+    """Return the engines' tapes in a file. Raises InvalidParameter."""
+    try:
+        return [msgspec.msgpack.decode(tape, type=EngineTape) for tape in read_file(path).engines]
+    except msgspec.MsgspecError as error:
+        raise not_a_tape(str(path), error) from None
+
+
+def not_a_tape(path: str, error: Exception) -> InvalidParameter:
+    return InvalidParameter("tape", path, f"a file written by `manta tape save` ({error})")
+
+
+def pack_tapes(engines: list[bytes], routers: Sequence[bytes] = ()) -> bytes:
+    """Return the content of a file. The arguments are those of TapeFile."""
+    return zlib.compress(msgspec.msgpack.encode(TapeFile(engines, list(routers))))

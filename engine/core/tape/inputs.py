@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
+
 import msgspec
 
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import ORDINARY, Answers, ReplayedGrammar
+from engine.core.tape.answers import ORDINARY, Answers, ReplayedChannel, ReplayedGrammar
 from engine.errors import EngineError
+from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
-from engine.wire.handoff import Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import FinishReason, GenerateRequest, PrefillReplica
+from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -42,6 +49,12 @@ def lora_without_path(lora: LoRARequest | None) -> LoRARequest | None:
     return None if lora is None else LoRARequest(lora.lora_name, "", lora.digest)
 
 
+def remote_without_text(request: RemoteRequest, params: SamplingParams) -> RemoteRequest:
+    return msgspec.structs.replace(
+        request, token_ids=[], params=params, cache_salt="", mm_features=[], lora=lora_without_path(request.lora)
+    )
+
+
 class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A record on the tape. Subclasses have the arguments of the call."""
 
@@ -50,15 +63,47 @@ class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
         raise NotImplementedError
 
 
+class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
+    """Images of a prompt. Their hashes are on the tape under a number of arrival that no request has."""
+
+    order: int
+    spans: list[PlaceholderRange]
+    num_embeds: list[int]
+
+    @classmethod
+    def of(cls, images: Sequence[MultiModalFeatureSpec], order: int) -> ImageShapes | None:
+        if not images:
+            return None
+        return cls(order, [image.mm_position for image in images], [image.num_embeds for image in images])
+
+    def prompt(self, num_tokens: int, scheduler: Scheduler) -> list[int]:
+        """Return tokens with the placeholders of the images."""
+        tokens = [ORDINARY] * num_tokens
+        assert isinstance(scheduler.images, EncoderCacheManager)
+        for span, count in zip(self.spans, self.num_embeds, strict=True):
+            tokens[span.offset : span.offset + count] = [scheduler.images.image_token_id] * count
+        return tokens
+
+    def images(self, answers: Answers) -> list[MultiModalFeatureSpec]:
+        found = zip(answers.hashes[self.order], self.spans, self.num_embeds, strict=True)
+        return [
+            MultiModalFeatureSpec(data={}, mm_hash=mm_hash, mm_position=span, num_embeds=count)
+            for mm_hash, span, count in found
+        ]
+
+
 class Added(Input, frozen=True):
     at: float
     num_tokens: int
     message: GenerateRequest
-    """Without tokens."""
+    """Without tokens and images."""
+    images: ImageShapes | None = None
 
     @classmethod
-    def of(cls, message: GenerateRequest, now: float, vocab_size: int) -> Added:
-        return cls(now, len(message.prompt), GenerateRequest(
+    def of(cls, message: GenerateRequest, now: float, vocab_size: int, order: int) -> Added:
+        """order: as in ImageShapes."""
+        images = ImageShapes.of(message.mm_features, order)
+        return cls(now, len(message.prompt), images=images, message=GenerateRequest(
             request_id=message.request_id,
             prompt=[],
             lora=lora_without_path(message.lora),
@@ -69,33 +114,39 @@ class Added(Input, frozen=True):
             priority=message.priority,
             prediction=[ORDINARY] if message.prediction else [],
             kv_source=message.kv_source,
+            kv_holder=message.kv_holder,
             prefill=message.prefill,
             num_prompt=message.num_prompt,
             hold=message.hold,
         ))  # fmt: skip
 
     def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        prompt = [ORDINARY] * self.num_tokens
-        scheduler.add(msgspec.structs.replace(self.message, prompt=prompt), self.at)
+        message = msgspec.structs.replace(self.message, prompt=[ORDINARY] * self.num_tokens)
+        if self.images is not None:
+            prompt, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
+            message = msgspec.structs.replace(message, prompt=prompt, mm_features=images)
+        scheduler.add(message, self.at)
 
 
 class AddedRemote(Input, frozen=True):
     at: float
     num_tokens: int
     request: RemoteRequest
-    """Without tokens."""
+    """Without tokens and images."""
+    images: ImageShapes | None = None
 
     @classmethod
-    def of(cls, asked_by: RemoteRequest, now: float, vocab_size: int) -> AddedRemote:
-        params = params_without_text(asked_by.params, vocab_size)
-        shape = msgspec.structs.replace(
-            asked_by, token_ids=[], params=params, cache_salt="", mm_features=[], lora=lora_without_path(asked_by.lora)
-        )
-        return cls(now, len(asked_by.token_ids), shape)
+    def of(cls, asked_by: RemoteRequest, now: float, vocab_size: int, order: int) -> AddedRemote:
+        """order: as in ImageShapes."""
+        shape = remote_without_text(asked_by, params_without_text(asked_by.params, vocab_size))
+        return cls(now, len(asked_by.token_ids), shape, ImageShapes.of(asked_by.mm_features, order))
 
     def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        tokens = [ORDINARY] * self.num_tokens
-        scheduler.add_remote(msgspec.structs.replace(self.request, token_ids=tokens), self.at)
+        request = msgspec.structs.replace(self.request, token_ids=[ORDINARY] * self.num_tokens)
+        if self.images is not None:
+            tokens, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
+            request = msgspec.structs.replace(request, token_ids=tokens, mm_features=images)
+        scheduler.add_remote(request, self.at)
 
 
 class GrammarSet(Input, frozen=True):
@@ -156,10 +207,57 @@ class HandoffClosed(Input, frozen=True):
         scheduler.handle(ClosedEvent(self.handoff_id, self.reason), self.at)
 
 
-def handoff_input(event: HandoffEvent, token: int, now: float) -> Input | None:
+class ImageEnded(Input, frozen=True):
+    """An encode engine has sent an image, or has not."""
+
+    handoff: str
+    """Id of the handoff without the hash of the image (`number_of`)."""
+    failed: str | None
+    """Why it has failed; None if it has not."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        handoffs = scheduler.images.handoffs
+        assert isinstance(handoffs, ImageHandoffs) and isinstance(handoffs.channel, ReplayedChannel)
+        handoff_id = handoffs.id_of(self.handoff)
+        if self.failed is None:
+            handoffs.channel.waiting.append(Received(handoff_id, FirstToken(ORDINARY, None, b"", 0)))
+        else:
+            handoffs.channel.waiting.append(Failed(handoff_id, self.failed, 0, retry=False))
+        handoffs.take_events()
+
+
+class EncodersSet(Input, frozen=True):
+    replicas: list[PrefillReplica]
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.images.handoffs.set_replicas(self.replicas)
+
+
+class BlocksWanted(Input, frozen=True):
+    """Another engine asks for blocks by their hashes, which are on the tape under a number of arrival that no request
+    has."""
+
+    at: float
+    order: int
+    groups: list[int]
+    """Hashes of each KV cache group."""
+    upto: int
+    request: RemoteRequest
+    """Without tokens."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        hashes = iter(answers.hashes.get(self.order, ()))
+        names = [b"".join(islice(hashes, count)) for count in self.groups]
+        scheduler.handle(BlocksAsked(self.request, self.upto, names), self.at)
+
+
+def handoff_input(event: HandoffEvent, token: int, now: float, order: int) -> Input | None:
     """Return the record of a handoff's progress; None for events that no decision depends on. token: as in
-    KVReceived."""
+    KVReceived. order: as in BlocksWanted."""
     match event:
+        case BlocksAsked(request, upto, names):
+            shape = remote_without_text(request, SamplingParams())
+            return BlocksWanted(now, order, [len(some) // BLOCK_HASH_BYTES for some in names], upto, shape)
         case Received(handoff_id, first):
             return KVReceived(now, handoff_id, first.cached, token)
         case Failed(handoff_id, reason, verified, retry):
@@ -258,7 +356,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Record = (
-    Added | AddedRemote | GrammarSet | Aborted | MovesAsked | KVReceived | HandoffFailed | HandoffClosed | CacheCleared
-    | ReplicasSet | RoleSet | StuckAsked | HoldsReleased | HoldsGiven | AdapterNumbered | AdapterRead | CommitDetails
-    | Ended
+    Added | AddedRemote | GrammarSet | Aborted | MovesAsked | KVReceived | HandoffFailed | HandoffClosed | BlocksWanted
+    | ImageEnded | EncodersSet | CacheCleared | ReplicasSet | RoleSet | StuckAsked | HoldsReleased | HoldsGiven
+    | AdapterNumbered | AdapterRead | CommitDetails | Ended
 )  # fmt: skip

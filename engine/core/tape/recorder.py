@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import secrets
+import math
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,13 +16,14 @@ import msgspec
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
+from engine.core.features.kv_fetching import KVFetching, split_names
 from engine.core.features.speculator import NoSpeculation
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedLinks
 from engine.core.tape.digest import UNFINISHED, digest
-from engine.core.tape.file import pack_tapes
 from engine.core.tape.inputs import (
     Aborted,
     AdapterNumbered,
@@ -33,10 +32,12 @@ from engine.core.tape.inputs import (
     AddedRemote,
     CacheCleared,
     CommitDetails,
+    EncodersSet,
     Ended,
     GrammarSet,
     HoldsGiven,
     HoldsReleased,
+    ImageEnded,
     MovesAsked,
     Record,
     ReplicasSet,
@@ -46,6 +47,7 @@ from engine.core.tape.inputs import (
     lora_without_path,
     stop_token,
 )
+from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.ring import (
     COMMIT,
     COMMITTED,
@@ -55,19 +57,17 @@ from engine.core.tape.ring import (
     Ring,
     Segment,
     hashes_entry,
-    tape_with_key,
 )
+from engine.core.tape.shared_copy import NoCopy, open_copy
 from engine.core.tape.snapshot import dump
 from engine.errors import EngineUnavailable, ServingError
-from engine.wire.handoff import HandoffEvent, Received
+from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import FinishReason, GenerateRequest, HeldPrompt, PrefillReplica
 from engine.wire.plan import ON_DEVICE, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 
 logger = logging.getLogger(__name__)
-
-KEPT_TAPES = 8  # files of engines that have crashed on this machine
 
 
 class NoTape:
@@ -79,6 +79,9 @@ class NoTape:
     def keep(self, error: Exception) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class Tape:
     """Records the calls of a scheduler in a ring, so that Replay can make them again.
@@ -88,15 +91,35 @@ class Tape:
     """
 
     def __init__(
-        self, scheduler: Scheduler, times: StepTimes, *, engine_id: str, role: str, max_bytes: int, clock: Clock
+        self,
+        scheduler: Scheduler,
+        times: StepTimes,
+        *,
+        engine_id: str,
+        role: str,
+        max_bytes: int,
+        clock: Clock,
+        kept: KeptTapes,
+        shared_root: Path | None = None,
     ):
-        self._scheduler, self._times, self._engine_id, self._role, self._clock = (
-            scheduler, times, engine_id, role, clock
+        """kept: where the tape is written if the step loop fails. shared_root: folder in shared memory for a copy,
+        which is left if the process is killed."""
+        self._scheduler, self._times, self._engine_id, self._clock, self._kept = (
+            scheduler, times, engine_id, clock, kept
         )  # fmt: skip
+        self._head = EngineTape(
+            engine_id=engine_id,
+            version=code_version(),  # it reads files
+            wall_s=clock.wall() - clock.monotonic(),
+            role=role,
+            segments=[],
+        )
         self._ring = Ring(max_bytes)
+        self._copy = NoCopy() if shared_root is None else open_copy(self._head, shared_root)
         self._vocab_size, self._live, self._planned = (
             scheduler.limits.vocab_size, scheduler.queue.live, scheduler.planned
         )  # fmt: skip
+        self._num_others = 0  # lists of hashes that are not those of a request's blocks
         self._busy = False  # whether a call is under way, so that further ones come from the scheduler itself
         self._step_s = self._draft_s = 0.0  # of the step whose commit follows
         self._ended: list[tuple[Request, FinishReason]] = []  # by the call that is under way
@@ -105,7 +128,6 @@ class Tape:
         self._plan, self._end_step = scheduler.schedule, scheduler.commit
         #: Whether steps can yield more than one token for each sequence, or tokens for other engines.
         self._has_details = not isinstance(scheduler.speculation, NoSpeculation)
-        code_version()  # it reads files
         self._attach()
         self._begin()
 
@@ -115,38 +137,39 @@ class Tape:
 
     def keep(self, error: Exception) -> None:
         """Write the tape to a file, because the step loop has failed. Does nothing if another rank is gone, since the
-        scheduler has nothing to do with it."""
+        scheduler has nothing to do with it; the replica keeps the copy then."""
         if isinstance(error, EngineUnavailable):
             return
-        folder, why = Path(tempfile.gettempdir()), f"{type(error).__name__}: {error}"
-        path = folder / f"manta-{self._engine_id.replace('/', '-')}.tape"
         try:
-            newest = sorted(folder.glob("manta-*.tape"), key=lambda file: file.stat().st_mtime, reverse=True)
-            for old in newest[KEPT_TAPES - 1 :]:
-                old.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            tape = tape_with_key(msgspec.msgpack.encode(self._tape(why)), secrets.token_bytes(16))
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(pack_tapes([tape]))
+            path = self._kept.keep(self._tape(f"{type(error).__name__}: {error}"))
         except Exception:
             logger.exception("the tape of engine %s cannot be kept", self._engine_id)
         else:
             logger.error("engine %s failed; `manta replay %s` shows its last steps", self._engine_id, path)
+            self._copy.close()
+
+    def close(self) -> None:
+        """Remove the copy in shared memory, because the engine ends as it should."""
+        self._copy.close()
 
     def _tape(self, reason: str = "") -> EngineTape:
         *closed, newest = self._ring.segments or [Segment(0.0, b"", b"", b"")]
         # blocks of these requests may be matched, and no entry tells their hashes yet
-        unfinished = {*self._live.values(), *self._scheduler.handoffs.receiving.values()}
-        told = b"".join(hashes_entry(request.order[1], request.prefix.hashes) for request in unfinished)
+        told = b"".join(hashes_entry(request.order[1], request.prefix.hashes) for request in {*self._unfinished()})
         newest = Segment(newest.started_at, newest.state, bytes(newest.entries) + told, bytes(newest.answers))
-        return EngineTape(
-            engine_id=self._engine_id,
-            version=code_version(),
+        return msgspec.structs.replace(
+            self._head,
             wall_s=self._clock.wall() - self._clock.monotonic(),
-            role=self._role,
             segments=[*closed, newest],
             reason=reason,
         )
+
+    def _unfinished(self) -> Iterator[Request]:
+        yield from self._live.values()
+        yield from self._scheduler.handoffs.receiving.values()
+
+    def _update_copy(self, now: float) -> None:
+        self._copy.update(now, self._ring.entries, self._ring.answers, self._unfinished())
 
     def _begin(self) -> None:
         """Begin a segment. If that fails, nothing is recorded from now on."""
@@ -158,8 +181,13 @@ class Tape:
                 delattr(part, name)
             self._covered.clear()
             self._ring.limit = sys.maxsize
+            self._copy.close()
         else:
-            self._ring.begin(state, self._clock.monotonic())
+            now = self._clock.monotonic()
+            if self._ring.segments and self._copy.due < math.inf:
+                self._update_copy(now)
+            self._ring.begin(state, now)
+            self._copy.begin(state, now, len(self._ring.segments))
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -175,6 +203,8 @@ class Tape:
             raise
         if plan is not None or self._scheduler.has_work:  # else the engine is idle
             entries += PLAN.pack(PLANNED, now, digest(plan))
+        if now >= self._copy.due:
+            self._update_copy(now)
         return plan
 
     def _commit(self, result: StepResult, now: float) -> list[Event]:
@@ -249,11 +279,20 @@ class Tape:
         self._cover(scheduler.holds, {"release": self._release, "give": self._give})
         self._cover(scheduler.adapters, {"new_load": self._new_load, "loaded": self._loaded})
         self._cover(scheduler.metrics, {"observe_finished": self._observe_finished})
-        if self._has_details or scheduler.handoffs.policy is not None:  # else no decision depends on them
+        fetching = scheduler.fetching
+        if (
+            self._has_details or isinstance(fetching, KVFetching) or scheduler.handoffs.policy is not None
+        ):  # else no decision depends on them
             self._cover(self._times, {"observe_step": self._observe_step})
+        if isinstance(images := scheduler.images.handoffs, ImageHandoffs):
+            self._cover(images, {"set_replicas": self._set_encoders})
+            self._cover(images.channel, {"events": self._image_events})
+            images.quarantined = TapedLinks(images.quarantined, self._ring)
         scheduler.speculation.watch = DrafterWatch(self._ring, self._vocab_size)
         if (policy := scheduler.handoffs.policy) is not None:
             policy.quarantined = TapedLinks(policy.quarantined, self._ring)
+        if isinstance(fetching, KVFetching):
+            fetching.quarantined = TapedLinks(fetching.quarantined, self._ring)
 
     def _cover(self, part: object, methods: dict[str, Callable[..., Any]]) -> None:
         """Put these methods in front of those of an object, which they get as their first argument."""
@@ -281,13 +320,22 @@ class Tape:
         return result
 
     def _add(self, add: Callable[..., Request], message: GenerateRequest, now: float) -> Request:
-        found: Request = self._call(Added.of(message, now, self._vocab_size), add, message, now)
+        order = self._hashes_of([image.mm_hash for image in message.mm_features])
+        found: Request = self._call(Added.of(message, now, self._vocab_size, order), add, message, now)
         return found
 
     def _add_remote(self, add: Callable[..., Request], asked_by: RemoteRequest, now: float) -> Request:
         self._has_details = True
-        found: Request = self._call(AddedRemote.of(asked_by, now, self._vocab_size), add, asked_by, now)
+        order = self._hashes_of([image.mm_hash for image in asked_by.mm_features])
+        found: Request = self._call(AddedRemote.of(asked_by, now, self._vocab_size, order), add, asked_by, now)
         return found
+
+    def _hashes_of(self, hashes: list[bytes]) -> int:
+        """Record hashes that belong to the next record. Returns the number under which they are on the tape."""
+        if hashes:
+            self._num_others += 1
+            self._ring.hashes(-self._num_others, hashes)
+        return -self._num_others
 
     def _set_grammar(self, call: Callable[..., None], request: Request, grammar: Any) -> None:
         self._call(GrammarSet(request.request_id), call, request, TapedGrammar(grammar, self._ring))
@@ -318,7 +366,8 @@ class Tape:
         token = event.first.token if isinstance(event, Received) and event.first.token < 0 else ORDINARY
         if any(reason == "stop" for _, reason in self._ended):
             token = stop_token(self._vocab_size)
-        if (record := handoff_input(event, token, now)) is not None:
+        order = self._hashes_of(split_names(b"".join(event.names)) if isinstance(event, BlocksAsked) else [])
+        if (record := handoff_input(event, token, now, order)) is not None:
             self._ring.record(record)  # type: ignore[arg-type]
         for ended, reason in self._ended:
             self._tell_end(ended, reason)
@@ -326,6 +375,17 @@ class Tape:
         if request is not None and had_ended:  # its blocks have been cached since
             self._ring.hashes(request.order[1], request.prefix.hashes)
         return events
+
+    def _set_encoders(self, call: Callable[..., None], replicas: list[PrefillReplica]) -> None:
+        self._call(EncodersSet(replicas), call, replicas)
+
+    def _image_events(self, events: Callable[[], list[HandoffEvent]]) -> list[HandoffEvent]:
+        found = events()
+        for event in found:
+            if isinstance(event, Received | Failed):
+                failed = event.reason if isinstance(event, Failed) else None
+                self._ring.record(ImageEnded(number_of(event.handoff_id), failed))
+        return found
 
     def _clear_cache(self, call: Callable[[], None]) -> None:
         self._call(CacheCleared(), call)

@@ -207,7 +207,7 @@ class Replay:
         keyframe = self._keyframes[position]
         segment = self.moments[position].segment if position < len(self.moments) else len(self._first) - 1
         self.position = position
-        self._answers = Answers(bytes(self.tape.segments[segment].answers), keyframe.answers)
+        self._answers = Answers(bytes(self.tape.segments[segment].answers), keyframe.answers, self._hashes)
         self.scheduler, self.times = load(keyframe.state, self._answers, self._trusted)
         self.plan = self.scheduler.planned[-1][0] if self.scheduler.planned else None
         self._known: set[int] = set()

@@ -22,15 +22,18 @@ from engine.core.block_usage import BlockAccount, BlockUsage
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_table import Hold, PromptOfHold
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.request import PrefixUse, Request, RequestCost
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import NO_TOKEN, ORDINARY, STAND_INS, Answers, NoDrafter
+from engine.core.tape.answers import NO_TOKEN, ORDINARY, STAND_INS, Answers, NoDrafter, ReplayedChannel
 from engine.core.tape.inputs import lora_without_path, params_without_text
 from engine.model.state import max_drafts
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.lora import LoRARequest
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import ON_DEVICE, StepPlan
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -102,7 +105,6 @@ def of_request(request: Request) -> tuple[Any, ...]:
         reply_to="",
         timeline=[],
         prompt_logprobs=None if request.prompt_logprobs is None else [None],
-        images=[],
         cost=RequestCost(),
     )
 
@@ -119,7 +121,12 @@ def of_plan(plan: StepPlan) -> tuple[Any, ...]:
 
 def of_remote_request(asked: RemoteRequest) -> tuple[Any, ...]:
     tokens: Any = Zeros(len(asked.token_ids))
-    return reduced(msgspec.structs.replace(asked, token_ids=tokens, cache_salt="", mm_features=[]))
+    return reduced(msgspec.structs.replace(asked, token_ids=tokens, cache_salt=""))
+
+
+def of_image_handoffs(handoffs: ImageHandoffs) -> tuple[Any, ...]:
+    receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
+    return changed(handoffs, receiving=receiving, actions=[], channel=ReplayedChannel(Answers(), handoffs.channel.peer))
 
 
 def of_method(method: MethodType) -> tuple[Any, ...]:
@@ -150,6 +157,9 @@ class Writer(pickle.Pickler):
             ),
             Hold: lambda hold: changed(hold, accounts=[BlockAccount() for _ in hold.needed]),
             HandoffManager: partial(changed, actions=[]),
+            ImageHandoffs: of_image_handoffs,
+            EncoderCacheManager: partial(changed, _pixels={}),
+            MultiModalFeatureSpec: lambda image: reduced(msgspec.structs.replace(image, data={})),
             Speculator: lambda part: changed(part, _drafter=None if part.has_weights else NoDrafter()),
         }
 

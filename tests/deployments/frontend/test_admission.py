@@ -12,9 +12,10 @@ from deployments.frontend import admission
 from deployments.frontend.admission import AdmissionLimits, window
 from deployments.frontend.first_token import FirstTokenDeadline
 from deployments.frontend.latency_forecast import LatencyForecast
+from deployments.frontend.slo_alarm import LATE
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
-from tests.deployments.fake_api import FakeApi, fake_api, until
+from tests.deployments.fake_api import FakeApi, LocalPool, fake_api, until
 
 LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_waiting=100, max_waiting_tokens=1000)
 
@@ -324,5 +325,21 @@ def test_prompts_count_as_ahead_until_their_first_token():
                 pass
             assert queue._expect(1, 0.0).first_token.expected_s == 1
             assert queue.stats.latency_ratios["first_token"]["no"].count == 1
+
+    run(scenario())
+
+
+def test_tapes_are_kept_when_first_tokens_begin_to_be_late():
+    async def scenario() -> None:
+        async with fake_api(ttft_s=1e-9) as api:
+            pool = api.model.pool
+            assert isinstance(pool, LocalPool)
+            for _ in range(LATE):
+                await ask(api)
+            assert pool.kept == []
+            for _ in range(LATE):
+                await ask(api)
+            await until(lambda: pool.kept)
+            assert pool.kept == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]
 
     run(scenario())

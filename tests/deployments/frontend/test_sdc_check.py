@@ -22,7 +22,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.pools import PoolTapes, ReplicaStatus
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
@@ -57,7 +57,12 @@ class Replicas:
     async def reset_prefix_cache(self) -> None: ...
     async def release_holds(self, name: str, client: str | None) -> None: ...
 
-    async def tapes(self, key: bytes) -> list[bytes]:
+    async def tapes(self, key: bytes) -> PoolTapes:
+        return PoolTapes([], [])
+
+    async def keep_tapes(self, reason: str) -> None: ...
+
+    def own_tape(self, router: str) -> list[bytes]:
         return []
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:

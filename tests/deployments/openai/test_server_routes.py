@@ -12,6 +12,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.debug import VERSION
 from deployments.http.middleware import AuthConfig
+from engine.core.tape.file import TapeFile
 from engine.core.tape.ring import EngineTape, Segment, hashes_entry
 from tests.deployments.fake_api import fake_api, until
 
@@ -168,7 +169,7 @@ def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():
             for key, status in (("user", 403), ("boss", 200)):
                 response = await api.client.get("/debug/tape", headers={"authorization": f"Bearer {key}"})
                 assert response.status_code == status
-            (keyed,) = msgspec.msgpack.decode(zlib.decompress(response.content))
+            (keyed,) = msgspec.msgpack.decode(zlib.decompress(response.content), type=TapeFile).engines
             found = msgspec.msgpack.decode(keyed, type=EngineTape)
             assert found.engine_id == "e" and HASH not in keyed
             assert len(found.segments[0].entries) == len(hashes_entry(1, [HASH]))

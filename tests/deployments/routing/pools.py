@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import block_keys
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from engine.core.block_pool import BlockPool, HashChanges
 from engine.wire import block_hash
 from engine.wire.messages import EngineLoad, EngineUpdate

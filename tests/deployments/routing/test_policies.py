@@ -7,7 +7,7 @@ import pytest
 
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin, rendezvous_order
-from deployments.routing.routing_context import PromptDigest, PromptDigester
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad
 from tests.deployments.routing.pools import BLOCK, block_hashes, prompt
 

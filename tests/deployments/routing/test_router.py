@@ -17,8 +17,9 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Requ
 from ray.serve.request_router import PendingRequest, ReplicaID
 
 from deployments import ray_compat
+from deployments.routing.prompt_digest import EMPTY, PromptDigest
 from deployments.routing.router import EngineRouter, engine_id_of
-from deployments.routing.routing_context import EMPTY, PromptDigest, RoutingContext
+from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.distributed.cluster_key import ClusterKey
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deployments.routing.balancer import Balancer
-from deployments.routing.config import RoutingConfig
+from deployments.routing.choice_log import ChoiceLog
+from deployments.routing.choice_record import RouterTape, choose_again
+from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prefix_index import block_keys
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
@@ -19,9 +22,13 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # few symbols, so
 
 
 class RoutingMachine(RuleBasedStateMachine):
+    policy: PolicyName = "prefix_aware"
+
     def __init__(self) -> None:
         super().__init__()
-        self.router = Balancer(RoutingConfig(), "decode", BLOCK, random.Random(0))
+        self.router = Balancer(RoutingConfig(policy=self.policy), "decode", BLOCK, random.Random(0))
+        self.log = ChoiceLog(2**20)
+        self.router.use_log(self.log)
         self.engines = {name: PoolEngine(name, num_blocks=16) for name in ENGINES}
         self.on_way: dict[str, tuple[str, list[int]]] = {}  # requests that were sent and have not arrived
         self.there: dict[str, tuple[str, list[int]]] = {}  # that their engine has
@@ -125,7 +132,11 @@ class RoutingMachine(RuleBasedStateMachine):
             self.engines[name].pool.check()
 
     def teardown(self) -> None:
-        """When everything has ended and been reported, nothing is expected any more."""
+        """When everything has ended and been reported, nothing is expected any more. All choices are made again."""
+        for tape in (msgspec.msgpack.decode(data, type=RouterTape) for data in self.log.take("ingress")):
+            choices = tape.read()
+            assert [choose_again(tape, choice).differs(choice) for choice in choices] == [""] * len(choices)
+            assert len({choice.request_id for choice in choices}) == self.count
         for name in list(self.on_way):
             self.router.end(name, confirmed=False)
         for name, (engine, _) in self.there.items():
@@ -140,5 +151,16 @@ class RoutingMachine(RuleBasedStateMachine):
                 ) == engine.cached(tokens)
 
 
+class PowerOfTwoMachine(RoutingMachine):
+    policy = "power_of_two"
+
+
+class RoundRobinMachine(RoutingMachine):
+    policy = "round_robin"
+
+
 TestRouting = RoutingMachine.TestCase
+TestPowerOfTwo = PowerOfTwoMachine.TestCase
+TestRoundRobin = RoundRobinMachine.TestCase
 TestRouting.settings = settings(max_examples=40, stateful_step_count=40)
+TestPowerOfTwo.settings = TestRoundRobin.settings = settings(max_examples=10, stateful_step_count=40)

@@ -70,7 +70,7 @@ class EncoderCacheManager:
         """size: capacity in embeddings.
         budget: embeddings that one step is allowed to make; a single image can exceed it.
         mm_tokens_per_image: as in VisionConfig."""
-        self._size, self._budget, self._image_token_id = size, budget, image_token_id
+        self._size, self._budget, self.image_token_id = size, budget, image_token_id
         self._mm_tokens_per_image = mm_tokens_per_image
         self._cached: OrderedDict[bytes, int] = OrderedDict()  #: sizes by image hash, least recently used first
         self._in_step: set[bytes] = set()
@@ -203,7 +203,7 @@ class EncoderCacheManager:
             if self.whole_images and span.length > self._mm_tokens_per_image:
                 limit = f"at most {self._mm_tokens_per_image}, the tokens that the model has for an image"
                 raise InvalidParameter(f"{name}.mm_position.length", span.length, limit)
-            found = prompt[span.offset : span.end].count(self._image_token_id)
+            found = prompt[span.offset : span.end].count(self.image_token_id)
             if not found == image.num_embeds <= self._size:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"
                 raise InvalidParameter(f"{name}.num_embeds", image.num_embeds, limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +25,11 @@ AHEAD = 2  # images requested ahead per encode engine: it always has a next one,
 MAX_FAILED = 1000  # failed images remembered, to be encoded here; their requests may have ended
 
 Note = Callable[[str], None]  # adds an event to the timeline of a request
+
+
+def number_of(handoff_id: str) -> str:
+    """Return the part of a handoff's id that says nothing of the image."""
+    return handoff_id.rpartition("/")[2]
 
 
 class NoImageHandoffs:
@@ -52,6 +57,9 @@ class NoImageHandoffs:
     def take_events(self) -> None:
         pass
 
+    def set_replicas(self, replicas: list[PrefillReplica]) -> None:
+        self.replicas = replicas
+
     def owns(self, handoff_id: str) -> bool:
         return False
 
@@ -66,6 +74,8 @@ class ImageHandoffs:
         """fingerprint: identity of the encoder; only encode engines with the same one give the same embeddings.
         num_blocks: blocks for embeddings that arrive."""
         self.channel, self.fingerprint = channel, fingerprint
+        #: returns the ids of encode engines whose link has just failed
+        self.quarantined: Callable[[], Collection[str]] = channel.quarantined
         #: encode engines that are up
         self.replicas: list[PrefillReplica] = []
         #: for the channel and the control actor, oldest first; the caller empties it
@@ -73,8 +83,8 @@ class ImageHandoffs:
         self._image_token_id, self._block_size, self._num_blocks = image_token_id, block_size, num_blocks
         self._free = list(range(num_blocks))
         self._count = 0
-        self._receiving: dict[str, tuple[bytes, list[int]]] = {}  #: image hash and blocks, by handoff id
-        self._awaited: set[bytes] = set()  #: hashes of the images in `_receiving`
+        self.receiving: dict[str, tuple[bytes, list[int]]] = {}  #: image hash and blocks, by handoff id
+        self._awaited: set[bytes] = set()  #: hashes of the images in `receiving`
         self._ready: OrderedDict[bytes, tuple[list[int], str]] = OrderedDict()
         """Blocks and the engine that sent them, by image hash, oldest first."""
         self._failed: dict[bytes, str] = {}  #: reason by hash, for images to be encoded here
@@ -127,7 +137,7 @@ class ImageHandoffs:
         for event in self.channel.events():
             if not isinstance(event, Received | Failed):
                 continue
-            key, blocks = self._receiving.pop(event.handoff_id)
+            key, blocks = self.receiving.pop(event.handoff_id)
             self._awaited.remove(key)
             if isinstance(event, Received):
                 self._ready[key] = blocks, next((step.where for step in event.first.timeline), "an encode engine")
@@ -138,21 +148,29 @@ class ImageHandoffs:
                 del self._failed[next(iter(self._failed))]
             self.actions.append(CancelDispatch(event.handoff_id))
 
+    def set_replicas(self, replicas: list[PrefillReplica]) -> None:
+        """Set which encode engines are up."""
+        self.replicas = replicas
+
     def owns(self, handoff_id: str) -> bool:
-        return handoff_id in self._receiving
+        return handoff_id in self.receiving
+
+    def id_of(self, number: str) -> str:
+        """Return the id of the handoff under way that has this number (number_of)."""
+        return next(handoff_id for handoff_id in self.receiving if number_of(handoff_id) == number)
 
     def check(self, planned: Iterable[ReceivedImage] = ()) -> None:
         """Raise AssertionError if the blocks do not add up. planned: images of steps that have not ended."""
-        held = [blocks for blocks, _ in self._ready.values()] + [blocks for _, blocks in self._receiving.values()]
+        held = [blocks for blocks, _ in self._ready.values()] + [blocks for _, blocks in self.receiving.values()]
         held += [image.blocks for image in planned]
         found = sorted([*self._free, *(block for blocks in held for block in blocks)])
         assert found == list(range(self._num_blocks)), "blocks of images are lost"
-        assert self._awaited == {key for key, _ in self._receiving.values()}, (
+        assert self._awaited == {key for key, _ in self.receiving.values()}, (
             "an image waits for a handoff that does not exist"
         )
 
     def _available(self) -> int:
-        quarantined = self.channel.quarantined() if self.replicas else []
+        quarantined = self.quarantined() if self.replicas else []
         return sum(replica.engine_id not in quarantined for replica in self.replicas)
 
     def _open(self, image: MultiModalFeatureSpec, blocks: list[int]) -> None:
@@ -174,6 +192,6 @@ class ImageHandoffs:
             timeout_s=TIMEOUT_S,
             mm_features=[msgspec.structs.replace(image, mm_position=place)],
         )
-        self._receiving[request.handoff_id] = image.mm_hash, blocks
+        self.receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
         self.actions += [OpenHandoff(request, blocks), DispatchRemote(request, "encode")]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.cli.tape.explore import is_of
+from deployments.routing.balancer import Balancer
+from deployments.routing.choice_log import ChoiceLog
+from deployments.routing.config import RoutingConfig
+from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
+from engine.core.tape.file import pack_tapes, read_file
 from engine.errors import InvalidParameter
 from tests.cluster.cli.tape.taped_engine import record
 
@@ -43,7 +50,7 @@ def test_another_scheduler_ends_with_exit_code_1_and_names_the_first_plan_that_d
 
 def test_one_request_is_followed_from_its_arrival_to_its_end(file):
     lines = run(file, "--request", "r5").splitlines()
-    assert "waiting: 0 of 10 tokens computed" in lines[1]
+    assert lines[0] == "r5 in engine-1:" and "waiting: 0 of 10 tokens computed" in lines[2]
     assert any("running" in line and "8 were cached" in line for line in lines)
     assert "finished" in lines[-1] and "15 output tokens" in lines[-1]
     result = CliRunner().invoke(app, ["replay", str(file), "--request", "nobody"])
@@ -119,3 +126,43 @@ def test_a_file_that_is_no_tape_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"no tape")
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "x")])
     assert result.exit_code != 0 and "manta tape save" in str(result.exception)
+
+
+@pytest.fixture
+def routed(file, tmp_path):
+    """The same engine, with the router that chose it among two for the request r5."""
+    log = ChoiceLog(2**20)
+    balancer = Balancer(RoutingConfig(), "decode", 4, random.Random(0))
+    balancer.use_log(log)
+    for name in ("r4", "r5"):
+        balancer.choose(PromptDigest(name, 10, [1, 2]), ["engine-1", "engine-2"])
+    path = tmp_path / "routed.tape"
+    path.write_bytes(pack_tapes(read_file(file).engines, log.take("ingress-1")))
+    return path
+
+
+def test_routers_choose_again_and_a_request_shows_why_its_engine_was_chosen(routed, monkeypatch):
+    router = json.loads(run(routed, "--json"))[-1]
+    assert (router["router"], router["choices"], router["equal"]) == ("ingress-1", 2, 2)
+    assert "2 of 2" in run(routed)
+    lines = run(routed, "--request", "r5").splitlines()
+    assert "the router of ingress-1 to the decode pool: r5, a prompt of 10 tokens, to engine-" in lines[0]
+    assert "chosen again: equal" in lines and "r5 in engine-1:" in lines
+    monkeypatch.setattr("deployments.routing.policies.PrefixAware.rank", lambda *args: (["engine-3"], "no_prefix"))
+    result = CliRunner().invoke(app, ["replay", str(routed)])
+    assert result.exit_code == 1 and "ingress-1 to decode: r4 at" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("chatcmpl-1", True),
+        ("chatcmpl-1-5d0c1f2e-0", True),
+        ("chatcmpl-1-5d0c1f2e-0.2", True),
+        ("chatcmpl-1-5d0c1f2e-0.2/7f.12", True),
+        ("chatcmpl-11", False),
+        ("chatcmpl", False),
+    ],
+)
+def test_a_request_has_sequences_attempts_and_handoffs(name, found):
+    assert is_of(name, "chatcmpl-1") == found

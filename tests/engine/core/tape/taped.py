@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import msgspec
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
+from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.recorder import Tape
 from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, tape_with_key
+from engine.core.tape.shared_copy import SHARED_MEMORY, read_copy
+from tests.fake_caches import CacheHarness
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
 
@@ -25,12 +31,19 @@ class FixedCost:
         return self.seconds
 
 
-def attach(harness: Harness, max_bytes: int = 2**20) -> Tape:
+def attach(harness: Harness, max_bytes: int = 2**20, shared_root: Path | None = None) -> Tape:
+    """shared_root: folder for a copy, which is up to date after each step."""
     speculation = harness.scheduler.speculation
     if hasattr(speculation, "_step_cost"):
         speculation._step_cost = FixedCost(*speculation._step_cost(1))  # a lambda has no name by which to find it again
     clock = Clock(lambda: harness.now, lambda: harness.now)
-    return Tape(harness.scheduler, StepTimes(), engine_id="e", role="", max_bytes=max_bytes, clock=clock)
+    kept = KeptTapes(Path(tempfile.gettempdir(), "kept tapes of tests"), 1)
+    tape = Tape(
+        harness.scheduler, StepTimes(), engine_id="e", role="", max_bytes=max_bytes, clock=clock, kept=kept,
+        shared_root=shared_root,
+    )  # fmt: skip
+    tape._copy.period_s = 0.0
+    return tape
 
 
 class TapedHarness(Harness):
@@ -41,7 +54,27 @@ class TapedHarness(Harness):
         self.tape = attach(self, self.max_bytes)
 
 
+class CopiedHarness(Harness):
+    """With a copy in shared memory, and a ring of few bytes, so that there are several segments, and the first is
+    lost."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.shared_root = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+        self.tape = attach(self, 12_000, self.shared_root)
+
+    def copy(self) -> EngineTape:
+        (folder,) = self.shared_root.iterdir()
+        return tape_of_bytes(msgspec.msgpack.encode(read_copy(folder, "")))
+
+
 class TapedDecodeHarness(DecodeHarness):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tape = attach(self)
+
+
+class TapedCacheHarness(CacheHarness):
     def __init__(self, **options):
         super().__init__(**options)
         self.tape = attach(self)
@@ -55,12 +88,20 @@ class TapedPrefillHarness(PrefillHarness):
 
 def tape_of(tape: Tape) -> EngineTape:
     """The tape as it leaves the cluster."""
-    return msgspec.msgpack.decode(tape_with_key(tape.take(), KEY), type=EngineTape)
+    return tape_of_bytes(tape.take())
+
+
+def tape_of_bytes(taken: bytes) -> EngineTape:
+    return msgspec.msgpack.decode(tape_with_key(taken, KEY), type=EngineTape)
 
 
 def replay(tape: Tape) -> Replay:
     """Replay a tape to its end; the books balance after every call."""
-    replay = Replay(tape_of(tape), trusted=("tests.",))
+    return replay_whole(tape_of(tape))
+
+
+def replay_whole(tape: EngineTape) -> Replay:
+    replay = Replay(tape, trusted=("tests.",))
     for _ in replay.run():
         replay.scheduler.check()
     return replay

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+
 import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
 from engine.wire.messages import PrefillReplica
+from tests.engine.core.features.test_kv_fetching import CacheMachine
 from tests.engine.core.tape.taped import (
+    CopiedHarness,
+    TapedCacheHarness,
     TapedDecodeHarness,
     TapedHarness,
     TapedPrefillHarness,
     replay,
+    replay_whole,
 )
 from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine, PrefillMachine, SchedulerMachine
 from tests.examples import examples
@@ -30,18 +36,19 @@ class Replayed:
                 assert pool.ref_counts() == own.ref_counts() and pool.num_cached == own.num_cached
 
 
-class SmallHarness(TapedHarness):
-    """A ring of few bytes, so that there are several segments, and the first is lost."""
-
-    max_bytes = 12_000
-
-
 class TapedMachine(Replayed, SchedulerMachine):
     harness = TapedHarness
 
 
-class SmallMachine(Replayed, SchedulerMachine):
-    harness = SmallHarness
+class CopiedMachine(Replayed, SchedulerMachine):
+    harness = CopiedHarness
+
+    def teardown(self):
+        if hasattr(self, "h"):
+            assert replay_whole(self.h.copy()).num_plans <= replay(self.h.tape).num_plans
+        super().teardown()
+        if hasattr(self, "h"):
+            shutil.rmtree(self.h.shared_root)
 
 
 class TapedDecodeMachine(Replayed, DecodeMachine):
@@ -57,9 +64,15 @@ class TapedPrefillMachine(Replayed, PrefillMachine):
     harness = TapedPrefillHarness
 
 
+class TapedCacheMachine(Replayed, CacheMachine):
+    harness = TapedCacheHarness
+
+
 RULES = settings(max_examples=examples(100), stateful_step_count=40, phases=[Phase.generate])
 TestTape = TapedMachine.TestCase
-TestSmallRing = SmallMachine.TestCase
+TestCopy = CopiedMachine.TestCase
 TestDecodeTape = TapedDecodeMachine.TestCase
 TestPrefillTape = TapedPrefillMachine.TestCase
-TestTape.settings = TestSmallRing.settings = TestDecodeTape.settings = TestPrefillTape.settings = RULES
+TestCacheTape = TapedCacheMachine.TestCase
+TestTape.settings = TestCopy.settings = TestDecodeTape.settings = TestPrefillTape.settings = RULES
+TestCacheTape.settings = RULES

@@ -192,8 +192,7 @@ def test_nothing_on_a_tape_tells_a_token_and_nobody_can_confirm_a_prompt(make_co
 
 
 def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    core = make_core()
+    core = make_core(tape_dir=str(tmp_path))
     add(core, "a", [5, 6, 7, 8, 9])
     for _ in range(3):
         core.step()
@@ -205,7 +204,7 @@ def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, m
     monkeypatch.setattr(Scheduler, "_start_limits", fails)
     with pytest.raises(KeyError):
         core.step()
-    (file,) = tmp_path.glob("manta-*.tape")
+    (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     from engine.core.tape.file import read_tapes
 

@@ -1,0 +1,56 @@
+"""What the engines of a replica leave of their tapes in shared memory. Independent of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+KEEP_S = 5.0  # at most, before the replica ends
+
+
+class LeftTapes:
+    def __init__(self, config: EngineConfig, engine_ids: Sequence[str]):
+        self._config, self._engine_ids = config, engine_ids
+
+    async def keep(self, reason: str) -> None:
+        """Write the tapes to files, because the engines have ended or hang for this reason (docs/replay.md)."""
+        if not self._config.tape_mib:
+            return
+        from engine.core.tape.kept_tapes import KeptTapes  # replicas start without them
+        from engine.core.tape.shared_copy import keep_copies_of, shared_root
+
+        kept = KeptTapes.of(self._config)
+        keeping = asyncio.to_thread(keep_copies_of, self._engine_ids, reason, shared_root(), kept)
+        try:
+            await asyncio.wait_for(keeping, KEEP_S)
+        except TimeoutError:
+            logger.error("the tapes of %s cannot be kept within %g s", ", ".join(self._engine_ids), KEEP_S)
+
+    async def write(self, tapes: Sequence[bytes], reason: str) -> None:
+        """Write these tapes of the living engines to files."""
+        if tapes:
+            await asyncio.to_thread(self._write, tapes, reason)
+
+    def _write(self, tapes: Sequence[bytes], reason: str) -> None:
+        from engine.core.tape.kept_tapes import KeptTapes
+        from engine.core.tape.ring import EngineTape
+
+        kept = KeptTapes.of(self._config)
+        for data in tapes:
+            tape = msgspec.structs.replace(msgspec.msgpack.decode(data, type=EngineTape), reason=reason)
+            logger.warning("%s: the tape is in %s", reason, kept.keep(tape))
+
+    def remove(self) -> None:
+        """Remove them, because the engines end as they should."""
+        if not self._config.tape_mib:
+            return
+        from engine.core.tape.shared_copy import remove_copies_of, shared_root
+
+        remove_copies_of(self._engine_ids, shared_root())

@@ -1,0 +1,46 @@
+"""Tapes of engines that have ended badly, in files on their machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.tape.file import pack_tapes
+from engine.core.tape.ring import EngineTape, tape_with_key
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTapes:
+    folder: Path
+    max_files: int
+    """The newest files stay."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> KeptTapes:
+        default = Path(tempfile.gettempdir(), f"manta-tapes-{os.getuid()}")
+        return cls(Path(config.tape_dir) if config.tape_dir else default, config.max_kept_tapes)
+
+    def keep(self, tape: EngineTape) -> Path:
+        """Write a tape to a file of its own, which only this user can read, and return the file. Its hashes get a key
+        that is thrown away. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        oldest_first = sorted(self.folder.glob("*.tape"), key=lambda file: file.stat().st_mtime)
+        for old in oldest_first[: max(0, len(oldest_first) + 1 - self.max_files)]:
+            old.unlink(missing_ok=True)
+        path = self.folder / f"{file_name(tape.engine_id)}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tape"
+        data = pack_tapes([tape_with_key(msgspec.msgpack.encode(tape), secrets.token_bytes(16))])
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        return path
+
+
+def file_name(engine_id: str) -> str:
+    """Return an engine's id as a part of a file's name."""
+    return engine_id.replace("/", "-")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from deployments.replicas.left_tapes import LeftTapes
+from engine.config import EngineConfig
+from engine.core.tape.file import read_tapes
+from engine.core.tape.ring import EngineTape
+from tests.engine.core.tape.test_shared_copy import harness_in, root, work
+
+__all__ = ["root"]
+
+
+@pytest.fixture
+def config(tmp_path, root, monkeypatch) -> EngineConfig:
+    monkeypatch.setattr("engine.core.tape.shared_copy.shared_root", lambda: root)
+    return EngineConfig(model="m", tape_mib=1, tape_dir=str(tmp_path / "kept"))
+
+
+def test_a_replica_keeps_what_its_engine_has_left_and_says_why(root, config, tmp_path):
+    harness = harness_in(root)
+    work(harness)
+    asyncio.run(LeftTapes(config, ["e"]).keep("rank 0 died"))
+    (tape,) = read_tapes(*(tmp_path / "kept").iterdir())
+    assert (tape.engine_id, tape.reason) == ("e", "rank 0 died")
+    harness.tape.close()
+
+
+def test_tapes_of_living_engines_are_written_with_the_reason(root, config, tmp_path):
+    tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[])
+    asyncio.run(LeftTapes(config, ["e"]).write([msgspec.msgpack.encode(tape)], "first tokens are late"))
+    (found,) = read_tapes(*(tmp_path / "kept").iterdir())
+    assert found == msgspec.structs.replace(tape, reason="first tokens are late")
+
+
+def test_a_replica_that_ends_as_it_should_or_records_nothing_leaves_nothing(root, config, tmp_path):
+    harness = harness_in(root)
+    work(harness)
+    without = LeftTapes(replace(config, tape_mib=0), ["e"])
+    asyncio.run(without.keep("rank 0 died"))
+    without.remove()
+    assert len(list(root.iterdir())) == 1
+    LeftTapes(config, ["e"]).remove()
+    assert list(root.iterdir()) == [] and not (tmp_path / "kept").exists()
+    harness.tape.close()
