@@ -20,6 +20,7 @@ class UsageTotals(msgspec.Struct):
     kv_gib_s: float = 0.0
     cost: float = 0.0
     """Money by the prices of the models; 0 without prices."""
+    tier_gib_s: float = 0.0
 
     def add(self, other: UsageTotals) -> None:
         for name in self.__struct_fields__:

@@ -169,4 +169,5 @@ class UsageFiles(NoUsageFiles):
             "x_OutputTokens": used.output_tokens,
             "x_WastedSeconds": used.wasted_s,
             "x_KvGibSeconds": used.kv_gib_s,
+            "x_TierGibSeconds": used.tier_gib_s,
         }

@@ -191,6 +191,7 @@ class SequenceMetrics:
                 cost.wasted_s,
                 cost.kv_gib_s,
                 timeline.price,
+                cost.tier_gib_s,
             )
         if self._http.trace is not None and self._traced:
             self._http.trace.sequence(timeline, self._times)

@@ -175,7 +175,7 @@ def costs(ended: SequenceTimeline) -> dict[str, float]:
     """Return what a sequence has cost. OpenTelemetry has no names for that."""
     cost = SequenceCost.total(ended.costs.values())
     found = {"compute_seconds": cost.compute_s, "wasted_seconds": cost.wasted_s, "kv_gib_seconds": cost.kv_gib_s}
-    return {**found, "cost": ended.price} if ended.price else found
+    return found | {name: n for name, n in (("tier_gib_seconds", cost.tier_gib_s), ("cost", ended.price)) if n}
 
 
 def operation_of(path: str) -> str:

@@ -33,7 +33,7 @@ from tests.deployments.openai.batches.batches import client_of, ended, jsonl, li
 
 KEY = {"authorization": "Bearer sk-alice"}
 ALICE = (key_line("alice", "sk-alice"),)
-COST = SequenceCost(compute_s=2.0, wasted_s=0.5, kv_gib_s=3.0)
+COST = SequenceCost(compute_s=2.0, wasted_s=0.5, kv_gib_s=3.0, tier_gib_s=1.0)
 PRICES = Prices(engine_hour=3600.0)
 ASKED: dict[str, Any] = {"prompt": "abcd", "max_tokens": 40}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
@@ -85,7 +85,7 @@ def test_a_client_that_leaves_pays_for_what_was_computed_although_it_asked_for_n
             request = await begin(api)
             request.cancel()
             await until(lambda: used_by(api).sequences)
-            assert used_by(api) == UsageTotals(1, 4, 0, 0, 2.0, 0.5, 3.0, 2.0)
+            assert used_by(api) == UsageTotals(1, 4, 0, 0, 2.0, 0.5, 3.0, 2.0, 1.0)
             (line,) = api.telemetry.usage_files.usage.lines.items()
             assert (line[0].key, line[0].model, line[1]) == ("alice", "fake", used_by(api))
             assert not api.engine.added[0].report_cost
@@ -166,6 +166,7 @@ def test_what_clients_had_left_when_an_ingress_ends_is_in_its_last_file(tmp_path
         (file,) = tmp_path.iterdir()
         (row,) = csv.DictReader(file.read_text().splitlines())
         assert (row["SubAccountId"], row["ConsumedQuantity"], row["x_WastedSeconds"]) == ("alice", "2.0", "0.5")
+        assert (row["x_KvGibSeconds"], row["x_TierGibSeconds"]) == ("3.0", "1.0")
 
     run(scenario())
 
@@ -196,6 +197,7 @@ def test_a_client_that_asks_is_told_the_cost_on_every_route(route):
                 count = len(api.engine.added) // 2
             assert usage["cost"] == pytest.approx(2.0 * count)
             details = {"compute_seconds": 2.0 * count, "kv_gib_seconds": 3.0 * count, "wasted_seconds": 0.5 * count}
+            details["tier_gib_seconds"] = count
             assert usage["cost_details"] == pytest.approx(details)
             assert float(answer.headers["x-litellm-response-cost"]) == pytest.approx(2.0 * count)
             assert float(answer.headers["x-manta-compute-seconds"]) == pytest.approx(2.0 * count)
@@ -246,7 +248,7 @@ def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_pro
             second.engine.cost = COST
             assert (await ask(second)).status_code == 200
             await until(lambda: used_by(second).sequences)
-            assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0)
+            assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0, 1.0)
         assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 44.0}
 
     run(scenario())
@@ -290,7 +292,7 @@ def test_a_batch_that_another_ingress_goes_on_with_is_paid_for_once(tmp_path):
             second.engine.cost = COST
             assert (await ended(client_of(second, "sk-alice"), batch.id)).status == "completed"
             await until(lambda: used_by(second).sequences)
-            assert used_by(second) == UsageTotals(1, 4, 0, 8, 2.0, 0.5, 3.0, 0.0)
+            assert used_by(second) == UsageTotals(1, 4, 0, 8, 2.0, 0.5, 3.0, 0.0, 1.0)
         values = open_store(store)
         stored = await values.get(key_quota.record_key("alice"))
         await values.close()
