@@ -335,7 +335,8 @@ class EngineCore:
             self._submit(self.handoff_channel, actions)
         if not self._reserved:  # else these would overtake the reserved ones
             self._tiers.submit(self.scheduler.offloading.take_commands(self._now()))
-            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
+            if actions := self.scheduler.handoffs.actions:
+                self._submit(self.handoff_channel, actions)
         if actions := self.image_handoffs.actions:
             self._submit(self.image_handoffs.channel, actions)
 

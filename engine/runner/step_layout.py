@@ -50,9 +50,12 @@ class StepLayout:
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
         query_start = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
-        entry = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
-        rows, (indices, offsets) = slots[entry], np.divmod(positions, block_size)
+        entry, positions, rows = query_start[:-1], starts, slots  # if each computes one token
+        if query_start[-1] > len(slots):
+            entry = np.repeat(np.arange(len(slots)), counts)
+            positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
+            rows = slots[entry]
+        indices, offsets = np.divmod(positions, block_size)
         return cls(
             sequences=Sequences(slots, counts, starts + counts),
             query_start=query_start,
@@ -75,12 +78,15 @@ class SampledTokens:
     @classmethod
     def of(cls, plan: StepPlan, layout: StepLayout, pooled: Collection[int]) -> SampledTokens:
         """Find the tokens that a plan samples. pooled: slots of sequences for which no token is sampled."""
-        entries = np.flatnonzero(plan.samples).tolist()
-        entries = [i for i in entries if plan.slots[i] not in pooled] if pooled else entries
+        index = np.flatnonzero(plan.samples)
+        if pooled:
+            index = np.array([i for i in index.tolist() if plan.slots[i] not in pooled], dtype=np.int64)
+        entries: list[int] = index.tolist()
         back: np.ndarray | int = 0  # distance of each token to the last of its entry
         if plan.drafts:
             back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
             entries = [i for i in entries for _ in range(len(plan.drafts.get(i, ())) + 1)]
-        index, sequences = np.array(entries, dtype=np.int64), layout.sequences
+            index = np.array(entries, dtype=np.int64)
+        sequences = layout.sequences
         rows = layout.query_start[1:][index] - 1 - back
         return cls(entries, sequences.slots[index], rows, sequences.ends[index] - back)

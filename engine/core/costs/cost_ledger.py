@@ -202,9 +202,10 @@ class CostLedger:
         """Charge requests with one token each, in equal parts. new: those of them that have just joined."""
         each, self._carried_ns = divmod(share + self._carried_ns, len(requests))
         self._per_decode_ns += each
-        for request in [request for request in new if request.asked_by]:  # the rest of its prompt was one token
-            self._leave(request)
-            self._decodes = None
+        for request in new:
+            if request.asked_by:  # the rest of its prompt was one token
+                self._leave(request)
+                self._decodes = None
 
     def _join(self, requests: list[Request]) -> set[Request]:
         """Make these the requests that decode in a step. Returns those that did not in the step before."""
