@@ -30,6 +30,7 @@ from tests.engine.core.tape.taped import attach, replay_whole
 from tests.fake_runner import Harness
 
 PROMPT = list(range(1, 40))
+HALF = [*PROMPT[:20], *[7] * 19]
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def harness_in(root: Path, **options) -> Harness:
     return harness
 
 
-def work(harness: Harness, name: str = "a", steps: int = 5) -> None:
-    harness.add(name, PROMPT, max_tokens=50)
+def work(harness: Harness, name: str = "a", steps: int = 5, prompt: list[int] = PROMPT) -> None:
+    harness.add(name, prompt, max_tokens=50)
     for _ in range(steps):
         harness.step()
 
@@ -58,11 +59,11 @@ def work(harness: Harness, name: str = "a", steps: int = 5) -> None:
 VICTIM = """
 import sys, time
 from pathlib import Path
-from tests.engine.core.tape.test_shared_copy import harness_in, work
+from tests.engine.core.tape.test_shared_copy import HALF, harness_in, work
 
 harness = harness_in(Path(sys.argv[1]))
 work(harness)
-work(harness, "b")
+work(harness, "b", prompt=HALF)
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -83,7 +84,7 @@ def test_the_tape_of_a_killed_process_is_kept_by_the_next_engine_and_replays(roo
     assert tape.reason == KILLED
     found = replay_whole(tape)
     assert [request.request_id for request in found.scheduler.queue.running] == ["a", "b"]
-    assert found.scheduler.totals.prefix_hit_tokens
+    assert found.scheduler.totals.prefix_hit_tokens == 20
     assert block_hashes(PROMPT, 4)[:16] not in file.read_bytes() + msgspec.msgpack.encode(tape)
     assert list(root.iterdir()) == []
 
