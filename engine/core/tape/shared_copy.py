@@ -1,7 +1,7 @@
 """A copy of an engine's tape in shared memory, which outlives the process of the engine.
 
 An engine whose step fails writes its tape itself. One that is killed, or hangs, cannot. So each engine has a folder in
-/dev/shm, in which each segment is a file that grows; the newest half a second may be missing. Hashes of blocks have no
+/dev/shm, in which each segment is a file that grows; the newest second may be missing. Hashes of blocks have no
 key there, as in the engine's own memory, so only this user can read the files, and they never reach a disk as they are.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 
 from engine.core.request import Request
 from engine.core.tape.kept_tapes import KeptTapes, file_name
-from engine.core.tape.ring import HEAD, REQUEST, EngineTape, Segment, hashes_entry
+from engine.core.tape.ring import HEAD, EngineTape, Segment, hashes_entry
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 STATE, ENTRIES, ANSWERS, MORE_HASHES = range(4)  # kinds of the parts of a segment's file
 STARTED = Struct("<d")
+MORE = Struct("<qI")  # number of arrival of a request, and how many more of its hashes follow
 HEAD_FILE = "head"  # an EngineTape without segments; its lock is held as long as the engine lives
 KILLED = "the process of the engine was killed"
 
@@ -57,7 +58,7 @@ class NoCopy:
 class SharedCopy(NoCopy):
     """The copy of one engine. If shared memory is full, it ends."""
 
-    period_s = 0.5
+    period_s = 1.0
     """Between two updates."""
 
     def __init__(self, head: EngineTape, root: Path):
@@ -97,13 +98,17 @@ class SharedCopy(NoCopy):
             parts = _part(ENTRIES, bytes(entries[self._num_entries :]))
         if len(answers) > self._num_answers:
             parts += _part(ANSWERS, bytes(answers[self._num_answers :]))
-        known, self._known = self._known, {}
+        known, self._known = self._known.get, {}
+        more: list[bytes] = []
         for request in requests:
             order, hashes = request.order[1], request.prefix.hashes
-            before = known.get(order, 0)
-            if len(hashes) > before:
-                parts += _part(MORE_HASHES, REQUEST.pack(order) + b"".join(hashes[before:]))
-            self._known[order] = len(hashes)
+            count, before = len(hashes), known(order, 0)
+            self._known[order] = count
+            if count > before:
+                more.append(MORE.pack(order, count - before))
+                more += hashes[before:]
+        if more:
+            parts += _part(MORE_HASHES, b"".join(more))
         if parts:
             with self._ends_if_full():
                 _write(self._file, parts)
@@ -195,8 +200,8 @@ def read_copy(folder: Path, reason: str) -> EngineTape:
             elif kind == ANSWERS:
                 answers += data
             else:
-                (order,) = REQUEST.unpack_from(data)
-                of_segment[order] = of_segment.get(order, b"") + data[REQUEST.size :]
+                for order, more in _more_hashes(data):
+                    of_segment[order] = of_segment.get(order, b"") + more
         if state:
             (started_at,) = STARTED.unpack_from(state)
             segments.append(Segment(started_at, state[STARTED.size :], entries, answers))
@@ -209,6 +214,14 @@ def read_copy(folder: Path, reason: str) -> EngineTape:
 def _entry(known: tuple[int, bytes]) -> bytes:
     order, hashes = known
     return hashes_entry(order, [hashes[i : i + BLOCK_HASH_BYTES] for i in range(0, len(hashes), BLOCK_HASH_BYTES)])
+
+
+def _more_hashes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    place = 0
+    while place < len(data):
+        order, count = MORE.unpack_from(data, place)
+        start, place = place + MORE.size, place + MORE.size + count * BLOCK_HASH_BYTES
+        yield order, data[start:place]
 
 
 def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
