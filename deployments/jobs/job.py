@@ -148,7 +148,10 @@ class Job:
             await asyncio.sleep(POLL_S)
 
     async def _compute(self, generation: LiveGeneration) -> None:
-        async with self._lease.kept(), aclosing(generation.chunks()) as chunks:
+        def taken() -> None:
+            generation.computed_again = True
+
+        async with self._lease.kept(taken), aclosing(generation.chunks()) as chunks:
             async for _ in chunks:
                 pass
 

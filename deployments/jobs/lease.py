@@ -12,11 +12,16 @@ from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 LEASE_S = 10.0
 """Seconds after which a silent ingress loses a job."""
 RENEW_S = LEASE_S / 4
+REVOKED = b"revoked"
+"""Holder of a lease that was seized: nobody computes the job any more."""
 RETRY_S = 1.0
 """Seconds until a lease is renewed after the store has failed; shorter than the store takes to settle."""
 
 
 async def _nothing() -> None: ...
+
+
+def _ignore() -> None: ...
 
 
 class Lease:
@@ -44,8 +49,8 @@ class Lease:
         return await self.take()
 
     async def seize(self) -> None:
-        """Take the job from its holder, which notices within RENEW_S."""
-        await self._store.set(self._key, self._holder, LEASE_S)
+        """Take the job from its holder, which notices within RENEW_S, so that nobody computes it."""
+        await self._store.set(self._key, REVOKED, LEASE_S)
 
     async def is_held(self) -> bool:
         """Return whether any ingress holds the job."""
@@ -59,22 +64,25 @@ class Lease:
         await self._store.delete(self._key)
 
     @asynccontextmanager
-    async def kept(self) -> AsyncGenerator[None]:
-        """Keep renewing the lease inside the block, and cancel the current task once another holder has it."""
+    async def kept(self, on_taken: Callable[[], None] = _ignore) -> AsyncGenerator[None]:
+        """Keep renewing the lease inside the block, and cancel the current task once it is lost. on_taken: called
+        before that if another holder has the lease, and so computes the job."""
         task = asyncio.current_task()
         assert task is not None
-        heartbeat = asyncio.create_task(self._heartbeat(task))
+        heartbeat = asyncio.create_task(self._heartbeat(task, on_taken))
         try:
             yield
         finally:
             heartbeat.cancel()
 
-    async def _heartbeat(self, task: asyncio.Task[object]) -> None:
+    async def _heartbeat(self, task: asyncio.Task[object], on_taken: Callable[[], None]) -> None:
         pause_s = RENEW_S
         while True:
             await asyncio.sleep(pause_s)
             try:
                 if not await self.renew():
+                    if await self._store.get(self._key) != REVOKED:
+                        on_taken()
                     task.cancel()
                 pause_s = RENEW_S
             except StoreUnavailable:

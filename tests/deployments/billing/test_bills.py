@@ -20,6 +20,8 @@ from deployments.frontend.api_keys import key_line
 from deployments.frontend.inboxes import Inboxes
 from deployments.frontend.sequence import Usage
 from deployments.http.middleware import AuthConfig
+from deployments.jobs.lease import lease_key
+from deployments.jobs.record import job_id_of
 from deployments.observability.stats import IngressStats
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.response_bodies import RequestCost
@@ -250,6 +252,35 @@ def test_an_ingress_that_takes_over_a_job_neither_refuses_it_nor_charges_its_pro
             await until(lambda: used_by(second).sequences)
             assert used_by(second) == UsageTotals(1, 4, 0, 40, 2.0, 0.5, 3.0, 0.0, 1.0)
         assert await charged() == {"rpm_limit/1m": 1.0, "tpm_limit/1m": 44.0}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["client cancels it elsewhere", "another ingress takes it"])
+def test_a_job_that_is_taken_away_is_billed_only_if_nobody_else_computes_it(tmp_path, monkeypatch, cancelled):
+    monkeypatch.setattr("deployments.jobs.lease.RENEW_S", 0.01)
+    store, auth = StoreConfig(url=f"sqlite://{tmp_path}/store"), AuthConfig(api_keys=ALICE)
+
+    async def scenario() -> None:
+        async with fake_api(auth=auth, store=store) as one, fake_api(auth=auth, store=store) as two:
+            one.engine.cost = COST
+            one.engine.paused.set()
+            if cancelled:
+                body = {"input": "hello", "background": True}
+                began = (await one.client.post("/v1/responses", json=body, headers=KEY)).json()
+                await until(lambda: one.engine.num_live)
+                await two.client.post(f"/v1/responses/{began['id']}/cancel", headers=KEY)
+            else:
+                headers = KEY | {"Idempotency-Key": "once"}
+                asked = asyncio.create_task(one.client.post("/v1/completions", json=ASKED, headers=headers))
+                await until(lambda: one.engine.num_live)
+                values = open_store(store)
+                await values.set(lease_key(job_id_of("alice", "once")), b"another", 60.0)
+                await values.close()
+                assert (await asked).json()["error"]["code"] == "lease_lost"
+            await until(lambda: used_by(one).wasted_s)
+            assert used_by(one).compute_s == (2.0 if cancelled else 0.0)
+            assert used_by(one).sequences == int(cancelled)
 
     run(scenario())
 
