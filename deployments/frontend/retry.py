@@ -131,11 +131,17 @@ class RetryState:
             self._model = self.request.model
         return reason
 
-    def failure(self, error: BaseException) -> BaseException:
+    def failure(self, error: BaseException, now: float) -> BaseException:
         """Return the error to send to the client after the last attempt has failed. How the engine was lost is only
-        logged."""
+        logged.
+
+        A replica aborts a request that its engine does not end in time. The engine's answer can arrive before the
+        replica's.
+        """
         match error:
             case ServingError(code="request_timeout"):
+                return self.timeout()
+            case ServingError(code="aborted") if self.left_s(now) == 0.0:
                 return self.timeout()
             case ServingError(code="engine_unavailable"):
                 return EngineUnavailable("no engine is up to finish the request; send it again")

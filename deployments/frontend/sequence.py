@@ -303,7 +303,7 @@ class Sequence:
         reason = self.retry.replay(error, source, engine)
         if reason is None:
             self.finished = True
-            raise self.retry.failure(error)
+            raise self.retry.failure(error, asyncio.get_running_loop().time())
         self._stats.replays[reason] += 1
         self.metrics.replayed(reason, error)
         level, what = (logging.WARNING, "replayed") if source is None else (logging.INFO, "moved")

@@ -339,6 +339,13 @@ def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time(
     assert retry.left_s(200.0) == 0.0
 
 
+def test_request_that_is_aborted_after_its_deadline_has_timed_out():
+    retry = RetryState(request(timeout_s=10.0), 3, now=100.0)
+    aborted = sequence.Aborted("a")
+    assert retry.failure(aborted, 109.0) is aborted
+    assert isinstance(retry.failure(aborted, 115.0), RequestTimeout)
+
+
 def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
     retry = RetryState(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
     retry.replay(EngineUnavailable("rank 0 died"))
