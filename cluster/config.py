@@ -417,8 +417,8 @@ class ModelSection(Section):
         options.setdefault("enable_lora", self.has_adapters)
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
-            options["pipeline_parallel"], options["pipeline_layers"] = 1, None
-            options["enable_lora"] = False
+            options["pipeline_parallel"], options["pipeline_layers"], options["data_parallel"] = 1, None, 1
+            options["enable_lora"] = options["enable_eplb"] = False
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **self._handoff_options)
         return EngineConfig(model=self.model, handoff=self._handoff_config(role), **options)
@@ -430,8 +430,7 @@ class ModelSection(Section):
             return HandoffConfig(role="decode" if self.switches_roles and role == "prefill" else role, **asked)
         if asked.get("move_requests") or asked.get("enable_prefix_fetching"):
             return HandoffConfig(role="replica", **asked)
-        shares_experts = self._options(role).get("data_parallel", 1) > 1
-        if self.decode.bounds[1] == 1 or shares_experts or not asked.get("move_requests", True):
+        if self.decode.bounds[1] == 1 or not asked.get("move_requests", True):
             return None
         # NIXL opens memory that nothing protects, so it is used only if the section asks for moves, or names it
         return HandoffConfig(role="replica", **{"transport": "tcp", **asked})

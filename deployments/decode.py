@@ -28,7 +28,8 @@ class Decode(EngineDeployment):
         async with self._starting():
             await self._start_engine(config, spec, pools)
             if "prefill" in pools:
-                await pair(self._engine, pools["prefill"], spec.startup_timeout_s)
+                limit_s = spec.startup_timeout_s
+                await asyncio.gather(*(pair(engine, pools["prefill"], limit_s) for engine in self._engines.all))
             await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
@@ -37,7 +38,8 @@ class Decode(EngineDeployment):
         """Let requests move from here to other replicas, if the configuration says so."""
         if config.handoff is not None and config.handoff.move_requests:
             self._departure = asyncio.create_task(self._depart(config))
-            self._tasks = [*self._tasks, self._departure, asyncio.create_task(self._rebalance(config.max_num_seqs))]
+            moves = [asyncio.create_task(move) for move in self._rebalance(config.max_num_seqs)]
+            self._tasks = [*self._tasks, self._departure, *moves]
 
     async def generate(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
         """Run GenerateRequests in the engine, and return when they have ended. The context has only what this

@@ -24,9 +24,9 @@ class Prefill(EngineDeployment):
         async with self._starting():
             await self._start_engine(config, spec, pools)
 
-    async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
+    async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:
         """Run a RemoteRequest, and return when its handoff has ended, so that a stopping replica waits for it.
 
-        The context is only for this deployment's router.
+        The context has only what this deployment's router has added.
         """
-        await self._engine.run_request(request)
+        await self._engines.choose(context.engine).run_request(request)

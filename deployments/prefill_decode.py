@@ -42,10 +42,10 @@ class PrefillDecode(Decode):
         follower = RoleFollower(self._engine, self._read_role, partial(self._leave, config) if moves else None)
         self._tasks = [*self._tasks, asyncio.create_task(follower.run())]
 
-    async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
-        """Run a RemoteRequest of another replica, and return when its handoff has ended. The context is only for this
-        deployment's router."""
-        await self._engine.run_request(request)
+    async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:
+        """Run a RemoteRequest of another replica, and return when its handoff has ended. The context has only what this
+        deployment's router has added."""
+        await self._engines.choose(context.engine).run_request(request)
 
     async def _read_role(self) -> Role | None:
         """Return the role that the policy has chosen; None if it has chosen none, or if the table is lost."""

@@ -393,13 +393,13 @@ class EngineConfig:
     tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
     expert_parallel: bool = option(
         False,
-        "Give each of the `tensor_parallel` or `data_parallel` ranks some whole experts of a mixture, instead of a "
+        "Give each of the `tensor_parallel` x `data_parallel` ranks some whole experts of a mixture, instead of a "
         "slice of every expert (docs/rank_groups.md).",
     )
     data_parallel: int = option(
         1,
-        "Number of engines that share the experts of a mixture. Each has its own requests, scheduler and KV cache, and "
-        "computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
+        "Number of engines that share the experts of a mixture. Each has `tensor_parallel` ranks and its own requests, "
+        "scheduler and KV cache, and computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
     )
     enable_elastic_ep: bool = option(
         False,
@@ -531,7 +531,7 @@ class EngineConfig:
             limit = "one without weights (ngram or suffix) with enable_elastic_ep"
             raise ConfigError("speculative.method", self.speculative.method, limit)
         if self.enable_eplb:
-            if not self.expert_parallel or self.tensor_parallel == 1:
+            if not self.expert_parallel or self.tensor_parallel * self.data_parallel == 1:
                 raise ConfigError("enable_eplb", True, "false without expert_parallel on at least two ranks")
             if self.enable_lora:
                 raise ConfigError(
@@ -564,12 +564,16 @@ class EngineConfig:
         if not self.expert_parallel:
             limit = "1 without expert_parallel; for independent engines, use replicas instead"
             raise ConfigError("data_parallel", self.data_parallel, limit)
-        supported = {"tensor_parallel": 1, "pipeline_parallel": 1, "enable_lora": False, "torch_compile": False,
-                     "enable_eplb": False, "handoff": None, "encode": None}  # fmt: skip
+        supported = {"pipeline_parallel": 1, "torch_compile": False}
         for key, needed in supported.items():
-            value, told = getattr(self, key), "left out" if needed is None else str(needed).lower()
-            if value != needed:
-                raise ConfigError(key, getattr(value, "role", value), f"{told} with data_parallel above 1")
+            if getattr(self, key) != needed:
+                raise ConfigError(key, getattr(self, key), f"{str(needed).lower()} with data_parallel above 1")
+        for key, alone in (("tensor_parallel", 1), ("enable_eplb", False)):
+            if self.enable_elastic_ep and getattr(self, key) != alone:
+                raise ConfigError(key, getattr(self, key), f"{str(alone).lower()} with enable_elastic_ep")
+        if self.handoff is not None and self.handoff.switch_roles:
+            limit = "false with data_parallel above 1, because the engines of a replica would change together"
+            raise ConfigError("handoff.switch_roles", True, limit)
 
     def _check_offloading(self) -> None:
         for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size", "kv_offloading_ttl_s",

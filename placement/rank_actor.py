@@ -97,7 +97,9 @@ class RankActor:
             os.getpid(), location.node, location.host, ",".join(location.devices) or None,
         )  # fmt: skip
         _take_device(task.config)
-        group = self._join(task, rank, rank_0)
+        from engine.distributed.data_parallel_group import engine_group
+
+        group = engine_group(task.config, self._join(task, rank, rank_0))
         engine, rank_of_engine = divmod(rank, task.config.num_ranks)
         if rank_of_engine == 0:
             return self._lead(task.config, task.engines[engine], group, location.host)
@@ -123,11 +125,10 @@ class RankActor:
             return self._group
         return TPGroup.connect(rank, config.world_size, rank_0, task.timeout_s, key=task.key, **group_options(config))
 
-    def _lead(self, config: EngineConfig, engine: EngineTask, ranks: TPGroup, host: str) -> RankReady:
+    def _lead(self, config: EngineConfig, engine: EngineTask, group: TPGroup, host: str) -> RankReady:
         from engine.core.server import EngineServer
-        from engine.distributed.data_parallel_group import DataParallelGroup, engine_group
+        from engine.distributed.data_parallel_group import DataParallelGroup
 
-        group = engine_group(config, ranks)
         server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)
         self._process = server
         engines = group.waves.addresses if isinstance(group, DataParallelGroup) and config.enable_elastic_ep else ()

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.server import EngineServer
 from engine.distributed.tp_group import TPGroup, group_options
-from engine.offline.engine_group import EngineGroup, start_engines, start_server
+from engine.offline.engine_group import EngineGroup, start_engines, start_rank
 from tests.rank_pool import TIMEOUT_S, RankPool
 
 
@@ -32,7 +33,7 @@ def running(pool: RankPool, config: EngineConfig, **options: Any) -> Iterator[En
     options = {**group_options(config), "device": "cpu", **options}
     ranks = TPGroup.listen(config.world_size, **options)
     for rank in range(1, config.world_size):
-        pool.call(rank, run_server, config, rank, ranks.address, options)
+        pool.call(rank, run_rank, config, rank, ranks.address, options)
     ranks.join(TIMEOUT_S)
     group = start_engines(config, ranks)
     try:
@@ -45,11 +46,12 @@ def running(pool: RankPool, config: EngineConfig, **options: Any) -> Iterator[En
         pool.answer(rank)
 
 
-def run_server(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
+def run_rank(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
     ranks = TPGroup.connect(rank, config.world_size, address, TIMEOUT_S, **options)
-    server = start_server(config, ranks)
-    serving = threading.Thread(target=server.run)
+    process = start_rank(config, ranks)
+    serving = threading.Thread(target=process.run)
     serving.start()
     ranks.exchange("")  # until the test has ended
-    server.stop()
+    if isinstance(process, EngineServer):  # it ends the workers of its engine
+        process.stop()
     serving.join(TIMEOUT_S)

@@ -148,7 +148,8 @@ def _experts(replica: ReplicaStatus) -> list[str]:
         hottest = "".join(f", layer {n} expert {expert} has {share:.0%}" for n, expert, share in experts.top[:1])
         where = f"{replica.engine_id} stage {experts.stage}" if experts.stage else replica.engine_id
         balanced = f"balanced {experts.balancedness:.0%}, load of ranks {loads}"
-        lines.append(f"experts of {where}: {balanced}{hottest}, {experts.moved} moved")
+        stopped = ", and no more move, because a rank failed" if experts.stopped else ""
+        lines.append(f"experts of {where}: {balanced}{hottest}, {experts.moved} moved{stopped}")
     return lines
 
 

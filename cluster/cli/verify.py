@@ -269,7 +269,7 @@ def _engine_options(section: ModelSection) -> Json:
     options |= {"handoff": None, "encode": None, "speculative": None, "pipeline_parallel": 1, "pipeline_layers": None}
     options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
-        options |= {"tensor_parallel": 1, "data_parallel": 1}
+        options |= {"tensor_parallel": 1, "data_parallel": 1, "enable_eplb": False}
     return options
 
 

@@ -6,8 +6,9 @@ other tensor ranks. A link takes its latency, and the bytes divided by its rate.
 they use the fast link inside a node if a node has room for all of them.
 
 Experts are whole on each rank (`expert`) if slices of them would be narrower than the tile of a matrix product, or
-cannot be cut. With `data` engines of one rank each, each engine computes the attention of its own sequences, and all
-together hold the experts: each sends a token to the others and gets their part of it, in each layer with experts.
+cannot be cut. With `data` engines, each engine computes the attention of its own sequences on its `tensor` ranks, and
+all ranks together hold the experts: each rank sends its share of an engine's tokens to all others and gets back their
+part of it, in each layer with experts.
 """
 
 from __future__ import annotations
@@ -87,8 +88,10 @@ class Layout:
     replicas: int  #: that the machines have room for
     weight_bytes: float  #: of the fullest rank
     kv_tokens: int  #: whose KV a replica has room for; negative if the weights do not fit
-    tensor_bytes: float  #: that a rank sends per token for sums and experts
+    tensor_bytes: float  #: that a rank sends per token for sums
     tensor_inside: bool  #: whether these stay inside a node
+    expert_bytes: float  #: that a rank sends per token to other engines' experts, and back to other engines
+    expert_inside: bool  #: whether these stay inside a node
     stage_bytes: float  #: that a stage sends per token to the next one
     sequences: int  #: of a replica at a time, as many as the limits allow; 0 if not one fits
     itl_s: float  #: expected time between tokens with so many sequences, or with one
@@ -109,9 +112,12 @@ class Layout:
         return ", ".join([*named, *(["expert_parallel"] if self.expert else [])]) or "one rank"
 
     def __str__(self) -> str:
-        place = "inside a node" if self.tensor_inside else "between nodes"
-        links = [f"{self.tensor_bytes / 1024:.0f} KiB per token {place}"] if self.tensor_bytes else []
-        links += [f"{self.stage_bytes / 1024:.0f} KiB per token between stages"] if self.stage_bytes else []
+        sent = (
+            (self.tensor_bytes, f"for sums {place_of(self.tensor_inside)}"),
+            (self.expert_bytes, f"for experts {place_of(self.expert_inside)}"),
+            (self.stage_bytes, "between stages"),
+        )
+        links = [f"{size / 1024:.0f} KiB per token {what}" for size, what in sent if size]
         told = [f"{self.weight_bytes / GIB:.1f} GiB of weights per rank", *links]
         if not self.sequences:
             return f"{self.name}: {', '.join(told)}; does not fit"
@@ -119,6 +125,10 @@ class Layout:
             f"{1000 * self.itl_s:.1f} ms per token with {self.sequences} sequences of each of {self.replicas} replicas"
         )
         return f"{self.name}: {', '.join(told)}; {speed}, {self.tokens_per_s:.0f} tokens/s"
+
+
+def place_of(inside: bool) -> str:
+    return "inside a node" if inside else "between nodes"
 
 
 def plan(model: ModelSizes, machines: Machines, load: Load) -> list[Layout]:
@@ -144,20 +154,21 @@ def why(best: Layout, others: Sequence[Layout], load: Load) -> str:
     if not best.sequences:
         return f"no layout fits: {best.weight_bytes / GIB:.0f} GiB of weights per rank is the least"
     reasons = []
-    fewer = [layout for layout in others if layout.ranks < best.ranks and not layout.sequences]
-    if fewer:
-        largest = max(fewer, key=lambda layout: layout.ranks)
-        reasons.append(f"on {largest.ranks} rank{'s' * (largest.ranks > 1)} weights and KV do not fit")
+    fitting = {layout.ranks for layout in others if layout.sequences}
+    if fewer := {layout.ranks for layout in others if layout.ranks < best.ranks} - fitting:
+        reasons.append(f"on {max(fewer)} rank{'s' * (max(fewer) > 1)} weights and KV do not fit")
     tensor = [o for o in others if o.ranks == best.ranks == o.tensor and o.sequences and o is not best]
     if tensor and best.pipeline > 1:
         slow = "between nodes " if not tensor[0].tensor_inside else ""
         kib = f"{tensor[0].tensor_bytes / 1024:.0f} KiB per token"
         sums = f"the sums of tensor_parallel {tensor[0].tensor} would send {kib}"
         reasons.append(f"{sums} {slow}({1000 * tensor[0].itl_s:.1f} ms per token)")
-    if best.expert:
-        reasons.append(
-            "slices of its experts would be too narrow" if best.data == 1 else "each engine keeps its own KV once"
-        )
+    if best.expert and best.data == 1:
+        reasons.append("slices of its experts would be too narrow")
+    if best.data > 1:
+        reasons.append("each engine keeps its own KV once")
+        if best.tensor > 1 and best.expert_inside != best.tensor_inside:
+            reasons.append("the ranks of an engine are on one node, and only rows of experts pass between nodes")
     if best.itl_s > load.itl_s:
         reasons.append(f"no layout keeps {1000 * load.itl_s:g} ms between tokens, and this is the fastest")
     return "; ".join(reasons) or "it computes most tokens per second within the limit of the time between tokens"
@@ -169,7 +180,7 @@ def layouts(model: ModelSizes, machines: Machines, load: Load) -> Iterator[Layou
     for tensor in powers(devices):
         if model.heads % tensor or (model.kv_heads % tensor and tensor % model.kv_heads):
             continue
-        for data in powers(devices if model.num_experts and tensor == 1 else 1):
+        for data in powers(devices // tensor if model.num_experts else 1):
             ranks = tensor * data  # that hold the experts together
             cuts = model.expert_size % tensor == 0 and model.expert_size // tensor >= TILE
             expert = ranks > 1 and 0 < ranks <= model.num_experts and (data > 1 or not cuts)
@@ -188,11 +199,12 @@ def judge(
     copies = max(1, tensor / model.kv_heads)  # ranks that keep the same KV
     free = machines.memory * USABLE - weights
     kv_tokens = int(free * pipeline * tensor / copies / model.kv_bytes) * data
-    inside = ranks <= machines.devices
-    link = machines.inside if inside else machines.between
+    tensor_inside, expert_inside = tensor <= machines.devices, ranks <= machines.devices
+    link = machines.inside if tensor_inside else machines.between
+    expert_link = machines.inside if expert_inside else machines.between
     row = model.hidden * model.item_bytes
     sums = 4 * (tensor - 1) / tensor * row * model.layers
-    sent = 2 * (data - 1) * row * model.expert_layers
+    sent = 2 * (data - 1 / tensor) * row * model.expert_layers if data > 1 else 0.0
     nodes = -(-ranks * pipeline // machines.devices)
     replicas = machines.nodes // nodes if nodes > 1 else machines.nodes * (machines.devices // (ranks * pipeline))
     hop = machines.inside if ranks * pipeline <= machines.devices else machines.between
@@ -212,7 +224,7 @@ def judge(
         memory = (read + kv) / (machines.bandwidth * MEMORY_FRACTION)
         compute = 2 * model.active * batch / tensor * imbalance / (machines.flops * COMPUTE_FRACTION)
         exchange = link.seconds(2 * model.layers, batch * sums) if tensor > 1 else 0.0
-        experts = link.seconds(2 * model.expert_layers, batch * sent) if data > 1 else 0.0
+        experts = expert_link.seconds(2 * model.expert_layers, batch * sent) if data > 1 else 0.0
         return max(memory, compute) + exchange + experts
 
     most = 0 if kv_tokens <= load.longest else min(load.max_num_seqs * data, kv_tokens // load.context)
@@ -227,8 +239,10 @@ def judge(
         replicas=replicas,
         weight_bytes=weights,
         kv_tokens=kv_tokens,
-        tensor_bytes=sums + sent,
-        tensor_inside=inside,
+        tensor_bytes=sums,
+        tensor_inside=tensor_inside,
+        expert_bytes=sent,
+        expert_inside=expert_inside,
         stage_bytes=row if pipeline > 1 else 0.0,
         sequences=sequences,
         itl_s=itl(max(1, sequences)),

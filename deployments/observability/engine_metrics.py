@@ -302,6 +302,13 @@ LABELLED: list[Row] = [
     ),
     (Counter, "manta_experts_moved", "Copies of experts that moved between ranks.", _experts("moved"), "stage"),
     (
+        Gauge,
+        "manta_expert_moves_stopped",
+        "1 if experts move no more, because a rank failed while it sent or received some.",
+        _experts("stopped"),
+        "stage",
+    ),
+    (
         Counter,
         "manta_shared_steps",
         "Steps with engines that share experts: own ones, and those in which an engine only served others.",

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 import ray
@@ -113,12 +114,13 @@ class EngineDeployment:
         return msgspec.msgpack.encode(self._engines.statuses())
 
     async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
-        """Make the engine read an adapter. Returns the error if it cannot, else None. Raises EngineUnavailable."""
-        return await self._engine.load_adapter(lora)
+        """Make all engines read an adapter. Returns the error if one cannot, else None. Raises EngineUnavailable."""
+        return await self._engines.load_adapter(lora)
 
     async def hot_prefixes(self) -> bytes:
-        """Return the engine's most used cached prefixes: HotPrefixes in msgpack. Raises EngineUnavailable."""
-        return msgspec.msgpack.encode(await self._engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S))
+        """Return the most used cached prefixes of each engine: HotPrefixes in msgpack. Raises EngineUnavailable."""
+        found = (engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S) for engine in self._engines.all)
+        return msgspec.msgpack.encode(await asyncio.gather(*found))
 
     async def tapes(self, key: bytes) -> PoolTapes:
         """Return the tape of each engine that records one (EngineControl.tape), and those of this replica's routers.
@@ -137,14 +139,19 @@ class EngineDeployment:
             return
         own = serve.get_replica_context()
         pool = ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name))
-        await warm_start(
-            self._engine,
-            pool.hot_prefixes,
-            timeout_s=config.handoff.warm_start_timeout_s,
-            max_bytes=config.handoff.warm_start_bytes,
-            host=ray.util.get_node_ip_address(),
-            key=await asyncio.to_thread(ray_compat.cluster_key),
+        key = await asyncio.to_thread(ray_compat.cluster_key)
+        starts = (
+            warm_start(
+                engine,
+                pool.hot_prefixes,
+                timeout_s=config.handoff.warm_start_timeout_s,
+                max_bytes=config.handoff.warm_start_bytes,
+                host=ray.util.get_node_ip_address(),
+                key=key,
+            )
+            for engine in self._engines.all
         )
+        await asyncio.gather(*starts)
 
     async def reset_prefix_cache(self) -> None:
         self._engines.reset_prefix_cache()
@@ -188,25 +195,29 @@ class EngineDeployment:
         finally:
             asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
-    async def _rebalance(self, slots: int) -> None:
-        """Move requests to idle replicas whenever this one is out of KV blocks."""
-        await rebalance(self._engine, self._statuses_of_pool(), slots)
+    def _rebalance(self, slots: int) -> list[Coroutine[Any, Any, None]]:
+        """Move requests from each engine to idle ones, of this or other replicas, whenever it is out of KV blocks."""
+        statuses = self._statuses_of_pool()
+        return [rebalance(engine, statuses, slots) for engine in self._engines.all]
 
     def _statuses_of_pool(self) -> Statuses:
-        """Return a function that asks all replicas of this deployment for their statuses."""
+        """Return a function that asks all replicas of this deployment for the statuses of their engines."""
         own = serve.get_replica_context()
         return ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name)).statuses
 
     async def _leave(self, config: EngineConfig, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Move requests and holds to other replicas. goes_on: as for `depart`."""
+        leaving: list[Coroutine[Any, Any, None]] = []
         own = serve.get_replica_context()
         pool = ServePool(serve.get_deployment_handle(own.deployment, own.app_name), block_size=config.shared_block_size)
         host, key = ray.util.get_node_ip_address(), await asyncio.to_thread(ray_compat.cluster_key)
-        statuses = self._statuses_of_pool()
-        await asyncio.gather(
-            depart(self._engine, statuses, config.max_num_seqs, goes_on),
-            move_holds(self._engine, statuses, pool.generate, model=self._model, host=host, key=key),
-        )
+        statuses = self._engines.others(self._statuses_of_pool())
+        for engine in self._engines.all:
+            leaving += [
+                depart(engine, statuses, config.max_num_seqs, goes_on),
+                move_holds(engine, statuses, pool.generate, model=self._model, host=host, key=key),
+            ]
+        await asyncio.gather(*leaving)
 
     async def _depart(self, config: EngineConfig) -> None:
         """Move requests and holds to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits
@@ -225,7 +236,8 @@ class EngineDeployment:
             await departing
             return
         logger.warning("replica stops, because it got a SIGTERM")
-        self._engine.refuse("the replica is about to stop; send the request again")
+        for engine in self._engines.all:
+            engine.refuse("the replica is about to stop; send the request again")
         with suppress(TimeoutError):
             await asyncio.wait_for(departing, TERM_S)
         loop.call_later(EXIT_DELAY_S, os._exit, 0)

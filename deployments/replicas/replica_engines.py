@@ -8,8 +8,11 @@ import logging
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import EngineStatus, ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,20 @@ class ReplicaEngines(Generic[E]):
     def statuses(self) -> list[ReplicaStatus]:
         """Return the newest status of each engine. Raises EngineUnavailable if one is unhealthy."""
         return [engine.status() for engine in self.all]
+
+    def others(self, statuses: Statuses) -> Statuses:
+        """Return a function that returns the statuses of engines that are not of this replica. statuses: function that
+        returns those of all replicas."""
+
+        async def of_other_replicas() -> list[EngineStatus]:
+            return [status for status in await statuses() if status.engine_id not in self._engines]
+
+        return of_other_replicas
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        """Make all engines read an adapter. Returns the first error, else None. Raises EngineUnavailable."""
+        errors = await asyncio.gather(*(engine.load_adapter(lora) for engine in self.all))
+        return next((error for error in errors if error is not None), None)
 
     def reset_prefix_cache(self) -> None:
         for engine in self.all:

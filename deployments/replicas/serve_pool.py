@@ -167,12 +167,13 @@ class ServeRemotePool:
         return await _statuses(self._handle)
 
     async def hot_prefixes(self) -> list[HotPrefixes]:
-        """Return the most used cached prefixes of each replica that is up and answers."""
+        """Return the most used cached prefixes of each engine of the replicas that are up and answer."""
         deployment = await _deployment_status(self._handle)
         if deployment is None or not deployment.replica_states.get("RUNNING"):
             return []
         answers = await ray_compat.broadcast(self._handle, "hot_prefixes", STATUS_TIMEOUT_S)
-        return [msgspec.msgpack.decode(answer, type=HotPrefixes) for answer in answers if isinstance(answer, bytes)]
+        found = (msgspec.msgpack.decode(a, type=list[HotPrefixes]) for a in answers if isinstance(a, bytes))
+        return [prefixes for of_replica in found for prefixes in of_replica]
 
     async def state(self) -> PoolState:
         deployment = await _deployment_status(self._handle)

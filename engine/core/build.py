@@ -38,8 +38,9 @@ from engine.core.tape.shared_copy import keep_orphans, shared_root
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.group_experts import GroupExperts, NoMoves
+from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
 from engine.eplb.rank_experts import RankExperts
+from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
@@ -52,7 +53,8 @@ from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import max_drafts, state_specs
 from engine.runner.kv_cache import group_needs, window_step_tokens
-from engine.runner.launching.launcher import Launcher, LaunchThread
+from engine.runner.launching.launcher import Launcher
+from engine.runner.launching.open_launcher import open_launcher
 from engine.runner.memory import snapshot_border, snapshot_bytes, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model, without_idle_moves
@@ -197,6 +199,8 @@ def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | 
 
 def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
     config, experts = loaded.config, loaded.runner.experts
+    if isinstance(experts, SharedRankExperts):
+        return SharedExpertLoad(experts)
     if not isinstance(experts, RankExperts):
         return NoMoves()
     stages, ranks = config.pipeline_parallel, config.num_ranks
@@ -206,16 +210,7 @@ def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -
 def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
     """Return what launches steps: a thread for overlap on devices whose calls block. With other ranks a thread is
     needed even without overlap, to notice a rank that hangs while a step waits for it."""
-    if group.expert_exchange is not None:
-        from engine.distributed.data_parallel_group import DataParallelGroup
-        from engine.runner.launching.recovery import NoRecovery, Recovery
-        from engine.runner.launching.wave_launcher import WaveLauncher
-
-        assert isinstance(group, DataParallelGroup)
-        return WaveLauncher(runner, group, (Recovery if runner.config.enable_elastic_ep else NoRecovery)(runner, group))
-    if group.size > 1 or (runner.overlap and not runner.device.asynchronous):
-        return LaunchThread(runner)
-    return Launcher(runner)
+    return open_launcher(runner, group, group.size > 1 or (runner.overlap and not runner.device.asynchronous))
 
 
 def make_channel(

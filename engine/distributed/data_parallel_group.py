@@ -1,7 +1,8 @@
 """Data-parallel engines: several engines, each with its own requests and KV, that share the experts of one model.
 
-The group of all ranks has one rank for each engine. It exchanges rows of mixture layers (expert_exchange.py), and wakes
-engines that have nothing to compute. For everything else an engine is alone.
+Rank r of the group of all ranks is rank r % size of engine r // size. This group exchanges rows of mixture layers
+(expert_exchange.py), and wakes engines that have nothing to compute. For everything else an engine is alone, with its
+own tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -13,34 +14,60 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 import zmq
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import is_gpu
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
-from engine.distributed.tp_group import ConnectedGroup, TPGroup
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, Mailbox, TPGroup
 
 logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 60.0
 
 NAME = "waves"  # name of the socket in metrics
 
 
 class DataParallelGroup(TPGroup):
-    """The only rank of one of several engines. Its start and its end are those of all engines."""
+    """The ranks of one of several engines. Its start and its end are those of all engines."""
 
-    def __init__(self, all_engines: ConnectedGroup, device: str = "cpu"):
-        """Connect the engines. Every rank has to call this at the same time. Raises StartupError."""
-        super().__init__(0, 1, all_engines.key)
+    def __init__(self, all_engines: ConnectedGroup, size: int = 1, device: str = "cpu"):
+        """Connect the ranks of each engine, and the engines. size: ranks of an engine. Every rank has to call this at
+        the same time. Raises StartupError."""
+        self.engine, rank = divmod(all_engines.rank, size)
+        super().__init__(rank, size, all_engines.key)
         self.all_engines: ConnectedGroup = all_engines
-        self.host, self.local_size = all_engines.host, all_engines.local_size
-        self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu")
+        self.host = all_engines.host
+        self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu", size)
+        self._own: TPGroup = TPGroup.single()
         with self.starting():
+            if size > 1:
+                own = all_engines.part(f"engine {self.engine}", rank, size)
+                own.join(CONNECT_TIMEOUT_S)
+                self._own = own
             self.waves = Waves(all_engines)
+        self.local_size = self._own.local_size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._own.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._own.all_gather(x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._own.reduce_scatter(x)
+
+    def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
+        return self._own.exchange(value, timeout_s)
+
+    def mailbox(self, timeout_s: float) -> Mailbox:
+        return self._own.mailbox(timeout_s)
 
     def use(self, engines: ConnectedGroup) -> None:
         """Share experts with these engines from now on, because others were lost."""
-        self.all_engines, self.local_size = engines, engines.local_size
+        self.all_engines = engines
         self.expert_exchange.use(engines)
 
     @contextmanager
@@ -60,20 +87,20 @@ class DataParallelGroup(TPGroup):
 
 
 class Waves:
-    """Messages by which an engine that has something to compute wakes the others, and by which engines learn that one
-    of them is lost (survivors.py)."""
+    """Messages by which an engine that has something to compute wakes the others and its own other ranks, and by which
+    engines learn that one of them is lost (survivors.py)."""
 
     def __init__(self, engines: ConnectedGroup):
-        """Every engine has to create its end at the same time."""
+        """Every rank of every engine has to create its end at the same time."""
         self._context = zmq.Context()
         self._inbox: PullSocket[Message] = PullSocket(self._context, engines.host, Message, name=NAME, key=engines.key)
         self._encode = msgspec.msgpack.Encoder().encode
         self._end, self._closing = Waker(), False
         self._listener: threading.Thread | None = None
-        #: Where each engine takes messages, by its number.
+        #: Where each rank takes messages, by its number.
         self.addresses = engines.exchange(self._inbox.address)
         self._own = engines.rank
-        self.members = list(range(engines.size))  #: numbers of the engines that have not been lost
+        self.members = list(range(engines.size))  #: numbers of the ranks that have not been lost
         self._peers = PushSockets(self._context, key=engines.key)
         for number in self._others:
             self._peers.connect(self.addresses[number])
@@ -115,9 +142,9 @@ class Waves:
 
 
 def engine_group(config: EngineConfig, ranks: TPGroup) -> TPGroup:
-    """Return the ranks of one engine. ranks: all ranks that have joined. Every rank has to call this at the same time.
-    Raises StartupError."""
+    """Return the ranks of this rank's engine. ranks: all ranks that have joined. Every rank has to call this at the
+    same time. Raises StartupError."""
     if config.data_parallel == 1:
         return ranks
     assert isinstance(ranks, ConnectedGroup)
-    return DataParallelGroup(ranks, config.device)
+    return DataParallelGroup(ranks, config.num_ranks, config.device)

@@ -61,7 +61,7 @@ class TPGroup:
     expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
     redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
-    #: What spreads the experts over several engines, each of which has one rank; None for an engine with all experts.
+    #: What spreads the experts over the ranks of several engines; None for an engine with all experts.
     expert_exchange: ExpertExchange | None = None
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
@@ -281,7 +281,8 @@ class ConnectedGroup(TPGroup):
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
         `abort` and `close` of this group act on the new one too."""
         store = dist.PrefixStore(name, self._open_store())
-        group = ConnectedGroup(rank, size, store, self.host, self.address, parent=self, **self.options)
+        address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
+        group = ConnectedGroup(rank, size, store, self.host, address, parent=self, **self.options)
         self._aborts.append(group.abort)
         self.before_close(group.close)
         return group
@@ -500,16 +501,23 @@ class Mailbox:
     Tensors must be contiguous, and must live until the wait has ended."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self._group, self._broken = group, ""
 
     def send(self, x: Tensor, rank: int) -> dist.Work:
-        return self._group.send([x.view(-1).view(torch.uint8)], rank, 0)
+        return self._open().send([x.view(-1).view(torch.uint8)], rank, 0)
 
     def receive(self, x: Tensor, rank: int) -> dist.Work:
-        return self._group.recv([x.view(-1).view(torch.uint8)], rank, 0)
+        return self._open().recv([x.view(-1).view(torch.uint8)], rank, 0)
 
     def abort(self, reason: str) -> None:
-        threading.Thread(target=self._group.abort, name="abort mail", daemon=True).start()
+        """Close this rank's connections, which ends the waits of others for it. Nothing in gloo ends a wait of this
+        rank, which ends when the other rank closes its connections. May be called from any thread."""
+        self._broken, self._group = reason, None
+
+    def _open(self) -> Any:
+        if (group := self._group) is None:
+            raise EngineUnavailable(self._broken)
+        return group
 
 
 def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -9,6 +10,8 @@ from msgspec.structs import replace
 from engine.config import EPLBConfig
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.rank_experts import RankExperts
+from engine.eplb.shared_rank_experts import SharedRankExperts
+from engine.eplb.windows import Windows
 from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
 
@@ -16,9 +19,13 @@ if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
 
+logger = logging.getLogger(__name__)
+
+
 class GroupExperts:
     """The experts of all ranks of an engine. They move layer by layer: when all ranks have what they need for the next
-    placement of a layer, a plan lets them use it, all at the same step."""
+    placement of a layer, a plan lets them use it, all at the same step. If a rank fails, a plan tells all ranks that
+    nothing moves any more."""
 
     def __init__(
         self,
@@ -30,32 +37,34 @@ class GroupExperts:
         ranks: int,
     ):
         """experts: of this rank. ranks: of all stages; 0 if experts do not move."""
-        self._experts, self._broadcaster, self._config = experts, broadcaster, config
+        self._experts, self._broadcaster, self._windows = experts, broadcaster, Windows(config)
         self._stages, self._ranks = stages, ranks
-        self._steps, self._moves_at = 0, config.window_size
         self._loads = 0  # that have not been reported yet
         self._moving = self._arrived = 0  # ranks
+        self._failed = False
         self._stats: dict[int, ExpertStats] = {}  # by stage
 
     @property
     def stats(self) -> list[ExpertStats]:
-        return [stats for _, stats in sorted(self._stats.items())]
+        return [replace(stats, stopped=self._failed) for _, stats in sorted(self._stats.items())]
 
     def mark(self, plan: StepPlan) -> StepPlan:
         """Return the plan of the next step, with what ranks have to do before it."""
         if self._loads or self._moving:
             self._take_answers()
-        measure = self._steps > 0 and self._steps % self._config.window_size == 0
-        move = measure and self._ranks > 0 and not self._moving and self._steps >= self._moves_at
+        stop = self._failed and self._ranks > 0
+        if stop:
+            self._ranks = self._moving = 0
         commit = 0 < self._moving == self._arrived
-        self._steps += 1
+        measure, move = self._windows.next(self._ranks > 0 and not self._moving)
         if measure:
             self._loads += self._stages
         if move:
-            self._moving, self._moves_at = self._ranks, self._steps - 1 + self._config.step_interval
+            self._moving = self._ranks
         if commit:
             self._arrived = 0
-        return replace(plan, experts=ExpertOrder(measure, move, commit)) if measure or commit else plan
+        order = ExpertOrder(measure, move, commit, stop)
+        return replace(plan, experts=order) if any(order) else plan
 
     def _take_answers(self) -> None:
         for answer in [*self._experts.answers(), *self._broadcaster.take_answers(ExpertAnswer)]:
@@ -64,13 +73,28 @@ class GroupExperts:
                 self._stats[answer.load.stage] = answer.load
             self._arrived += answer.arrived
             self._moving -= answer.done
+            if answer.failed and not self._failed:
+                self._failed = True
+                logger.error("experts move no more on any rank: %s", answer.failed)
 
 
 class NoMoves(GroupExperts):
     """Stand-in for GroupExperts where ranks do not share whole experts."""
 
     def __init__(self) -> None:
-        self._stats = {}
+        self._stats, self._failed = {}, False
 
     def mark(self, plan: StepPlan) -> StepPlan:
         return plan
+
+
+class SharedExpertLoad(NoMoves):
+    """The load of experts that several engines share. Their ranks decide themselves when experts move."""
+
+    def __init__(self, experts: SharedRankExperts):
+        super().__init__()
+        self._shared = experts
+
+    @property
+    def stats(self) -> list[ExpertStats]:
+        return self._shared.stats

@@ -3,8 +3,8 @@
 The steps go on meanwhile. A thread of each rank exchanges the weights of one layer after the other, through host
 memory. They wait in memory of their own until all ranks have theirs. Rank 0 then sends with a plan that the moves take
 effect: before that step, each rank copies what has arrived into its slots and changes its table. So all ranks change at
-the same step, and no token misses an expert. If a thread fails, nothing moves any more, and the experts stay where they
-are.
+the same step, and no token misses an expert. If a thread fails, rank 0 tells all ranks that nothing moves any more, and
+the experts stay where they are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import queue
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.config import EngineConfig, EPLBConfig
+from engine.config import EPLBConfig
 from engine.device import Device, DeviceEvent
 from engine.distributed.tp_group import Mailbox, TPGroup
 from engine.eplb.layer_slots import LayerSlots
@@ -47,12 +48,19 @@ NICE = 10  # of the thread, so that steps keep the cores
 CONNECT_TIMEOUT_S = 60.0
 NUM_TOP = 5  # experts that are named
 LAYER = re.compile(r"\.(\d+)\.")
+IDLE = 0  # state of a rank of engines that share experts, while none moves (shared_rank_experts.py)
 
 
 class NoExperts:
     """Stand-in for RankExperts where ranks do not share whole experts."""
 
     def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
+        pass
+
+    def tell(self) -> int:
+        return IDLE
+
+    def turn(self, states: Sequence[int]) -> None:
         pass
 
     def reset(self) -> None:
@@ -100,7 +108,7 @@ class RankExperts(NoExperts):
         self._answers: queue.SimpleQueue[ExpertAnswer] = queue.SimpleQueue()
         self._arrived: Arrived | None = None
         self._committed: queue.SimpleQueue[DeviceEvent | None] = queue.SimpleQueue()
-        self._closed = False
+        self._closed = False  # to moves
         self._slots: list[LayerSlots] = []
         self._mail: Mailbox | None = None
         if config is not None:
@@ -117,8 +125,12 @@ class RankExperts(NoExperts):
         """Prepare the count of a step of `num_tokens` tokens, and do first what rank 0 has ordered with its plan."""
         if self._device.asynchronous:  # a graph pads steps
             self._real.copy_(self._index < num_tokens)
-        if order is None:
-            return
+        if order is not None:
+            self._obey(order)
+
+    def _obey(self, order: ExpertOrder) -> None:
+        if order.stop:
+            self._stop()
         if order.commit:
             self._commit()
         if order.measure:
@@ -140,6 +152,13 @@ class RankExperts(NoExperts):
         self._moved += arrived.moves
         self._committed.put(self._device.event())
 
+    def _stop(self) -> None:
+        """Let nothing move any more, and end the threads' waits for each other."""
+        self._closed, self._arrived = True, None
+        self._committed.put(None)
+        if self._mail is not None:
+            self._mail.abort("experts move no more")
+
     def reset(self) -> None:
         """Forget what has been counted."""
         self._counts.zero_()
@@ -152,8 +171,7 @@ class RankExperts(NoExperts):
         return found
 
     def close(self) -> None:
-        self._closed = True
-        self._committed.put(None)
+        self._stop()
         self._measurer.shutdown(wait=True, cancel_futures=True)
         self._mover.shutdown(wait=True, cancel_futures=True)
 
@@ -195,7 +213,7 @@ class RankExperts(NoExperts):
         )
 
     def _move(self, loads: list[list[int]]) -> None:
-        """Move experts, layer by layer, until all moves have taken effect or the engine ends."""
+        """Move experts, layer by layer, until all moves have taken effect, moves are stopped, or the engine ends."""
         try:
             for layer, load in enumerate(loads):
                 current = self._placements[layer]
@@ -209,9 +227,10 @@ class RankExperts(NoExperts):
                     return
                 event.wait()
             self._answers.put(ExpertAnswer(done=True))
-        except Exception:
+        except Exception as error:
             if not self._closed:
-                logger.exception("experts do not move any more")
+                logger.exception("rank %d cannot move experts", self._tp.rank)
+                self._answers.put(ExpertAnswer(failed=f"rank {self._tp.rank}: {error}"))
 
     def _agree(self, wanted: Placement) -> Placement:
         """Return what the first rank wants."""
@@ -254,16 +273,3 @@ class RankExperts(NoExperts):
         if not self._room:
             return tensors
         return [room[slot].copy_(tensor) for room, tensor in zip(self._room, tensors, strict=True)]
-
-
-def open_experts(config: EngineConfig, model: nn.Module, tp: TPGroup, device: Device) -> NoExperts:
-    """Return the experts of a rank. model: with this rank's layers, of which a pipeline stage may have none with
-    experts. Every rank of a group has to call this. Raises StartupError."""
-    if not config.expert_parallel or tp.size == 1:
-        return NoExperts()
-    layers: dict[int, Experts] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, Experts) and isinstance(layer.split, SpreadExperts):
-            number = LAYER.search(f"{path}.")
-            layers[int(number[1]) if number else len(layers)] = layer
-    return RankExperts(layers, tp, device, config.max_num_batched_tokens, config.eplb if config.enable_eplb else None)

@@ -24,9 +24,15 @@ def check_experts(config: EngineConfig, model: ModelConfig) -> None:
     if model.moe is None:
         raise ConfigError("expert_parallel", True, f"left out for {model.architecture}, which has no experts")
     if engines > 1:
-        check_count(model.moe.num_experts, engines, None, "data_parallel")
+        check_shared(model.moe.num_experts, engines, config.tensor_parallel, config.redundant_experts)
     elif config.tensor_parallel > 1:
         check_count(model.moe.num_experts, config.tensor_parallel, config.redundant_experts)
+
+
+def check_shared(num_experts: int, engines: int, ranks: int, redundant: int | None) -> None:
+    """Do what `check_count` does, for several engines with this number of ranks each."""
+    options = "data_parallel" if ranks == 1 else "data_parallel * tensor_parallel"
+    check_count(num_experts, engines * ranks, redundant, options)
 
 
 def check_count(num_experts: int, ranks: int, redundant: int | None, option: str = "tensor_parallel") -> None:

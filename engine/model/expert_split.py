@@ -4,7 +4,7 @@ Ordinarily each rank of a tensor-parallel group has a slice of every expert. Wit
 experts whole. All ranks have all tokens in either case, since attention is tensor parallel. So no token is sent to its
 experts. Each rank computes its own experts' part of a token, and the ranks add these parts up.
 
-With `data_parallel` the ranks belong to different engines, each with its own tokens. Then the tokens are exchanged too.
+With `data_parallel` the ranks belong to several engines, each with its own tokens. Then the tokens are exchanged too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.device import copy_to
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.model.expert_parallel import check_count
+from engine.model.expert_parallel import check_count, check_shared
 
 TOKENS_AT_ONCE = 256
 """Tokens of an exchange of rows. It takes memory for ranks x k rows of each token, twice."""
@@ -47,7 +47,7 @@ class ExpertLoad:
         self._counts, self._real = counts, real
 
     def add(self, experts: Tensor) -> None:
-        """Count the tokens of a step. experts: [tokens, k]."""
+        """Count the tokens of a step. experts: of each token, [tokens, k]."""
         tokens, k = experts.shape
         self._counts.index_add_(0, experts.flatten(), self._real[:tokens, None].expand(tokens, k).flatten())
 
@@ -93,12 +93,12 @@ class MovableSlots(ExpertSlots):
     """Slots whose experts change while the engine runs. Some experts have copies on several ranks, which take turns
     over the tokens of a step. Each rank has the same number of slots, at first some of them empty."""
 
-    def __init__(self, num_experts: int, own: range, tp: TPGroup, redundant: int):
+    def __init__(self, num_experts: int, own: range, ranks: TPGroup | ExpertExchange, redundant: int):
         super().__init__(num_experts, own)
-        self.count = (num_experts + redundant) // tp.size
-        self._rank = tp.rank
+        self.count = (num_experts + redundant) // ranks.size
+        self._rank = ranks.rank
         #: [num_experts, ranks] int64: the slot of each copy if it is on this rank, else `count`.
-        self._table = torch.full((num_experts, tp.size), self.count, dtype=torch.int64)
+        self._table = torch.full((num_experts, ranks.size), self.count, dtype=torch.int64)
         self._table[own.start : own.stop, 0] = torch.arange(len(own))
         self._copies = torch.ones(num_experts, dtype=torch.int64)
 
@@ -124,12 +124,17 @@ class SlicedExperts:
     """Each rank has a slice of every expert, so ranks have equal work whatever the router chooses."""
 
     spread = False  #: whether other ranks have experts that this rank lacks
+    shared = False  #: whether this rank computes its experts for tokens of other engines too
     load: ExpertLoad = NoLoad()
 
     def __init__(self, num_experts: int, tp: TPGroup):
         self.own = range(num_experts)  #: the experts of this rank when it starts, whole or sliced
         self.num_slots = num_experts  #: experts for which this rank has room
         self.slices = tp  #: the group whose ranks have the slices of each of these experts
+
+    def count(self, experts: Tensor) -> None:
+        """Count the tokens of a step. experts: of each token, [tokens, k]."""
+        self.load.add(experts)
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. See Experts."""
@@ -151,7 +156,7 @@ class SpreadExperts(SlicedExperts):
         self.slices.parts = tp.parts * tp.size
         self.slots = ExpertSlots(num_experts, self.own)
         if tp.redundant_experts is not None:
-            self.slots = MovableSlots(num_experts, self.own, tp, tp.redundant_experts)
+            self.slots = MovableSlots(num_experts, self.own, ranks, tp.redundant_experts)
         self.num_slots = self.slots.count
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
@@ -193,14 +198,18 @@ class MovingExperts(ExchangedExperts):
 
 
 class SharedExperts(SpreadExperts):
-    """Whole experts spread over the ranks of several engines. Every rank gets the tokens of all engines, and returns
-    the sum of what its experts contribute to each."""
+    """Whole experts spread over the ranks of several engines. Every rank gets the tokens of all engines, and computes
+    what its experts contribute to each. The ranks of an engine get the sums of a share of its tokens each."""
 
+    shared = True
     at_once = sys.maxsize  #: tokens of an exchange
 
     def __init__(self, num_experts: int, tp: TPGroup, exchange: ExpertExchange):
         super().__init__(num_experts, tp, exchange)
         self.exchange = exchange
+
+    def count(self, experts: Tensor) -> None:
+        """Do nothing: these tokens are counted with those of all engines."""
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         found = []
@@ -226,7 +235,9 @@ class SharedExperts(SpreadExperts):
             column.clone(memory_format=torch.contiguous_format).view(part.dtype)  # a view needs an aligned address
             for column, part in zip(columns, parts, strict=True)
         )
-        return every_x, self.slots.local(every_expert.long()), every_weights
+        chosen = every_expert.long()
+        self.load.add(chosen)
+        return every_x, self.slots.local(chosen), every_weights
 
 
 class SharedExpertsInOrder(SharedExperts):
@@ -239,11 +250,27 @@ class SharedExpertsInOrder(SharedExperts):
         self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
     ) -> list[Tensor]:
         every_x, local, _ = self._gather(counts, x, experts, weights)
-        sums = []
-        for part in range(self.slices.parts):
-            rows = self.exchange.scatter(layer.pair_rows(part, every_x, local), counts)
-            sums.append(layer.combine_rows(rows, experts, weights) if len(x) else x)
+        ranks, parts, sums = range(self.tp.size), self.tp.parts, []
+        for i in range(parts):
+            rows = torch.stack([layer.pair_rows(rank * parts + i, every_x, local) for rank in ranks])
+            own = self.exchange.scatter_parts(rows, counts)
+            sums.append(layer.combine_rows(own, experts, weights) if len(x) else x)
         return sums
+
+
+class MovingSharedExperts(SharedExperts):
+    """Experts of several engines that move between ranks, on a CPU, whose sums have no fixed order otherwise. The bits
+    of a token do not depend on where its experts are: its engine gets the rows of all of them, and adds them up in the
+    router's order."""
+
+    at_once = TOKENS_AT_ONCE
+
+    def _partials(
+        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
+    ) -> list[Tensor]:
+        every_x, local, _ = self._gather(counts, x, experts, weights)
+        rows = self.exchange.scatter(layer.pair_rows(0, every_x, local), counts)
+        return [layer.combine_rows(rows, experts, weights) if len(x) else x]
 
 
 def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
@@ -253,15 +280,18 @@ def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes:
 
 def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExperts:
     """Raises ConfigError if the experts cannot be spread over the ranks."""
+    moves_on_cpu = tp.redundant_experts is not None and torch.get_default_device().type == "cpu"
     if (exchange := tp.expert_exchange) is not None:
-        check_count(num_experts, exchange.size, None, "data_parallel")
-        return (SharedExpertsInOrder if tp.fixed_order else SharedExperts)(num_experts, tp, exchange)
+        check_shared(num_experts, exchange.engines, tp.size, tp.redundant_experts)
+        if tp.fixed_order:
+            return SharedExpertsInOrder(num_experts, tp, exchange)
+        return (MovingSharedExperts if moves_on_cpu else SharedExperts)(num_experts, tp, exchange)
     if not tp.expert_parallel or tp.size == 1:
         return SlicedExperts(num_experts, tp)
     check_count(num_experts, tp.size, tp.redundant_experts)
     if tp.fixed_order:
         return ExchangedExperts(num_experts, tp)
-    if tp.redundant_experts is None or torch.get_default_device().type != "cpu":
+    if not moves_on_cpu:
         return SpreadExperts(num_experts, tp)
     if hidden_size % tp.size:
         limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"

@@ -22,6 +22,7 @@ from engine.distributed.roster import Roster
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable
+from engine.runner.worker import Worker
 from engine.wire.messages import (
     Abort,
     Add,
@@ -72,24 +73,30 @@ class Inbox:
 
 
 def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
-    """Load the first engine, and wait for the others. ranks: one rank of each engine, all joined. Raises
+    """Load the first rank of the first engine, and wait for the others. ranks: all ranks of all engines, joined. Raises
     StartupError."""
     inbox = Inbox(ranks.key)
     try:
         ranks.exchange(inbox.notices.address)
-        group = DataParallelGroup(ranks, config.device)
+        group = DataParallelGroup(ranks, config.num_ranks, config.device)
         core = build_engine(config, group)
         roster = Roster(group.waves.addresses, ranks.key) if config.enable_elastic_ep else None
-        return EngineGroup(core, ranks, inbox, roster)
+        return EngineGroup(core, ranks, inbox, config.num_ranks, roster)
     except BaseException:
         inbox.context.destroy(linger=0)
         raise
 
 
-def start_server(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer:
-    """Load the engine of a child, and wait for the others. Raises StartupError."""
+def start_rank(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer | Worker:
+    """Load the rank of a child: a server on the first rank of an engine, else a worker. Waits for the others. Raises
+    StartupError."""
     status_to = ranks.exchange("")[0]
-    name, group = engine_name(ranks.rank), DataParallelGroup(ranks, config.device)
+    group = DataParallelGroup(ranks, config.num_ranks, config.device)
+    if group.rank:
+        worker = Worker(config, group, ranks.host)
+        ranks.exchange("")
+        return worker
+    name = engine_name(group.engine)
     server = EngineServer(config, engine_id=name, status_to=status_to, host=ranks.host, group=group)
     ranks.exchange(server.address)
     return server
@@ -102,18 +109,26 @@ def engine_name(number: int) -> str:
 class EngineGroup:
     """Gives each request to the engine with the fewest. Used by one thread."""
 
-    def __init__(self, core: EngineCore, ranks: ConnectedGroup, inbox: Inbox, roster: Roster | None = None):
-        """core: the first engine. ranks: one rank of each engine. roster: tells engines to go on if one dies; None if
+    def __init__(
+        self,
+        core: EngineCore,
+        ranks: ConnectedGroup,
+        inbox: Inbox,
+        ranks_per_engine: int,
+        roster: Roster | None = None,
+    ):
+        """core: the first engine. ranks: all ranks of all engines. roster: tells engines to go on if one dies; None if
         they end together. Waits until all engines have loaded. Raises StartupError."""
         self._core, self._inbox, self._roster = core, inbox, roster
         self.max_model_len = core.max_model_len
-        self._addresses = ranks.exchange("")
+        self._addresses = ranks.exchange("")[::ranks_per_engine]
         self._peers = PushSockets(inbox.context, key=ranks.key)
         self._live: dict[str, LiveRequest] = {}  # by request id
         #: Engine in a child, and number of its aborted requests whose last delta is still to come, by request id.
         self._aborted: dict[str, tuple[int, int]] = {}
-        self._numbers = dict.fromkeys(range(ranks.size), 0)  # of live requests, by engine
-        self._names = {engine_name(engine) for engine in range(1, ranks.size)}  # of those in children that live
+        engines = range(len(self._addresses))
+        self._numbers = dict.fromkeys(engines, 0)  # of live requests, by engine
+        self._names = {engine_name(engine) for engine in engines[1:]}  # of those in children that live
         self._losses: queue.SimpleQueue[int] = queue.SimpleQueue()  # engines whose requests are to be computed again
         self._stats: dict[str, EngineStats] = {}
         self._lost: str | None = None

@@ -113,6 +113,7 @@ def main() -> None:
 def _run(task: RankTask, parent: Parent) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
+    from engine.core.server import EngineServer
     from engine.distributed.tp_group import TPGroup, group_options
     from engine.runner.worker import Worker
 
@@ -125,11 +126,12 @@ def _run(task: RankTask, parent: Parent) -> None:
     if config.data_parallel == 1:
         Worker(config, group).run()
         return
-    from engine.offline.engine_group import start_server  # here, since engines of one rank do without pyzmq
+    from engine.offline.engine_group import start_rank  # here, since engines of one rank do without pyzmq
 
-    server = start_server(config, group)
-    parent.at_end(server.stop)
-    server.run()
+    process = start_rank(config, group)
+    if isinstance(process, EngineServer):  # it ends the workers of its engine
+        parent.at_end(process.stop)
+    process.run()
 
 
 class Parent:

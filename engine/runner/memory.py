@@ -36,7 +36,7 @@ def plan_blocks(
     block of the first group. Raises OutOfMemory if the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
-        free = kv_cache.free_host_bytes() // setup.tp.local_size
+        free = kv_cache.free_host_bytes() // setup.tp.all_engines.local_size
     else:
         free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp

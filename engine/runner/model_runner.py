@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.rank_experts import open_experts
+from engine.eplb.open_experts import open_experts
 from engine.model.config import ModelConfig
 from engine.model.low_rank import AdapterRows
 from engine.model.ops import sampling

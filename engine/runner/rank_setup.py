@@ -100,7 +100,8 @@ def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:
     """Set torch's number of threads: the configured one, else at most this rank's share of the machine's cores."""
-    if config.num_threads or tp.local_size > 1:
+    local_size = tp.all_engines.local_size
+    if config.num_threads or local_size > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // tp.local_size)
+        threads = max(1, cores // local_size)
         torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.runner.launching.open_launcher import open_launcher
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 from engine.runner.rank_setup import read_model, without_idle_moves
 from engine.runner.stages.open_runner import open_runner
@@ -53,13 +55,14 @@ class Worker:
             self._tiers = start_tiers(self._runner, model_config, folder, opened)
             self._receiver = PlanReceiver(group)
             self._kv_workers = opened.pop_all()
+        self._launcher = open_launcher(self._runner, group)
         self._stopping = threading.Event()
 
     def run(self) -> None:
         """Compute the plans of rank 0 until it ends the group. Raises EngineUnavailable if any rank dies, or samples
         other tokens than rank 0."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has sent its own
-        launched: deque[LaunchedStep] = deque()
+        launched: deque[LaunchedStep | Future[LaunchedStep]] = deque()
         runner = self._runner
         ahead = runner.overlap and runner.device.asynchronous and runner.launches_ahead  # like rank 0
         try:
@@ -69,9 +72,10 @@ class Worker:
                     raise EngineUnavailable(f"rank {self._group.rank} sampled other tokens than rank 0 in step {step}")
                 sampled = {later: value for later, value in sampled.items() if later > step}
                 runner.learn(message.sampled)
-                launched.append(runner.launch(inputs))
+                launched.append(self._launcher.launch(inputs))
                 if len(launched) > ahead:
-                    result = runner.collect(launched.popleft())
+                    oldest = launched.popleft()
+                    result = runner.collect(oldest.result() if isinstance(oldest, Future) else oldest)
                     if runner.samples:
                         sampled[result.step] = checksum(result)
         finally:
@@ -79,6 +83,7 @@ class Worker:
             if self._runner.adapter_loader is not None:
                 self._runner.adapter_loader.close()
             self._kv_workers.close()
+            self._launcher.close()
             runner.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)

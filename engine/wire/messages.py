@@ -296,6 +296,8 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     """The most loaded experts of the last window: layer, expert, and its share of the layer's load."""
     moved: int = 0
     """Copies of experts that have moved since the start."""
+    stopped: bool = False
+    """Whether experts move no more, because a rank failed while it sent or received some."""
 
 
 class SharedSteps(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,8 @@ class ExpertOrder(NamedTuple):
     """Begin to move experts by this load."""
     commit: bool = False
     """Use the experts that have arrived on all ranks."""
+    stop: bool = False
+    """Forget the experts that have arrived, because a rank failed. Nothing moves any more."""
 
 
 class ExpertAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,6 +88,8 @@ class ExpertAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Experts of a layer have arrived, and wait for `commit`."""
     done: bool = False
     """All moves have taken effect."""
+    failed: str = ""
+    """Why this rank can move no experts any more."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

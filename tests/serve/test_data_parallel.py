@@ -1,4 +1,5 @@
-"""A replica of two engines that share experts, each on a node of its own: its answers, its routing, and its end."""
+"""A replica of two engines that share experts, each on a node of its own or with two ranks on one: its answers, its
+routing, and its end."""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    options = {"data_parallel": ENGINES, "expert_parallel": True, **OPTIONS}
-    with served(tmp_path_factory.mktemp("serve"), folder, ENGINES, **options) as serving:
+def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
+    """A group of engines with as many ranks each as the parameter says."""
+    options = {"data_parallel": ENGINES, "tensor_parallel": request.param, "expert_parallel": True, **OPTIONS}
+    with served(tmp_path_factory.mktemp("serve"), folder, ENGINES * request.param, **options) as serving:
         yield serving
 
 
-def test_engines_on_two_nodes_answer_as_one_does_and_both_take_requests(serving, folder):
+@pytest.mark.parametrize("serving", [1, 2], indirect=True)
+def test_engines_on_several_nodes_answer_as_one_does_and_both_take_requests(serving, folder):
     (replica,) = serving.replicas(MODEL)
-    assert len({rank.node for rank in replica.ranks}) == ENGINES
+    assert len({rank.node for rank in replica.ranks}) == len(replica.ranks)
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), num_blocks=64, num_threads=1, **OPTIONS) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
@@ -45,6 +48,6 @@ def test_engines_on_two_nodes_answer_as_one_does_and_both_take_requests(serving,
     assert all(any(f".dp{number}" in line for line in lines) for number in range(ENGINES))
 
 
-@pytest.mark.parametrize("engine", range(ENGINES))
-def test_an_engine_killed_in_the_middle_of_16_streams_changes_no_text(serving, engine):
-    check_kill(serving, engine)
+@pytest.mark.parametrize(("serving", "rank"), [(1, 0), (1, 1), (2, 1), (2, 2)], indirect=["serving"])
+def test_a_rank_killed_in_the_middle_of_16_streams_changes_no_text(serving, rank):
+    check_kill(serving, rank)

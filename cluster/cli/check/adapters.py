@@ -12,6 +12,7 @@ from cluster.cli.check.finding import Finding
 from cluster.cli.check.serve_config import ours
 from cluster.config import AppConfig, ModelSection
 from deployments.routing.config import Role
+from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError, StartupError
 from engine.lora.adapter_files import open_adapter
@@ -38,7 +39,10 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
-    built = build_model(shape, TPGroup(0, engine.tensor_parallel), dtype, "meta")
+    tp = TPGroup(0, engine.tensor_parallel)
+    if engine.data_parallel > 1:
+        tp.expert_exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=tp.size)
+    built = build_model(shape, tp, dtype, "meta")
     slots, rank = engine.max_loras, engine.max_lora_rank
     return ModelAdapters(built, slots, rank, 1, torch.device("meta"), for_gpu=model.on_gpu(role))
 

@@ -103,7 +103,9 @@ function updateModel(element, model, state, rates) {
 
 function poolTitle(role, replicas, { asleep, prefill }) {
   if (asleep) return "Asleep: the next request starts a replica";
-  const number = `${replicas.length} replica${replicas.length === 1 ? "" : "s"}`;
+  const groups = new Set(replicas.map((r) => r.engine_id.replace(/\.dp\d+$/, ""))); // engines that share experts
+  const each = replicas.length > groups.size ? ` with ${replicas.length} engines` : "";
+  const number = `${groups.size} replica${groups.size === 1 ? "" : "s"}${each}`;
   if (role !== "decode") return `${role === "encode" ? "Encode" : "Prefill"}: ${number}`;
   return prefill.length ? `Decode: ${number}` : `${number} for prefill and decode`;
 }
@@ -119,6 +121,9 @@ function makeReplica(replica) {
       fact("steps", "steps/s"), fact("cost", "step costs"), fact("hits", "prefix hits"),
       fact("holds", "holds"), fact("moved", "moved in, out")
     ),
+    h("ol", { class: "shared", hidden: "" },
+      h("li", {}, h("span", {}, "steps with the other engines"), h("div", { class: "ranks" }, h("i", {}, h("b", {}))),
+        h("span", { class: "muted", "data-fact": "own" }, "–"))),
     h("ol", { class: "stages", hidden: "" }),
     h("ol", { class: "experts", hidden: "" }),
     h("div", {},
@@ -146,6 +151,14 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   for (const [name, blocks] of [["used", stats.blocks_used], ["cached", stats.blocks_cached], ["free", stats.blocks_free]]) {
     set(name, `${count(blocks)} ${name}`);
     card.querySelector(`.blocks .${name}`)?.style.setProperty("width", `${(100 * blocks) / stats.blocks_total}%`);
+  }
+  const shared = card.querySelector(".shared");
+  shared.hidden = !stats.shared;
+  if (stats.shared) {
+    const { own, served } = stats.shared.steps;
+    const share = rates.own ?? own / (own + served || 1);
+    set("own", `${percent(share)} its own`);
+    shared.querySelector("b").style.setProperty("width", `${100 * share}%`);
   }
   const stages = card.querySelector(".stages");
   stages.hidden = !stats.stages.length;

@@ -52,7 +52,10 @@ function between(old, replica, elapsed) {
     const working = busy + risen((r) => r.stats.stages[i]?.wait_s ?? 0);
     return working ? busy / working : null; // the share of the time with steps under way in which it computed
   });
+  const own = risen((r) => r.stats.shared?.steps.own ?? 0);
+  const together = own + risen((r) => r.stats.shared?.steps.served ?? 0);
   return {
+    own: together ? own / together : null, // share of the steps with engines that share experts
     output: perSecond((r) => r.stats.generation_tokens),
     input: perSecond((r) => r.stats.prefill_tokens),
     steps: perSecond((r) => r.stats.steps),

@@ -184,15 +184,15 @@ class Experts(Sharded):
     @property
     def takes_adapters(self) -> bool:
         """Whether adapters can change the experts. True if the experts have `kernels`, or if the model is on the meta
-        device."""
-        return bool(self.kernels) or self.device.type == "meta"
+        device. Engines that share experts keep adapters in slots of their own, so experts cannot know them."""
+        return not self.split.shared and (bool(self.kernels) or self.device.type == "meta")
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         return self.tp.sum(self.partials(x, experts, weights))
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
-        self.split.load.add(experts)
+        self.split.count(experts.reshape(-1, self.k))  # Llama 4 has a row for each of a token's experts
         return self.split.partials(self, x, experts, weights)
 
     def serve(self) -> None:

@@ -3,7 +3,7 @@
 A wave is a series of such steps. An engine with a step to launch starts a wave, and wakes the others. In each step of
 the wave, an engine launches its own step, or computes only its experts for the tokens of the others. The wave ends when
 no engine has a step; then all threads sleep. So an engine without requests computes no dummy step, and its scheduler
-knows nothing of the others.
+knows nothing of the others. The first rank of an engine decides, and its other ranks do the same.
 
 If another engine is lost, a Recovery decides what follows. If the engines go on, all of them begin with a wave, in
 which they launch the interrupted steps again.
@@ -23,11 +23,12 @@ import torch
 
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Lost, Message, Regroup, Wave
+from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, TPGroup
 from engine.errors import EngineUnavailable
 from engine.model.layers.moe import Experts
 from engine.runner.inputs import StepInputs
 from engine.runner.launching.launcher import Launcher
-from engine.runner.launching.recovery import NoRecovery
+from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.wire.messages import SharedSteps
 
@@ -61,7 +62,7 @@ class Stop:
 
 
 class WaveLauncher(Launcher):
-    """A Launcher with a thread that also serves other engines."""
+    """A Launcher with a thread that also serves other engines: that of the first rank of an engine."""
 
     def __init__(self, runner: ModelRunner, group: DataParallelGroup, recovery: NoRecovery | None = None):
         super().__init__(runner)
@@ -178,15 +179,17 @@ class WaveLauncher(Launcher):
 
     def _begin(self) -> bool:
         """Tell the other engines what this one has. Returns whether any engine has a step."""
-        started = time.monotonic()
-        any_has_one = self._exchange.begin(self._jobs[0].num_rows if self._jobs else None)
+        started, experts = time.monotonic(), self._runner.experts
+        any_has_one = self._exchange.begin(self._jobs[0].num_rows if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
+        if any_has_one:
+            experts.turn(self._exchange.states)
         return any_has_one
 
     @torch.inference_mode()
     def _take_part(self) -> None:
         """Take a step of the wave: launch a step of this engine, or serve the other engines."""
-        if not self._jobs:
+        if not self._exchange.has_step:
             self._num_served += 1
             for experts in self._experts:
                 experts.serve()
@@ -209,3 +212,51 @@ class WaveLauncher(Launcher):
                 self._jobs.append(item)
         for waiting in self._jobs:
             waiting.launched.set_exception(error)
+
+
+class FollowingLauncher(WaveLauncher):
+    """The launcher of another rank of an engine. It takes the steps that the first rank takes, in the same order."""
+
+    def _await_wave(self) -> None:
+        """Sleep until an engine starts a wave."""
+        while not self._stopping:
+            match self._take():
+                case Wave(number, of) if (number, of) == (self._number, self._recovery.generation):
+                    return
+
+    def _look_for_job(self) -> None:
+        """Do nothing: `begin` tells whether there is a step."""
+
+    def _take_part(self) -> None:
+        while self._exchange.has_step and not self._jobs:
+            self._take(waits=True)
+            if self._stopping:
+                return
+        super()._take_part()
+
+    def _take(self, waits: bool = False) -> Rest | Message | None:
+        """Take the next item from the queue, and return it unless it is a job. waits: whether the first rank has
+        launched a step that is still to come. Raises EngineUnavailable if a step or wave is not there in time, or an
+        engine is lost meanwhile."""
+        try:
+            item = self._queue.get(timeout=COLLECTIVE_TIMEOUT_S if waits or self._jobs else None)
+        except queue.Empty:
+            late = f"has not gone on with a step for {COLLECTIVE_TIMEOUT_S:.0f} s"
+            raise EngineUnavailable(f"the first rank of this engine {late}") from None
+        match item:
+            case Job():
+                self._jobs.append(item)
+                return None
+            case Stop():
+                self._stopping = True
+                return None
+            case Lost() | Regroup() if self._recovery.lost is not None:
+                raise EngineUnavailable(self._recovery.lost)
+        return item
+
+
+def open_wave_launcher(runner: ModelRunner, group: TPGroup) -> WaveLauncher:
+    """Return the launcher of a rank. group: the ranks of its engine."""
+    assert isinstance(group, DataParallelGroup)
+    recovery = (Recovery if runner.config.enable_elastic_ep else NoRecovery)(runner, group)
+    return (FollowingLauncher if group.rank else WaveLauncher)(runner, group, recovery)

@@ -111,7 +111,22 @@ def test_tensor_ranks_send_two_ring_sums_per_layer(tensor, kib):
 def test_a_stage_sends_one_row_and_groups_send_a_row_to_each_other_group_and_back():
     assert find(LLAMA_8B, H100, 1, 4, False, 1).stage_bytes == 2 * 4096
     grouped = find(DEEPSEEK, H100, 1, 1, True, 8)
-    assert grouped.tensor_bytes == 2 * 7 * 7168 * 2 * 58
+    assert (grouped.tensor_bytes, grouped.expert_bytes) == (0, 2 * 7 * 7168 * 2 * 58)
+    both = find(DEEPSEEK, H100, 2, 1, True, 4)  # a rank sends half of its engine's rows to the seven others
+    assert (both.tensor_bytes, both.expert_bytes) == (2 * 7168 * 2 * 61, 2 * 7 / 2 * 7168 * 2 * 58)
+    assert "KiB per token for sums inside a node" in str(both) and "for experts inside a node" in str(both)
+
+
+def test_engines_of_several_ranks_are_on_one_node_each_and_the_experts_on_all():
+    large = replace(DEEPSEEK, dense_bytes=100e9, active=80e9)  # too large for a card
+    nodes = replace(H100, nodes=2, memory=141e9)
+    found = plan(large, nodes, LOAD)
+    layout = found[0]
+    assert layout.tensor > 1 and layout.data > 1 and layout.expert
+    assert layout.tensor_inside and not layout.expert_inside
+    reason = why(layout, found, LOAD)
+    assert "on 8 ranks weights" not in reason, "tensor_parallel 8 fits"
+    assert "the ranks of an engine are on one node, and only rows of experts pass between nodes" in reason
 
 
 def test_a_rank_has_its_part_of_dense_layers_and_of_experts():

@@ -108,13 +108,14 @@ def test_each_pipeline_stage_has_a_series_of_the_time_in_which_it_computed_and_w
 def test_ranks_that_share_experts_have_series_of_their_load():
     told = status("decode-m-1")
     experts = [
-        ExpertStats(stage=0, rank_tokens=[30, 10], balancedness=0.8, top=[(3, 7, 0.4)], moved=2),
+        ExpertStats(stage=0, rank_tokens=[30, 10], balancedness=0.8, top=[(3, 7, 0.4)], moved=2, stopped=True),
         ExpertStats(stage=1, rank_tokens=[20, 20], balancedness=1.0, top=[]),
     ]
     found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, experts=experts)))
     assert [found["manta_expert_balancedness", stage] for stage in ("0", "1")] == [0.8, 1.0]
     assert [found["manta_expert_tokens_total", "0", rank] for rank in ("0", "1")] == [30, 10]
     assert found["manta_experts_moved_total", "0"] == 2
+    assert [found["manta_expert_moves_stopped", stage] for stage in ("0", "1")] == [1, 0]
     assert not any("expert" in name[0] for name in series(told))
 
 

@@ -11,8 +11,9 @@ from deployments.ray_compat import engine_ids
 from deployments.replicas import engine_control, replica_engines
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
-from engine.errors import EngineLost, EngineUnavailable
-from engine.wire.messages import EngineStatus, SharedSteps
+from engine.errors import EngineLost, EngineUnavailable, Overloaded
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import AdapterLoaded, EngineStatus, ErrorInfo, SharedSteps
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 
@@ -73,6 +74,33 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
         with pytest.raises(EngineUnavailable, match="no step ended for 99 s"):
             engines.check_health()
         assert "no step ended for 99 s" in await asyncio.wait_for(engines.until_unhealthy(), 60)
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_is_loaded_by_all_engines_and_the_first_error_counts():
+    async def scenario() -> None:
+        engines = made()
+        loading = asyncio.create_task(engines.load_adapter(LoRARequest("a", "/a", "digest")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first, second = engines.all
+        error = ErrorInfo.of(Overloaded("no room"))
+        first.handle(AdapterLoaded("0"))
+        assert not loading.done()
+        second.handle(AdapterLoaded("0", error))
+        assert await loading == error
+
+    asyncio.run(scenario())
+
+
+def test_only_engines_of_other_replicas_are_others():
+    async def statuses() -> list[EngineStatus]:
+        names = ("decode-m-x.dp0", "decode-m-x.dp1", "decode-m-y.dp0")
+        return [EngineStatus(engine_id=name, ended=[], stats=engine_stats(), last_step_age_s=0.0) for name in names]
+
+    async def scenario() -> None:
+        assert [status.engine_id for status in await made().others(statuses)()] == ["decode-m-y.dp0"]
 
     asyncio.run(scenario())
 

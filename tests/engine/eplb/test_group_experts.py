@@ -9,7 +9,7 @@ from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
 
 MEASURE, COMMIT = ExpertOrder(measure=True), ExpertOrder(commit=True)
-MOVE = ExpertOrder(measure=True, move=True)
+MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)
 PLAN = StepPlan(step=1, added=[], blocks=[], slots=[], starts=[], counts=[], samples=[])
 
 
@@ -74,6 +74,16 @@ def test_moves_that_are_not_done_are_not_joined_by_others():
     group = Group()
     group.orders(4)
     assert group.orders(9, load(), DONE) == [None, None, MEASURE] * 3
+
+
+def test_when_a_rank_fails_all_are_told_once_and_nothing_moves_any_more(caplog):
+    group = Group()
+    group.orders(4)
+    assert not any(stats.stopped for stats in group.stats)
+    assert group.orders(1, load(), ARRIVED, ARRIVED, ExpertAnswer(failed="rank 1: no memory")) == [STOP]
+    assert group.orders(8) == [None, MEASURE, None, None, MEASURE, None, None, MEASURE]
+    assert [stats.stopped for stats in group.stats] == [True]
+    assert caplog.messages == ["experts move no more on any rank: rank 1: no memory"]
 
 
 def test_the_newest_load_of_each_stage_is_reported():

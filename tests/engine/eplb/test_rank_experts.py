@@ -12,7 +12,8 @@ import torch
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.rank_experts import NoExperts, RankExperts, open_experts
+from engine.eplb.open_experts import open_experts
+from engine.eplb.rank_experts import NoExperts, RankExperts
 from engine.model.expert_split import SpreadExperts
 from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertOrder

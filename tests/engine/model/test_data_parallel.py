@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -38,11 +38,15 @@ STEPS: list[list[Step]] = [
 FAST = {("qwen3_moe", torch.bfloat16)}
 
 
-def engines(size: int, fixed_order: bool) -> list[TPGroup]:
+LAYOUTS = [(2, 1), (4, 1), (2, 2)]  # engines, and ranks of each
+
+
+def engines(size: int, fixed_order: bool, ranks: int = 1) -> list[TPGroup]:
+    """All ranks of all engines."""
     found: list[TPGroup] = []
-    for rank in make_ranks(size):
-        group = TPGroup.single()
-        group.expert_exchange = ExpertExchange(rank)
+    own = [rank for _ in range(size) for rank in make_ranks(ranks)]
+    for group, everyone in zip(own, make_ranks(size * ranks), strict=True):
+        group.expert_exchange = ExpertExchange(everyone, ranks_per_engine=ranks)
         found.append(FixedOrder(group) if fixed_order else group)
     return found
 
@@ -63,14 +67,16 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), each_once(with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK]), [2, 4])
+    ("family", "layout"), each_once(with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK]), LAYOUTS)
 )
-def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, size):
-    folder, groups = make_model(tmp_path, family), engines(size, fixed_order=False)
+def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout):
+    (size, ranks), folder = layout, make_model(tmp_path, family)
+    groups = engines(size, fixed_order=False, ranks=ranks)
     parts = [load_by_hand(folder, group) for group in groups]
-    found = on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i]))
-    for logits, steps in zip(found, STEPS, strict=False):
-        torch.testing.assert_close(logits, take(load_by_hand(folder), None, steps), atol=1e-4, rtol=0)
+    found = on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i // ranks]))
+    alone = [take(load_by_hand(folder), None, steps) for steps in STEPS[:size]]
+    for i, logits in enumerate(found):
+        torch.testing.assert_close(logits, alone[i // ranks], atol=1e-4, rtol=0)
     held = [len(layer.split.own) for part in parts for layer in part.model.modules() if isinstance(layer, Experts)]
     whole = [len(layer.split.own) for layer in load_by_hand(folder).model.modules() if isinstance(layer, Experts)]
     assert sum(held) == sum(whole)
@@ -88,15 +94,15 @@ def test_in_a_fixed_order_they_have_the_bits_of_one_engine(tmp_path, monkeypatch
     monkeypatch.setattr(expert_split.SharedExpertsInOrder, "at_once", 7)  # so that a step takes several exchanges
     folder = make_model(tmp_path, family)
     alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single()), dtype), None, steps) for steps in STEPS]
-    for size in (2, 4):
-        for logits, expected in zip(compute(folder, size, dtype), alone, strict=False):
-            assert all(map(torch.equal, logits, expected))
+    for size, ranks in LAYOUTS:
+        for i, logits in enumerate(compute(folder, size, ranks, dtype)):
+            assert all(map(torch.equal, logits, alone[i // ranks]))
 
 
-def compute(folder: Path, size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    groups = engines(size, fixed_order=True)
+def compute(folder: Path, size: int, ranks: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    groups = engines(size, fixed_order=True, ranks=ranks)
     parts = [load_by_hand(folder, group, dtype) for group in groups]
-    return on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i]))
+    return on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i // ranks]))
 
 
 def test_before_the_first_step_all_engines_have_equally_many_rows():
@@ -115,11 +121,47 @@ def test_before_the_first_step_all_engines_have_equally_many_rows():
         assert sums.flatten().tolist() == [2.0 * (i + 1)] * 3
 
 
+def test_ranks_of_an_engine_send_a_share_of_its_rows_each_and_get_it_back():
+    groups = engines(2, fixed_order=False, ranks=2)
+
+    def exchange(i: int) -> tuple[Tensor, Tensor, Tensor]:
+        own, counts = groups[i].expert_exchange, [3, 2]
+        assert own is not None
+        rows = torch.tensor([[1.0], [2.0], [3.0]] if i < 2 else [[4.0], [5.0]])
+        assert own.begin(len(rows) if i % 2 == 0 else None) and own.has_step
+        gathered = own.gather(rows, counts)
+        parts = torch.stack([gathered, gathered * 10])
+        return gathered, own.scatter(gathered, counts), own.scatter_parts(parts, counts)
+
+    found = on_all(groups, exchange)
+    assert [rows.flatten().tolist() for rows, _, _ in found] == [[1, 2, 3, 4, 5]] * 4
+    assert [sums.flatten().tolist() for _, sums, _ in found] == [[4, 8, 0], [0, 0, 12], [16, 20], [0, 0]]
+    assert [part.flatten().tolist() for _, _, part in found] == [[4, 8, 12], [40, 80, 120], [16, 20], [160, 200]]
+
+
+def test_a_rank_sends_as_much_as_planning_counts():
+    groups, tokens, row = engines(2, fixed_order=False, ranks=2), 4, 8 * 4
+
+    def exchange(i: int) -> int:
+        own = groups[i].expert_exchange
+        assert own is not None
+        own.scatter(torch.ones(2 * tokens, 8), [tokens, tokens])
+        return own._ranks.scattered_bytes  # type: ignore[attr-defined]
+
+    assert on_all(groups, exchange) == [(2 - 1 / 2) * row * tokens] * 4  # cluster/planning/layouts.py
+
+
 def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_refused(tmp_path):
     group = TPGroup.single()
     group.expert_exchange = ExpertExchange(make_ranks(4)[0])
     with pytest.raises(ConfigError, match="data_parallel must be at most the model's number of experts"):
         split_experts(3, 64, group)
+    pair = make_ranks(2)[1]
+    pair.expert_exchange = ExpertExchange(make_ranks(4)[1], ranks_per_engine=2)
+    with pytest.raises(
+        ConfigError, match=r"data_parallel \* tensor_parallel must be at most the model's number of exp"
+    ):
+        split_experts(3, 64, pair)
     config = EngineConfig(data_parallel=2, expert_parallel=True)
     with pytest.raises(ConfigError, match="no experts to share; for independent engines, use replicas instead"):
         check_experts(config, ModelConfig.from_folder(make_model(tmp_path, "llama")))
@@ -129,9 +171,13 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
     ("options", "error"),
     [
         ({"expert_parallel": False}, "data_parallel must be 1 without expert_parallel"),
-        ({"tensor_parallel": 2}, "tensor_parallel must be 1 with data_parallel above 1"),
         ({"pipeline_parallel": 2}, "pipeline_parallel must be 1 with data_parallel above 1"),
-        ({"enable_lora": True}, "enable_lora must be false with data_parallel above 1"),
+        (
+            {"handoff": HandoffConfig(role="decode", switch_roles=True)},
+            "handoff.switch_roles must be false with data_parallel above 1",
+        ),
+        ({"enable_elastic_ep": True, "tensor_parallel": 2}, "tensor_parallel must be 1 with enable_elastic_ep"),
+        ({"enable_elastic_ep": True, "enable_eplb": True}, "enable_eplb must be false with enable_elastic_ep"),
         ({"torch_compile": True}, "torch_compile must be false with data_parallel above 1"),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
     ],

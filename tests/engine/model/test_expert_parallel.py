@@ -12,10 +12,12 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split, loader
 from engine.model.config import ModelConfig
+from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_parallel import check_experts
-from engine.model.expert_split import row_bytes, split_experts
+from engine.model.expert_split import ExpertLoad, row_bytes, split_experts
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
+from engine.model.transformers_backend.layers import Llama4Experts
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
@@ -98,6 +100,19 @@ def test_without_a_fixed_order_ranks_exchange_only_sums(tmp_path):
     folder, ranks = make_model(tmp_path, "qwen3_moe"), spread(2)
     run([load_by_hand(folder, tp) for tp in ranks], ranks)
     assert [tp.scattered_bytes for tp in ranks] == [0, 0]
+
+
+def test_a_token_of_llama_4_counts_once_for_each_of_its_experts_and_padding_not_at_all(monkeypatch):
+    moe = MoEConfig(
+        num_experts=3, experts_per_token=2, intermediate_size=4, norm_topk_prob=False, layers=frozenset()
+    )  # fmt: skip
+    layer, counts = Llama4Experts(8, moe, "silu", TPGroup.single()), torch.zeros(3, dtype=torch.int64)
+    layer.split.load = ExpertLoad(counts, real=torch.tensor([1, 0]))
+    monkeypatch.setattr(layer.split, "partials", lambda _, x, experts, weights: [x])
+    routed = torch.zeros(3, 2, 8)  # experts, tokens
+    routed[[0, 2, 1, 2], [0, 0, 1, 1]] = 1.0
+    layer(routed.flatten(0, 1))
+    assert counts.tolist() == [1, 0, 1]
 
 
 def test_rows_are_exchanged_in_pieces_if_there_are_many_tokens(tmp_path, monkeypatch):

@@ -17,12 +17,16 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.offline.llm import LLM
 from engine.wire.messages import GenerateRequest
+from tests.engine.lora.peft_adapters import make_adapter
+from tests.engine.lora.test_engines import ask
+from tests.engine.offline.test_expert_moves import LATER, check_stop, check_streams, fail, often, run_streams
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.offline.test_tensor_parallel import BUSY, MAX_TOKENS, Outcome, make_config, random_prompt, run
 from tests.models import make_model
-from tests.shared_engines import run_server, running
+from tests.shared_engines import run_rank, running
 
 NGRAM = SpeculativeConfig(method="ngram")
+NAMES = {"one": 1, "two": 2}  # adapters and their seeds
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
 PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 """Families and numbers of engines for which the first engine has too few blocks for its requests."""
@@ -116,6 +120,32 @@ def test_a_request_alone_is_computed_by_one_engine_and_served_by_the_other(pool,
         assert group.group.all_stats()[1].steps == 0, "it serves without steps of its own"
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param(
+            family, {"dtype": dtype, "determinism": determinism, **options},
+            marks=() if (family, dtype, determinism) == ("qwen3_moe", "bfloat16", "strict") and not options
+            else pytest.mark.slow,
+        )
+        for family in FAMILIES
+        for dtype, determinism in (("float32", "strict"), ("bfloat16", "strict"), ("float32", None))
+        for options in ({}, {"speculative": NGRAM}, {"overlap": True})
+        if not options or family in ("qwen3_moe", "qwen3_next")
+    ],
+)  # fmt: skip
+def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bits(
+    pool, folder_of, on_one_engine, family, options
+):
+    with running(pool, shared(folder_of(family), 2, tensor_parallel=2, **options)) as group:
+        outcome = run_rounds(group)
+        stats = group.group.all_stats()
+    expected = on_one_engine(family, options["dtype"])
+    assert outcome.tokens == expected.tokens
+    assert outcome.bits() == expected.bits() or options["determinism"] is None
+    assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "the other engine answered too"
+
+
 @pytest.mark.parametrize("determinism", [None, pytest.param("strict", marks=pytest.mark.slow)])
 def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism):
     config = shared(folder_of("qwen3_moe"), 2, determinism=determinism)
@@ -123,16 +153,63 @@ def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, 
         assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
 
 
+@pytest.mark.parametrize(
+    ("ranks", "determinism"),
+    [(1, "strict"), pytest.param(2, "strict", marks=pytest.mark.slow), pytest.param(1, None, marks=pytest.mark.slow)],
+)
+def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(pool, tmp_path, ranks, determinism):
+    folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
+    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel": ranks}
+    if determinism is None:  # the bits of engines whose experts have not moved
+        with running(pool, shared(folder, 2, eplb_config=LATER, **options)) as group:
+            expected = run_streams(group)
+            assert not group.stats().experts
+    else:
+        with pool.engine(shared(folder, 1, num_blocks=300)) as core:
+            expected = run_streams(core)
+    with running(pool, shared(folder, 2, eplb_config=often(6, 2 * ranks), **options)) as group:
+        check_streams(group, expected.bits())
+        (load,) = group.stats().experts
+        assert len(load.rank_tokens) == 2 * ranks and all(load.rank_tokens)
+        wait_until(lambda: len(group.group.all_stats()) == 2)
+        assert not group.group.all_stats()[1].experts, "one engine reports for all"
+
+
+def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool, folder_of, monkeypatch):
+    with pool.engine(shared(folder_of("qwen3_moe"), 1, num_blocks=300)) as core:
+        expected = run_streams(core).bits()
+    options = {"num_blocks": 300, "enable_eplb": True, "eplb_config": often()}
+    with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
+        monkeypatch.setattr(group.core.runner.experts, "_exchange", fail)
+        check_stop(group, expected)
+
+
+def test_each_engine_computes_requests_with_adapters_of_attention(pool, folder_of, tmp_path):
+    folder = folder_of("qwen3_moe")
+    adapters = [make_adapter(tmp_path / name, folder, seed) for name, seed in NAMES.items()]
+    requests = {f"{i}": ([5, 6, 7 + i], [*adapters, None][i % 3]) for i in range(9)}
+    with pool.engine(shared(folder, 1, enable_lora=True)) as core:
+        alone = ask(core, requests)
+    assert len({tuple(alone.tokens[name]) for name in "036"}) > 1 and not alone.errors
+    with running(pool, shared(folder, 2, enable_lora=True)) as group:
+        answers = ask(group, requests)
+        assert (answers.tokens, answers.logprobs, answers.errors) == (alone.tokens, alone.logprobs, {})
+        assert group.stats().generation_tokens < sum(map(len, alone.tokens.values())), "the other engine answered too"
+        experts = make_adapter(tmp_path / "experts", folder, 3, target_parameters=["mlp.experts.down_proj"])
+        refused = ask(group, {"experts": ([5, 6], experts)})
+        assert "with data_parallel, experts also compute tokens of engines that have other" in refused.errors["experts"]
+
+
 def run_with_little_memory(*args: Any) -> None:
     with mock.patch("engine.runner.kv_cache.free_host_bytes", return_value=2**20):
-        run_server(*args)
+        run_rank(*args)
 
 
 def test_all_engines_have_the_blocks_of_the_one_with_the_least_memory(pool, folder_of, monkeypatch):
     options: dict[str, Any] = {"num_blocks": None}
     with pool.engine(shared(folder_of("qwen3_moe"), 1, **options)) as core:
         most = core.scheduler.kv_cache.groups[0].pool.num_blocks
-    monkeypatch.setattr("tests.shared_engines.run_server", run_with_little_memory)
+    monkeypatch.setattr("tests.shared_engines.run_rank", run_with_little_memory)
     with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
         assert group.scheduler.kv_cache.groups[0].pool.num_blocks < most
 

@@ -72,6 +72,16 @@ def check_streams(core: EngineCore, expected: dict[str, Any]) -> None:
     assert run_streams(core).bits() == expected
 
 
+def check_stop(core: EngineCore, expected: dict[str, Any]) -> None:
+    """Run the streams until experts have stopped moving, since a rank cannot move them, and once more."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(stage.stopped for stage in core.stats().experts):
+        assert time.monotonic() < deadline, "experts have not stopped"
+        assert run_streams(core).bits() == expected
+    assert run_streams(core).bits() == expected
+    assert moved(core) == 0
+
+
 def step_until(core: EngineCore, condition: Callable[[], object]) -> None:
     """Compute steps of one token each until a condition holds."""
     deadline = time.monotonic() + DEADLINE_S
@@ -160,6 +170,19 @@ def test_a_window_is_logged_if_asked_for(pool, folder_of, caplog):
     with pool.engine(moving(folder_of("qwen3_moe"), 2, eplb_config=config)) as core:
         run_streams(core)
     assert "balancedness=" in caplog.text
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("no room")
+
+
+def test_when_a_rank_cannot_move_experts_all_keep_theirs_and_the_engine_goes_on(pool, folder_of, monkeypatch):
+    options = {"dtype": "float32", "determinism": "strict"}
+    with pool.engine(moving(folder_of("qwen3_moe"), 1, **options)) as core:
+        expected = run_streams(core).bits()
+    with pool.engine(moving(folder_of("qwen3_moe"), 2, **options)) as core:
+        monkeypatch.setattr(core.runner.experts, "_exchange", fail)
+        check_stop(core, expected)
 
 
 @pytest.mark.slow

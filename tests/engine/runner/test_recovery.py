@@ -16,6 +16,7 @@ from engine.distributed import survivors
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Roster
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
 from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.launching.wave_launcher import WaveLauncher
@@ -35,6 +36,7 @@ class Engine:
             setup=SimpleNamespace(config=SimpleNamespace(load_format="auto"), folder=Path()),
             states=SimpleNamespace(keep=lambda slots: STATES, put_back=self.put_back.append),
             launch=self._launch,
+            experts=NoExperts(),
         )
         self.recovery = (Recovery if elastic else NoRecovery)(runner, group)
         self.launcher = WaveLauncher(runner, group, self.recovery)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from torch import nn
 
+from engine.config import EngineConfig
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Wave
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
 from engine.runner.launching import wave_launcher
-from engine.runner.launching.wave_launcher import WaveLauncher
+from engine.runner.launching.wave_launcher import WaveLauncher, open_wave_launcher
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -32,15 +34,19 @@ class Engine:
         assert exchange is not None
         begin = exchange.begin
 
-        def noting(rows: int | None) -> bool:
+        def noting(rows: int | None, state: int) -> bool:
             self.begun.append(rows)
-            return begin(rows)
+            return begin(rows, state)
 
         exchange.begin = noting  # type: ignore[method-assign]
         runner: Any = SimpleNamespace(
-            model=nn.Module(), device=SimpleNamespace(set_current=lambda: None), launch=self._launch
+            model=nn.Module(),
+            device=SimpleNamespace(set_current=lambda: None),
+            launch=self._launch,
+            experts=NoExperts(),
+            config=EngineConfig(),
         )
-        self.launcher = WaveLauncher(runner, group)
+        self.launcher: WaveLauncher = open_wave_launcher(runner, group)
 
     def _launch(self, inputs: Any) -> Any:
         if self.fails:
@@ -57,13 +63,14 @@ class Engine:
 
 
 @contextmanager
-def engines(size: int) -> Iterator[list[Engine]]:
+def engines(size: int, ranks: int = 1) -> Iterator[list[Engine]]:
+    """All ranks. size: of all engines together. ranks: of each."""
     first = TPGroup.listen(size, device="cpu")
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(TPGroup.connect, r, size, first.address, TIMEOUT_S, device="cpu") for r in range(1, size)]
         first.join(TIMEOUT_S)
-        ranks = [first, *(other.result() for other in others)]
-        found = [Engine(group) for group in pool.map(DataParallelGroup, ranks)]
+        joined = [first, *(other.result() for other in others)]
+        found = [Engine(group) for group in pool.map(lambda rank: DataParallelGroup(rank, ranks), joined)]
     try:
         yield found
     finally:
@@ -111,6 +118,29 @@ def test_engines_that_start_at_the_same_time_share_their_steps():
             engine.launcher.rest()
         wait_until(lambda: asleep(found))
         assert [engine.steps for engine in found] == [[str(i) for i in range(20)]] * 2
+
+
+def test_the_other_ranks_of_an_engine_take_its_steps_in_the_same_order():
+    with engines(4, ranks=2) as found:
+        found[1].launch("a")
+        assert not found[1].begun, "a wave is started by the first rank"
+        assert found[0].launch("a", rows=2).result(TIMEOUT_S) == "a"
+        found[0].launch("b").result(TIMEOUT_S)
+        found[0].launcher.rest()
+        assert found[1].launch("b").result(TIMEOUT_S) == "b", "the wave waits for a rank that is late"
+        wait_until(lambda: asleep(found[::2]))
+        assert [rank.steps for rank in found] == [["a", "b"], ["a", "b"], [], []]
+        assert not any(found[2].begun) and not any(found[3].begun)
+        later = [found[i].launch("c") for i in (3, 2)]
+        assert [step.result(TIMEOUT_S) for step in later] == ["c", "c"]
+        found[2].launcher.rest()
+        wait_until(lambda: asleep(found[::2]))
+
+
+def test_a_rank_whose_first_rank_launches_nothing_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr(wave_launcher, "COLLECTIVE_TIMEOUT_S", 0.2)
+    with engines(2, ranks=2) as found, pytest.raises(EngineUnavailable, match="has not gone on with a step for 0 s"):
+        found[1].launch("a").result(TIMEOUT_S)
 
 
 def test_an_engine_that_is_late_once_is_served_meanwhile(monkeypatch):

@@ -1,0 +1,73 @@
+"""Measures the load of experts that several engines share, and moves them between the ranks of all engines.
+
+No plan reaches the ranks of all engines. But they take steps together, and each step begins with an exchange, in which
+every rank tells its state. So all ranks know the same states before the same step, and each decides by itself what rank
+0 of a single engine decides for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from engine.config import EngineConfig
+from engine.device import Device
+from engine.distributed.tp_group import TPGroup
+from engine.eplb.rank_experts import IDLE, RankExperts
+from engine.eplb.windows import Windows
+from engine.model.layers.moe import Experts
+from engine.wire.messages import ExpertStats
+from engine.wire.plan import ExpertAnswer, ExpertOrder
+
+logger = logging.getLogger(__name__)
+
+MOVING, ARRIVED, FAILED = 1, 2, 3  # states of a rank, besides IDLE
+
+
+class SharedRankExperts(RankExperts):
+    """The experts of one rank. Every rank counts the tokens of all engines."""
+
+    def __init__(self, layers: dict[int, Experts], ranks: TPGroup, device: Device, config: EngineConfig):
+        """ranks: of all engines. The other arguments are those of RankExperts."""
+        max_tokens = config.max_num_batched_tokens * config.data_parallel
+        super().__init__(layers, ranks, device, max_tokens, config.eplb if config.enable_eplb else None)
+        self._windows, self._moves = Windows(config.eplb), config.enable_eplb
+        self._state, self._stopped = IDLE, False
+        self._load: ExpertStats | None = None
+
+    @property
+    def stats(self) -> list[ExpertStats]:
+        """The newest load; on the first rank of all engines only."""
+        return [] if self._load is None else [replace(self._load, stopped=self._stopped)]
+
+    def tell(self) -> int:
+        """Return the state of this rank, which all ranks have to know for `turn`."""
+        for answer in super().answers():
+            if answer.load is not None:
+                self._load = answer.load
+            elif answer.failed:
+                logger.error("experts move no more on any rank: %s", answer.failed)
+                self._state = FAILED
+            elif self._state != FAILED:
+                self._state = ARRIVED if answer.arrived else IDLE
+        return self._state
+
+    def turn(self, states: Sequence[int]) -> None:
+        """Do what all ranks do before a step. states: of all ranks."""
+        stop = FAILED in states and not self._stopped
+        commit = all(state == ARRIVED for state in states)
+        measure, move = self._windows.next(self._moves and all(state == IDLE for state in states))
+        if stop:
+            self._stopped, self._state = True, FAILED
+        elif commit or move:
+            self._state = MOVING
+        self._obey(ExpertOrder(measure, move, commit, stop))
+
+    def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
+        """Do nothing: steps of engines that share experts have no padding, and their plans no orders."""
+
+    def answers(self) -> list[ExpertAnswer]:
+        """Return nothing: there is no rank 0 to tell."""
+        return []
