@@ -33,6 +33,7 @@ NUM_KEYS, NUM_CLIENTS = 90, 100  # ten keys have two clients
 LIMIT_S = 400.0
 STARTUP_S = 480.0  # a busy machine takes long
 REPLICAS = 2
+INGRESS = "ray::ServeReplica:manta:ingress"
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"The story of number {i} is", "max_tokens": 1200, "ignore_eos": True}
     | ({"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0})
@@ -41,11 +42,13 @@ BODIES: list[dict[str, Any]] = [
 
 
 class Serving:
-    """`manta serve` with two ingresses, two engines, HAProxy in front, and a store that outlives them."""
+    """`manta serve` with several ingresses, two engines, HAProxy in front, and a store that outlives them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, key: str = "", **ingress: Any):
+        """key: API key that may fetch metrics. ingress: further options."""
         self.store = folder / "store.db"
-        self._folder = folder
+        self._folder, self._key = folder, key
+        self._ingress = {"store": f"sqlite://{self.store}", "num_replicas": 2, **ingress}
         self.server: ServeRun | None = None
 
     def start(self) -> None:
@@ -55,8 +58,7 @@ class Serving:
             "engine": {"device": "cpu", "num_threads": 1},
             "decode": {"num_cpus": 0.3, "num_replicas": REPLICAS},
         }
-        ingress = {"store": f"sqlite://{self.store}", "num_replicas": 2}
-        args = {"models": [model], "ingress": ingress}
+        args = {"models": [model], "ingress": self._ingress}
         server = ServeRun(self._folder, args, manta=True)
         self.server = server  # also if it does not come up: it has to be stopped
         for _ in range(REPLICAS):
@@ -90,14 +92,14 @@ class Serving:
             up = self.scrape().sum("manta_up")
         except (httpx.HTTPError, AssertionError):  # there is no ingress, or no proxy
             return False
-        return up == REPLICAS and len(self.processes("ray::ServeReplica:manta:ingress")) == 2
+        return up == REPLICAS and len(self.processes(INGRESS)) == self._ingress["num_replicas"]
 
     def computed(self) -> float:
         """Sequences that were computed to their end, by all ingresses."""
         return self.scrape().sum("vllm:request_success_total")
 
     def scrape(self) -> Scrape:
-        answer = httpx.get(f"{self.url}/metrics", timeout=20)
+        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self._key}"}, timeout=20)
         assert answer.status_code == 200, answer.text
         return Scrape(answer.text)
 
@@ -172,7 +174,7 @@ def test_no_client_connects_again_when_a_rank_dies(serving, expected):
 
 
 def test_the_clients_of_an_ingress_that_dies_connect_again_and_no_others(serving, expected):
-    victim = serving.processes("ray::ServeReplica:manta:ingress")[0]
+    victim = serving.processes(INGRESS)[0]
     clients = strike(serving, expected, "an ingress", lambda: kill(victim))
     assert {client.connections > 1 for client in clients} == {True, False}
 
