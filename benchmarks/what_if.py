@@ -1,11 +1,13 @@
 """What `manta replay --set` and `manta tune` predict from a tape, against clusters that really have these options.
 
 python -m benchmarks.what_if run FOLDER [NAME ...]   # starts each cluster in turn, and keeps tapes
+python -m benchmarks.what_if engines FOLDER          # the same with engines of this process, apart from each other
 python -m benchmarks.what_if tune FOLDER             # searches options for each load, from the tapes of `as it is`
 python -m benchmarks.what_if table FOLDER            # predicted, real, error
 
 Real figures are read from the tape of the cluster with the change, as those that are predicted: seconds count from the
-arrival at the engine. What clients see beside, HTTP included, is in the files.
+arrival at the engine. What clients see beside, HTTP included, is in the files. `engines` counts the CPU time of each
+engine, and jumps over idle times, so that other programs do not matter; there is no HTTP, and engines take turns.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import psutil
 import typer
 
 from benchmarks.simulator.traffic import grouped_trace
@@ -34,10 +38,17 @@ from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.trace import Trace, lognormal, make_trace
 from cluster.simulator.tuning.search import Tuner, make_grid
 from cluster.simulator.tuning.settings import SETTINGS, with_settings
-from engine.core.tape.file import read_tapes
+from engine import pocket
+from engine.clock import Clock
+from engine.config import EngineConfig
+from engine.core.build import build_engine
+from engine.core.tape.file import pack_tapes, read_tapes
+from engine.core.tape.ring import tape_with_key
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 from tests.serve.serve_run import ServeRun, wait_until
 
-SECONDS = 28.0  # of each load
+SECONDS = 24.0  # of each load
 VOCABULARY = 4000
 START_S = 120.0
 REQUEST_S = 60.0
@@ -50,9 +61,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "chunk budget": {"max_num_batched_tokens": 64},
     "one replica": {"decode.num_replicas": 1},
     "router": {"routing.policy": "round_robin"},
-    "P/D": {"decode.num_replicas": 1, "prefill.num_replicas": 1, "handoff.policy": "always"},
+    "two pools": {"decode.num_replicas": 1, "prefill.num_replicas": 1, "handoff.policy": "always"},
     AGAIN: {},  # what two equal runs differ by
 }
+OF_ENGINES: dict[str, dict[str, Any]] = {
+    AS_IT_IS: {"decode.num_replicas": 1},
+    "batch size": {"max_num_seqs": 4},
+    "chunk budget": {"max_num_batched_tokens": 64},
+    "two replicas": {"decode.num_replicas": 2, "routing.policy": "round_robin"},
+    "no prefix caching": {"enable_prefix_caching": False},
+    AGAIN: {"decode.num_replicas": 1},
+}
+SHARE = 0.6  # of the requests of two replicas that one engine gets
 SHOWN = {"output_tokens_per_s": 1.0, "ttft_p50_s": 1e3, "ttft_p99_s": 1e3, "tpot_p50_s": 1e3, "tpot_p99_s": 1e3}
 GOOD_PERCENTILE = 70  # of both latencies as it is: the targets of `tune`
 
@@ -81,9 +101,9 @@ LOADS: dict[str, tuple[float, Callable[[float, int], Trace]]] = {  # requests pe
 }
 
 
-def load(name: str) -> Trace:
+def load(name: str, share: float = 1.0) -> Trace:
     rate, draw = LOADS[name]
-    return draw(rate, 1 + list(LOADS).index(name))
+    return draw(share * rate, 1 + list(LOADS).index(name))
 
 
 # -- real --------------------------------------------------------------------------------------------------
@@ -114,11 +134,12 @@ def serve_all(folder: Path, name: str, changes: dict[str, Any], loads: list[str]
         wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
         asyncio.run(send(server.url, warm_up(), seed=99, at_once=True))
         for one in loads:
-            since = time.time()
+            since, before = time.time(), cpu_seconds(server)
             outcomes = asyncio.run(send(server.url, load(one), seed=list(LOADS).index(one)))
-            until = time.time()
+            until, after = time.time(), cpu_seconds(server)
             (folder / f"{name}, {one}.tape").write_bytes(fetch(server.url, None))
-            told = {"since": since, "until": until, **client_figures(outcomes)}
+            others = (after[0] - before[0] - after[1] + before[1]) / (until - since)
+            told = {"since": since, "until": until, "cores_of_others": round(others, 2), **client_figures(outcomes)}
             (folder / f"{name}, {one}.json").write_text(json.dumps(told, indent=1) + "\n")
             print(f"{name}, {one}: {told}", flush=True)
     finally:
@@ -143,6 +164,15 @@ def section_of(changes: dict[str, Any]) -> dict[str, Any]:
                 at = at.setdefault(part, {})
             at[key] = value
     return section
+
+
+def cpu_seconds(server: ServeRun) -> tuple[float, float]:
+    """Return the CPU seconds of all programs of the machine, and of them those of the server and this process."""
+    whole, own = psutil.cpu_times(), [psutil.Process().cpu_times()]
+    for process in server.processes():
+        with suppress(psutil.NoSuchProcess):
+            own.append(process.cpu_times())
+    return sum(whole) - whole.idle - whole.iowait, sum(times.user + times.system for times in own)
 
 
 def warm_up() -> Trace:
@@ -175,6 +205,76 @@ def client_figures(outcomes: list[Outcome]) -> dict[str, Any]:
     for name, seconds in (("ttft", [outcome.ttft_s for outcome in done]), ("tpot", tpot)):
         found |= {f"client_{name}_p{p}_ms": round(1000 * float(np.percentile(seconds, p)), 2) for p in (50, 99)}
     return found
+
+
+# -- engines without a cluster -----------------------------------------------------------------------------
+
+
+class OwnEngine:
+    """A real engine on a clock of its own, which moves by the CPU time of its steps."""
+
+    def __init__(self, name: str, changes: dict[str, Any]):
+        own = {key: value for key, value in changes.items() if SETTINGS[key].of_engine}
+        self._before = self._started = 0.0
+        clock = Clock(self.now, self.now)
+        self.core = build_engine(EngineConfig(model=str(pocket.PATH), **{**ENGINE, **own}), engine_id=name, clock=clock)
+
+    def now(self) -> float:
+        return self._before + (time.process_time() - self._started if self._started else 0.0)
+
+    def wait_until(self, at: float) -> None:
+        self._before = max(self._before, at)
+
+    def run(self, requests: list[tuple[float, GenerateRequest]]) -> None:
+        """Answer requests, each from its time on."""
+        while requests or self.core.has_work:
+            if not self.core.has_work:
+                self.wait_until(requests[0][0])
+            self._started = time.process_time()
+            while requests and requests[0][0] <= self._before:
+                self.core.add(requests.pop(0)[1])
+            self.core.step()
+            self._before, self._started = self.now(), 0.0
+
+
+def ask(engines: list[OwnEngine], trace: Trace, seed: int, since: float) -> None:
+    """Engines take requests in turn. since: when the trace begins, on their clocks."""
+    found: list[list[tuple[float, GenerateRequest]]] = [[] for _ in engines]
+    for i, prompt in enumerate(trace_prompts(trace, VOCABULARY, seed)):
+        params = SamplingParams(max_tokens=int(trace.output_tokens[i]), ignore_eos=True, temperature=0.0)
+        request = GenerateRequest(request_id=f"{seed}-{i}", prompt=prompt, params=params)
+        found[i % len(engines)].append((since + float(trace.arrivals_s[i]), request))
+    for engine, requests in zip(engines, found, strict=True):
+        engine.run(requests)
+
+
+@command.command()
+def engines(folder: FolderArgument) -> None:
+    """Run engines of this process with each change, under all loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, changes in OF_ENGINES.items():
+        found = [OwnEngine(f"engine-{i}", changes) for i in range(changes.get("decode.num_replicas", 1))]
+        ask(found, warm_up(), 99, 0.0)
+        for one in LOADS:
+            trace, since = load(one, SHARE), max(engine.now() for engine in found) + 1
+            ask(found, trace, list(LOADS).index(one), since)
+            tapes = [tape_with_key(engine.core.tape.take(), b"a key of a tape.") for engine in found]
+            (folder / f"{name}, {one}.tape").write_bytes(pack_tapes(tapes))
+            told = {"since": since, "until": max(engine.now() for engine in found)}
+            (folder / f"{name}, {one}.json").write_text(json.dumps(told) + "\n")
+            print(f"{name}, {one}: {waits(recording(folder, name, one), trace, since)}", flush=True)
+        for engine in found:
+            engine.core.close()
+
+
+def waits(found: Recording, trace: Trace, since: float) -> str:
+    """Compare what a tape tells of the time until an engine takes a request with the truth."""
+    true = [
+        one.request.clock.arrived_at - since - float(trace.arrivals_s[int(one.request.request_id.partition("-")[2])])
+        for one in found.requests
+    ]
+    told = [one.waited_s for one in found.requests]
+    return f"requests are taken after {1000 * np.mean(true):.2f} ms; the tape tells {1000 * np.mean(told):.2f} ms"
 
 
 # -- predicted ---------------------------------------------------------------------------------------------
@@ -215,11 +315,13 @@ def table(folder: FolderArgument) -> None:
     goods: dict[str, dict[str, float]] = {}
     for one in LOADS:
         start = baseline(folder, one)
-        rate, fit = LOADS[one][0], start.recording.fit
-        print(f"\n{one}, {rate:g} requests/s, {len(start.trace)} requests; {fit.steps} steps, error {fit.error:.0%}, ")
-        print(f"contention {fit.contention:.2f}; predicted / real / error")
+        rate, fit = len(start.trace) / start.trace.duration_s, start.recording.fit
+        print(
+            f"\n{one}, {rate:.1f} requests/s, {len(start.trace)} requests; {fit.steps} steps, error {fit.error:.0%}, "
+        )
+        print(f"contention {fit.contention:.2f}, busy {start.recording.busy:.0%}; predicted / real / error")
         print("| change | " + " | ".join(SHOWN) + " |\n| --- |" + " --- |" * len(SHOWN))
-        for name, changes in CHANGES.items():
+        for name, changes in (OF_ENGINES | CHANGES).items():
             if not (folder / f"{name}, {one}.tape").exists():
                 continue
             spec = with_settings(start.spec, changes)

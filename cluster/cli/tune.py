@@ -84,7 +84,10 @@ def tune(
         print(json.dumps(result.figures()))
     else:
         show_result(result)
-    raise typer.Exit(int(objective == "cost" and not tuner.is_good_enough(best)))
+    fails = objective == "cost" and not tuner.is_good_enough(best)
+    if fails and not as_json:
+        show(f"no cluster with up to {limit} GPUs was found with which {options.good:.0%} of the requests are good")
+    raise typer.Exit(int(fails))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,6 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     from cluster.simulator.recorded.recording import Recording
     from cluster.simulator.recorded.what_if import Baseline
     from cluster.simulator.spec import find_trace, make_cluster
-    from engine.core.tape.file import read_all
 
     given = options.given()
     for flag in ("--autoscale", "--switch-roles"):
@@ -154,7 +156,7 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     for flag, value in given.items():
         if flag not in (WITH_TRACE if options.trace else WITH_TAPE):
             raise InvalidParameter(flag, value, "left out with --tape, which tells it")
-    baseline = Baseline(Recording(read_all(tapes)), slo_of(options))
+    baseline = Baseline(Recording.of_files(tapes), slo_of(options))
     if options.trace:
         return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)
     trace = baseline.trace if options.rate is None else baseline.trace.at_rate(options.rate)
@@ -209,6 +211,7 @@ def show_result(result: Result) -> None:
 
 def effects(result: Result) -> Table:
     from cluster.cli.tape.prediction import LABELS
+    from cluster.simulator.recorded.what_if import UNKNOWN
 
     labels = {"good": ("good requests, %", 100.0, 1), **LABELS}
     baseline, errors = result.start.baseline, result.errors
@@ -220,8 +223,10 @@ def effects(result: Result) -> Table:
             continue
         before, after = (scale * getattr(each, name) for each in (result.before, result.after))
         row = [] if recorded is None else [figure(scale * getattr(recorded, name))]
-        band = figure(after * errors[name]) if name in errors else None
-        table.add_row(label, *row, figure(before), figure(after), band or "-")
+        if errors.get(name, 0.0) > UNKNOWN:
+            table.add_row(label, *row, figure(before), "unknown", "-")
+        else:
+            table.add_row(label, *row, figure(before), figure(after), figure(after * errors[name] if errors else None))
     gpus = ["-"] if recorded is not None else []
     table.add_row("GPUs", *gpus, str(result.start.spec.gpus), str(result.best.spec.gpus), "-")
     return table

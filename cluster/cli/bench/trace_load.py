@@ -12,7 +12,7 @@ from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.trace import Trace
-from engine.core.tape.file import is_tape, read_tapes
+from engine.core.tape.file import is_tape
 from engine.errors import InvalidParameter
 
 FROM_TRACE = ("num_prompts", "burstiness", "input_len", "output_len", "prefix_len", "prefix_groups", "text", "endpoint")
@@ -32,7 +32,7 @@ class TraceLoad(ServeLoad):
             if each.name in FROM_TRACE and own[each.name] != each.default:
                 limit = "left out with --trace, which tells it"
                 raise InvalidParameter(f"--{each.name.replace('_', '-')}", own[each.name], limit)
-        trace = Recording(read_tapes(path)).trace() if is_tape(path) else Trace.read(path)
+        trace = Recording.of_files([path]).trace() if is_tape(path) else Trace.read(path)
         if load.request_rate != float("inf"):
             trace = trace.at_rate(load.request_rate)
         own["num_prompts"] = len(trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,8 +20,11 @@ from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
 from deployments.billing.prices import Prices
 from engine.core.request import Request
+from engine.core.tape.file import read_all
 from engine.core.tape.inputs import Added
+from engine.core.tape.replay import Diverged
 from engine.core.tape.ring import EngineTape
+from engine.core.tape.snapshot import UnknownState
 from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
@@ -95,6 +99,16 @@ class Recording:
             raise InvalidParameter(
                 "tape", f"{len(self._works)} steps", f"one of at least {MIN_STEPS} steps with answers"
             )
+
+    @classmethod
+    def of_files(cls, files: Sequence[Path]) -> Recording:
+        """Return the recording in some files. Raises InvalidParameter, also if this version makes other decisions."""
+        try:
+            return cls(read_all(files))
+        except (Diverged, UnknownState) as error:
+            told = " ".join(map(str, files))
+            limit = f"one whose decisions this version makes again ({error})"
+            raise InvalidParameter("tape", told, limit) from None
 
     def _read(self, number: int, tape: EngineTape) -> None:
         segments = tape.segments
@@ -182,6 +196,12 @@ class Recording:
             prompt_tokens=sum(request.num_prompt for request in self.requests),
             output_tokens=self.output_tokens,
         )
+
+    @property
+    def busy(self) -> float:
+        """Fraction of the engines' time in which they computed."""
+        seconds = max(end for *_, end in self._steps) - min(start for _, start, _ in self._steps)
+        return sum(end - start for _, start, end in self._steps) / seconds / (self.decode + self.prefill)
 
     def trace(self) -> Trace:
         """Return the requests as a trace: an id for each block, the same for the same prompt. Blocks of answers are the

@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter
 from tests.cluster.cli.tape.taped_engine import record
 
@@ -47,7 +48,15 @@ def test_the_requests_of_another_trace_run_on_the_cluster_of_the_tape(tape, tmp_
 
 
 def test_a_target_that_no_cluster_keeps_ends_with_exit_code_1():
-    tune(*SMALL, "--objective", "cost", "--ttft-ms", "0.001", exit_code=1)
+    shown = tune(*SMALL, "--objective", "cost", "--ttft-ms", "0.001", exit_code=1)
+    assert "no cluster with up to 2 GPUs" in shown
+
+
+def test_a_tape_that_decides_otherwise_here_is_refused(tape, monkeypatch):
+    plain = Scheduler._admit
+    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, now: plain(self, min(budget, 3), now))
+    result = CliRunner().invoke(app, ["tune", "--tape", str(tape)])
+    assert isinstance(result.exception, InvalidParameter) and "the plan is another one" in str(result.exception)
 
 
 @pytest.mark.parametrize(
