@@ -192,9 +192,9 @@ def simulated(spec: ClusterSpec, trace: Trace) -> Figures:
 def show_result(result: Result) -> None:
     start, slo = result.start, result.start.spec.slo
     goal = f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"
-    if start.baseline is not None:
-        from cluster.cli.tape.prediction import told
+    from cluster.cli.tape.prediction import cautions, told
 
+    if start.baseline is not None:
         show(*told(start.baseline.recording))
     show(f"{len(start.trace)} requests; {result.tried} clusters simulated", effects(result), goal)
     if start.baseline is None:
@@ -204,6 +204,7 @@ def show_result(result: Result) -> None:
     if not result.serve_config:
         show("nothing that was tried is expected to be better")
         return
+    show(*cautions(start.spec, result.best.spec, result.best.report))
     if result.is_within_error:
         show("the expected gain is not larger than the error: measure it before you rely on it")
     show("change in the model's section of serve_config.yaml:", result.serve_config)

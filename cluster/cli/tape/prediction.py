@@ -11,10 +11,13 @@ from cluster.cli.bench.tables import make_table, show
 from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, Prediction, simulated_figures
+from cluster.simulator.results import Report
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tuning.settings import parse_setting, with_settings
 from deployments.billing.prices import Prices
 from engine.core.tape.ring import EngineTape
 
+SATURATED = 0.9  # fraction of the time from which small errors of the cost become large ones of latencies
 LABELS = {  # of each figure: its label, a factor, decimals
     "output_tokens_per_s": ("output tokens/s", 1.0, 1),
     "ttft_p50_s": ("time to first token p50, ms", 1000.0, 1),
@@ -36,13 +39,15 @@ LABELS = {  # of each figure: its label, a factor, decimals
 def show_prediction(tapes: Sequence[EngineTape], settings: Sequence[str], prices: Prices, *, as_json: bool) -> None:
     baseline = Baseline(Recording(tapes), prices=prices)
     changed = with_settings(baseline.spec, dict(map(parse_setting, settings)))
-    figures = simulated_figures(simulate(changed, baseline.trace), changed.slo)
+    report = simulate(changed, baseline.trace)
+    figures = simulated_figures(report, changed.slo)
     found = [prediction for prediction in baseline.predict(figures) if prediction.name in LABELS]
     if as_json:
         print(json.dumps({prediction.name: prediction.figures() for prediction in found}))
         return
     show(*told(baseline.recording), predictions(found, f"with {' '.join(settings)}"))
     show(f"+/- is the error of the simulation of what really happened; a figure is unknown above {UNKNOWN:.0%}")
+    show(*cautions(baseline.spec, changed, report))
 
 
 def told(recording: Recording) -> list[str]:
@@ -53,6 +58,22 @@ def told(recording: Recording) -> list[str]:
         f"{len(recording.requests)} requests in {recording.decode + recording.prefill} engines; the cost of a step is "
         f"fitted to {fit.steps} steps, median error {fit.error:.0%}{shared}"
     ]
+
+
+def cautions(before: ClusterSpec, after: ClusterSpec, report: Report) -> list[str]:
+    """Return why a prediction may be further off than its error says. report: of `after`."""
+    found = []
+    if after.contention and after.sizes != before.sizes:
+        found.append(
+            "the engines share cores, and how much is known only for as many as there were: figures for another number "
+            "of replicas may be off by a multiple"
+        )
+    busy = max(use.busy for use in report.pools.values())
+    if busy > SATURATED:
+        found.append(
+            f"engines compute for {busy:.0%} of the time: so near their limit, latencies may be off by a multiple"
+        )
+    return found
 
 
 def predictions(found: Sequence[Prediction], name: str) -> Table:
