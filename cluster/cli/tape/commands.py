@@ -100,7 +100,7 @@ def replay(
         if set_ is not None:
             from cluster.cli.tape.prediction import show_prediction
 
-            show_prediction(tapes, set_, prices, as_json=as_json)
+            show_prediction(files, set_, prices, as_json=as_json)
         elif request is not None:
             _follow(tapes if engine is None else [_chosen(tapes, engine)], read_routers(files), request)
         else:

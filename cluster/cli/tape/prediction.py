@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -15,7 +16,6 @@ from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tuning.settings import parse_setting, with_settings
 from deployments.billing.prices import Prices
-from engine.core.tape.ring import EngineTape
 
 SATURATED = 0.9  # fraction of the time from which small errors of the cost become large ones of latencies
 LABELS = {  # of each figure: its label, a factor, decimals
@@ -36,8 +36,8 @@ LABELS = {  # of each figure: its label, a factor, decimals
 }
 
 
-def show_prediction(tapes: Sequence[EngineTape], settings: Sequence[str], prices: Prices, *, as_json: bool) -> None:
-    baseline = Baseline(Recording(tapes), prices=prices)
+def show_prediction(files: Sequence[Path], settings: Sequence[str], prices: Prices, *, as_json: bool) -> None:
+    baseline = Baseline(Recording.of_files(files), prices=prices)
     changed = with_settings(baseline.spec, dict(map(parse_setting, settings)))
     report = simulate(changed, baseline.trace)
     figures = simulated_figures(report, changed.slo)

@@ -13,14 +13,16 @@ import numpy as np
 from cluster.simulator.billing.costs import Costs
 from cluster.simulator.billing.meter import EngineMeter
 from cluster.simulator.cost_model import Work
-from cluster.simulator.options import HandoffPolicy
+from cluster.simulator.options import HandoffPolicy, RouterName
 from cluster.simulator.recorded.cost_fit import MIN_STEPS, Fit, fit_shared
 from cluster.simulator.recorded.metered_replay import MeteredReplay
 from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
 from deployments.billing.prices import Prices
+from deployments.routing.choice_record import RouterTape
+from deployments.routing.config import RoutingConfig
 from engine.core.request import Request
-from engine.core.tape.file import read_all
+from engine.core.tape.file import read_all, read_file
 from engine.core.tape.inputs import Added
 from engine.core.tape.replay import Diverged
 from engine.core.tape.ring import EngineTape
@@ -29,6 +31,7 @@ from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
 
+DEFAULT_ROUTER: RouterName = RoutingConfig().policy
 TAKEN_S = 0.0005  # after a step, within which an engine takes what came during it
 HANDOFF_S = 0.006  # call and messages of a handoff (docs/measurements/simulator.md)
 WARM_UP_STEPS = 4  # of an engine's first steps, which compile kernels
@@ -80,9 +83,17 @@ class RecordedRequest:
 class Recording:
     """The requests and the steps of some tapes of one cluster, merged by time."""
 
-    def __init__(self, tapes: Sequence[EngineTape], *, since: float = 0.0, until: float = float("inf")):
-        """since, until: seconds since 1970 between which requests arrived. Raises Diverged if a tape does not replay,
-        and InvalidParameter if it says too little."""
+    def __init__(
+        self,
+        tapes: Sequence[EngineTape],
+        router: RouterName = DEFAULT_ROUTER,
+        *,
+        since: float = 0.0,
+        until: float = float("inf"),
+    ):
+        """router: policy of the router. since, until: seconds since 1970 between which requests arrived. Raises
+        Diverged if a tape does not replay, and InvalidParameter if it says too little."""
+        self.router = router
         self.requests: list[RecordedRequest] = []
         self.decode = self.prefill = 0  # engines
         self.policy: HandoffPolicy = "auto"
@@ -103,8 +114,10 @@ class Recording:
     @classmethod
     def of_files(cls, files: Sequence[Path]) -> Recording:
         """Return the recording in some files. Raises InvalidParameter, also if this version makes other decisions."""
+        routers = [msgspec.msgpack.decode(tape, type=RouterTape) for file in files for tape in read_file(file).routers]
+        policies = {tape.policy for tape in routers if tape.role == "decode"}
         try:
-            return cls(read_all(files))
+            return cls(read_all(files), policies.pop() if len(policies) == 1 else DEFAULT_ROUTER)
         except (Diverged, UnknownState) as error:
             told = " ".join(map(str, files))
             limit = f"one whose decisions this version makes again ({error})"
@@ -246,8 +259,7 @@ class Recording:
         return size
 
     def spec(self) -> ClusterSpec:
-        """Return the cluster as it was. Its router is not on the tape: it is the default. Nor is the time of handoffs,
-        if there were none."""
+        """Return the cluster as it was. The time of handoffs is not known if there were none."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.pool
         if len(scheduler.kv_cache.pools) > 1:
             raise InvalidParameter("tape", "KV cache groups", "one of a model whose layers all keep all tokens")
@@ -259,6 +271,7 @@ class Recording:
             contention=self.fit.contention,
             num_blocks=pool.num_blocks,
             max_model_len=scheduler.limits.max_model_len,
+            router=self.router,
             kv_bytes=pool.block_bytes / pool.block_size,
             call_s=0.0,
             token_s=0.0,

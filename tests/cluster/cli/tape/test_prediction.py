@@ -2,14 +2,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from cluster.cli.tape.prediction import cautions
 from cluster.simulator.cluster import simulate
+from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.trace import Trace
+from deployments.routing.choice_record import RouterTape
+from deployments.routing.cost import RoutingCost
+from engine.core.tape.file import pack_tapes, read_file
+from tests.cluster.cli.tape.taped_engine import record
 from tests.cluster.simulator.small_cluster import small_cluster
 
+COST = RoutingCost(block_size=4, prefix_weight=2.0, running_weight=0.25)
 CALM = Trace("calm", np.array([0.0, 100.0]), np.array([20, 20]), np.array([5, 5]))
+
+
+def test_the_routers_policy_is_that_of_the_tape(tmp_path):
+    file = record(tmp_path, "engine-1")
+    assert Recording.of_files([file]).spec().router == "prefix_aware"
+    router = RouterTape(router="ingress", role="decode", policy="round_robin", cost=COST, choices=[])
+    file.write_bytes(pack_tapes(read_file(file).engines, [msgspec.msgpack.encode(router)]))
+    assert Recording.of_files([file]).spec().router == "round_robin"
 
 
 def test_another_number_of_engines_that_share_cores_is_warned_of():
