@@ -29,7 +29,8 @@ from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
-from engine.wire.messages import ErrorInfo, SequenceCost, TokenBatch, TokenDelta
+from engine.wire.messages import ErrorInfo, GenerateRequest, SequenceCost, TokenBatch, TokenDelta
+from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.batches.batches import client_of, ended, jsonl, line, start
 
@@ -124,6 +125,24 @@ def test_an_answer_that_ends_at_a_stop_string_costs_what_its_engine_tells_after_
                 "sequences"
             ]
             assert [cost["kv_gib_s"] for cost in timeline["costs"].values()] == [3.0]
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_before_it_has_read_the_end_pays_at_once():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.cost = COST
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            asked = GenerateRequest(
+                request_id="r", prompt=[5, 6], params=params, reply_to=api.channel.address, client="key:alice"
+            )
+            chunks = generation.LiveGeneration(api.model.frontend, [[asked]], "key:alice").chunks()
+            await anext(chunks)
+            inbox = api.channel._inboxes["r"]
+            await until(lambda: "r" in inbox.last)
+            await chunks.aclose()
+            assert used_by(api).compute_s == 2.0, "its engine will tell nothing more"
 
     run(scenario())
 
