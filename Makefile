@@ -39,7 +39,7 @@ test-all: $(INSTALLED) $(KERNELS) $(HELM)
 	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
 
-# Else each process of pytest compiles the kernels that its tests need. Takes 8 s if they are compiled
+# Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)
 	$(BIN)/python -m engine.model.ops.cpu
 	@mkdir -p $(@D)
@@ -113,6 +113,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q manta engine placement deployments cluster  # or the first start would, in each process
 	$(BIN)/python -m engine.model.ops.cpu  # the same for the kernels
+	@mkdir -p $(dir $(KERNELS)) && touch $(KERNELS)
 	-$(BIN)/manta pull smollm2  # the model of `make serve`; without a network the bundled one takes its place
 	@touch $@
 

@@ -62,6 +62,7 @@ class FakeEngine:
     """One token per step and request, in a thread of its own. Requests with `pooling` get what `pooled` says.
 
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
+    step_ms: the time of a step, in which clients can leave and tests can intervene.
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined, costs: what it reports of
@@ -73,7 +74,7 @@ class FakeEngine:
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
-    def __init__(self, status_to: str, script: Script | None = None):
+    def __init__(self, status_to: str, script: Script | None = None, step_ms: int = POLL_MS):
         self.paused, self.silent = threading.Event(), threading.Event()
         self.refusal: ErrorInfo | None = None
         self.step_age_s = 0.0
@@ -99,6 +100,7 @@ class FakeEngine:
         self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._step_ms = step_ms
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -126,7 +128,7 @@ class FakeEngine:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if self._commands.poll(POLL_MS):
+            if self._commands.poll(self._step_ms if self._live else POLL_MS):
                 message = self._commands.recv()
                 with suppress(msgspec.DecodeError):  # another process may still send to whoever had this port before
                     self._handle(msgspec.msgpack.decode(message, type=Command))

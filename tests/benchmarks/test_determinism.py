@@ -42,6 +42,7 @@ def test_with_several_ranks_it_does_if_determinism_is_strict(wide):
     assert {(one.scenario, one.determinism) for one in found} == {(scenario, "off") for scenario in scenarios}
 
 
+@pytest.mark.slow
 def test_the_command_counts_what_differs(wide, monkeypatch, capsys):
     """Here whatever is computed token by token does, by a thousandth."""
 

@@ -33,7 +33,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 from engine.wire.pooling_params import SupportedTasks
-from tests.fake_engine import FakeEngine, Script
+from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer
 
 MAX_MODEL_LEN = 512
@@ -133,9 +133,10 @@ async def fake_api(
     keeps_texts: bool = False,
     images: ImageLoader | None = None,
     usage_files: NoUsageFiles | None = None,
+    step_ms: int = POLL_MS,
     **info: Any,
 ) -> AsyncGenerator[FakeApi]:
-    """script: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
+    """script, step_ms: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
     images: loads theirs; None if they read text only. usage_files: see Telemetry.
 
     info: fields of ModelInfo, or of its admission.
@@ -143,7 +144,7 @@ async def fake_api(
     telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts, usage_files=usage_files)
     channel, replica = TokenChannel("127.0.0.1", telemetry.stats), EngineReplica("127.0.0.1")
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
-    engine = FakeEngine(replica.status_to, script)
+    engine = FakeEngine(replica.status_to, script, step_ms)
     replica.connect(engine.address)
     await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0,

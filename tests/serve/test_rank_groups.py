@@ -262,9 +262,7 @@ def streams(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "victim", ["rank 1", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("rank 0", "replica actor"))]
-)
+@pytest.mark.parametrize("victim", ["rank 1", "rank 0", "replica actor"])
 def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     def kill(replica: Replica) -> None:
         pids = {"rank 1": replica.ranks[1].pid, "rank 0": replica.ranks[0].pid, "replica actor": replica.pid}

@@ -88,6 +88,7 @@ def test_what_is_finished_is_not_run_again(llm, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(model, llm, tmp_path):
     source, target = write_lines(tmp_path / "in.jsonl", prompts()), tmp_path / "out.jsonl"
     unbroken = tmp_path / "unbroken.jsonl"

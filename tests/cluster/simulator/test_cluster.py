@@ -176,6 +176,7 @@ def turning_load() -> Trace:
     return Trace("turning", np.array(arrivals), np.array(prompts), np.array(outputs))
 
 
+@pytest.mark.slow
 def test_replicas_change_roles_as_the_load_turns_and_every_request_ends_once():
     spec = replace(
         small_cluster(1, replicas=3, num_blocks=2000, router="prefix_aware", max_num_batched_tokens=2048),

@@ -77,6 +77,7 @@ def test_two_pools_lose_where_prompts_are_most_of_the_work_and_the_split_is_wron
     assert one > two + 0.2
 
 
+@pytest.mark.slow
 def test_two_pools_lose_behind_a_slow_link():
     trace = make_trace("azure-conversation", 300, 10.0)
     one, two = compared(trace, GoodputSlo(ttft_s=0.5, tpot_s=0.05), prefill=1, network=1.25e9 / 2)

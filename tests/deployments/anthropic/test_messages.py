@@ -46,7 +46,7 @@ async def serving(
     """Run an API whose model answers `text`."""
     tokenizer = chat_tokenizer(template)
     script = answers(tokenizer, text, ended=ended)
-    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, **info) as api:
+    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, step_ms=1, **info) as api:
         yield client_of(api), api
 
 
@@ -325,8 +325,8 @@ def test_full_queue_is_a_rate_limit_that_says_when_to_come_again(streamed):
 
 def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
-        async with serving("one two three", max_replays=0) as (_, api):
-            chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 9, "stream": True}).for_chat(512)
+        async with serving("one two three " * 100, max_replays=0) as (_, api):
+            chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 400, "stream": True}).for_chat(512)
             output = await api.model.chat(chat, RequestContext("msg-1", 0, "test"))
             scope = {"type": "http", "headers": [(b"x-request-id", b"r1")]}
             event_stream = await stream(MessageResponse("msg-1", output, 9).events(), event_format(scope))

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "with a budget of reasoning": {"seed": 6, "thinking_budget": ThinkingBudget(5, close=77)},
     "of a form": {"structured_outputs": FORM, "max_tokens": 64, "min_tokens": 0, "ignore_eos": False},
 }
-QUICK = ("seeded with penalties", "of a form")
+QUICK = ("of a form",)
 
 
 @pytest.fixture(scope="module")

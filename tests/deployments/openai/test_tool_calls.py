@@ -39,7 +39,7 @@ async def serving(
     """Run an API whose model answers `text`."""
     tokenizer = chat_tokenizer(template, markers)
     script = answers(tokenizer, text, ended=ended)
-    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, **info) as api:
+    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, step_ms=1, **info) as api:
         yield api
 
 

@@ -313,7 +313,8 @@ def test_decode_is_killed(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("state", each_state("reading"))
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
 def test_prefill_stops_for_longer_than_the_lease(pair, alone, state):
     case = Case(pair, state, "prefill stopped")
     pair.prefill.process.stop()
@@ -324,6 +325,7 @@ def test_prefill_stops_for_longer_than_the_lease(pair, alone, state):
     ends_well(case, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", each_state("computing"))
 def test_decode_stops_until_prefill_has_given_its_blocks_to_others(pair, alone, state):
     case = Case(pair, state, "decode stopped")
@@ -385,9 +387,8 @@ def test_the_link_swallows_all(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize(
-    ("state", "blocks"), [pytest.param("computing", LENGTH / BLOCK - 2.5, marks=pytest.mark.slow), ("reading", 2.5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("state", "blocks"), [("computing", LENGTH / BLOCK - 2.5), ("reading", 2.5)])
 def test_a_slow_link_is_waited_for_beyond_the_lease(pair, alone, state, blocks):
     """blocks: that are still to come."""
     case = Case(pair, state, "link slow")

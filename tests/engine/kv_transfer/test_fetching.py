@@ -99,7 +99,7 @@ class Caches(Pair):
 
 
 @pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
-@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES[2:]))
+@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES))
 def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_path, ranks, family, dtype):
     config = make_config(make_model(tmp_path, family), dtype=dtype)
     with Caches(config, config, ranks) as caches:
@@ -157,6 +157,7 @@ def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_pa
         caches.check(make_config(config.model, fetching=False))
 
 
+@pytest.mark.slow
 def test_what_the_other_engine_has_not_is_computed(ranks):
     """It has a part or nothing, or is this engine itself."""
     config = make_config("pocket", waits=SHORT)

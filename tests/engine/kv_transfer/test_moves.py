@@ -209,6 +209,7 @@ def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_agai
         assert movers.decode.scheduler.handoffs.moves == {"expired": 2}
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_with_the_kv_delays_the_request(ranks):
     config = make_config("pocket", waits=SHORT)
     with Movers(config, config, ranks) as movers:

@@ -189,7 +189,7 @@ def test_penalties_and_logprobs_hold_for_the_first_token_too(fresh, alone):
         assert (entry.token_id, entry.rank, len(entry.top)) == (delta.token_ids[0], 1, 2)
 
 
-@pytest.mark.parametrize("pair", ["tcp", "nixl"], indirect=True)
+@pytest.mark.parametrize("pair", [pytest.param("tcp", marks=pytest.mark.slow), "nixl"], indirect=True)
 def test_many_prompts_at_once(fresh, alone):
     lengths = [3 + 17 * i % 90 for i in range(24)]
     for i, length in enumerate(lengths):

@@ -31,7 +31,6 @@ from tests.engine.kv_transfer.test_faults import (
     CHUNK,
     STATES,
     Case,
-    each_state,
     ends_well,
     make_config,
     one_engine,
@@ -146,6 +145,7 @@ def test_prompts_that_arrive_after_the_roles_have_changed_are_computed(ranks, al
         assert pair.decode.status.handoffs.results["received"], "they came from the other engine"
 
 
+@pytest.mark.slow
 def test_engines_whose_blocks_wait_for_each_others_prompts_refuse_them(ranks, alone, monkeypatch):
     """Both became prefill engines while their own prompts were on the way to each other."""
     monkeypatch.setattr(handoffs, "STUCK_S", 0.3)
@@ -195,7 +195,8 @@ def faulty_pair() -> Iterator[FaultyPair]:
     pair.close()
 
 
-@pytest.mark.parametrize("state", each_state("computing"))
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
 def test_roles_change_and_change_back_at_once(faulty_pair, alone, state):
     case = Case(faulty_pair, state, "roles change there and back")
     give_roles(faulty_pair, "prefill", "decode")

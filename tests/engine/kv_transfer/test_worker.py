@@ -132,8 +132,14 @@ def world() -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=needs_nixl)])
-@pytest.mark.parametrize(("source", "reader"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("transport", "source", "reader"),
+    [
+        pytest.param(transport, *sizes, marks=[*marks, *[pytest.mark.slow] * (sizes not in some)])
+        for transport, marks, some in (("tcp", [], [(1, 2), (4, 2)]), ("auto", [needs_nixl], [(1, 1), (2, 1)]))
+        for sizes in ((1, 1), (1, 2), (2, 1), (4, 2))
+    ],
+)
 def test_every_rank_reads_its_heads_and_says_so(world: World, transport: str, source: int, reader: int) -> None:
     full = full_cache(10, 2)
     sources = world.engine(full, source, transport)

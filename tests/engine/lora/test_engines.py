@@ -228,11 +228,12 @@ def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
     assert len(texts) == 3 and all(re.fullmatch("[a-z]{12}", text) for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     each_once(
         with_slow(["llama", "qwen3_moe"], ["qwen3_moe"]),
-        [{"pipeline_parallel": 2}, pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow)],
+        [{"pipeline_parallel": 2}, {"tensor_parallel": 2}],
     ),
 )
 def test_ranks_give_the_bits_of_one(family, layout, adapted, pool):

@@ -31,6 +31,7 @@ MIXTURES = [
     if any(key.endswith("experts") and count for key, count in raw.items())
 ]
 QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+LIKE_OTHERS = ("qwen2_moe", "glm4_moe", "deepseek_v2", "glm_moe_dsa")
 SIZES = {name: (2,) if name in HYBRIDS else (2, 4) for name in MIXTURES}  # they have two heads to split
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
@@ -49,8 +50,8 @@ def run(parts: list[ByHand], ranks: list[TPGroup]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "size"),
-    each_once([name for name in MIXTURES if name not in HYBRIDS], [2, 4])
-    + [(name, 2) for name in HYBRIDS if name in SIZES],
+    each_once(with_slow([name for name in MIXTURES if name not in HYBRIDS], LIKE_OTHERS), [2, 4])
+    + [pytest.param(name, 2, marks=[pytest.mark.slow] * (name not in QUICK)) for name in HYBRIDS if name in SIZES],
 )
 def test_ranks_with_whole_experts_have_the_logits_of_the_whole_model(tmp_path, family, size):
     folder, ranks = make_model(tmp_path, family), spread(size)
@@ -66,8 +67,10 @@ def experts_of(model: ByHand) -> int:
     return sum(len(layer.split.own) for layer in model.model.modules() if isinstance(layer, Experts))
 
 
-@pytest.mark.parametrize("family", with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK]))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    each_once([torch.bfloat16, torch.float32], with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK])),
+)
 def test_in_a_fixed_order_whole_experts_give_the_bits_of_slices_on_any_number_of_ranks(tmp_path, family, dtype):
     check_bits(make_model(tmp_path, family), SIZES[family], dtype)
 

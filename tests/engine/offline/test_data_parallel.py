@@ -146,7 +146,8 @@ def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bi
     assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "the other engine answered too"
 
 
-@pytest.mark.parametrize("determinism", [None, pytest.param("strict", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("determinism", [None, "strict"])
 def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism):
     config = shared(folder_of("qwen3_moe"), 2, determinism=determinism)
     with running(pool, config, shared_memory=False) as group:

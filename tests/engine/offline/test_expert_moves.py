@@ -119,7 +119,7 @@ def test_experts_that_move_in_the_middle_of_streams_leave_the_bits_of_one_rank(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [1, 2])
 def test_without_a_fixed_order_bits_do_not_depend_on_where_experts_are(pool, tmp_path, stages):
     folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
     options = {"dtype": "float32", "pipeline_parallel": stages}
@@ -132,7 +132,7 @@ def test_without_a_fixed_order_bits_do_not_depend_on_where_experts_are(pool, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ct_int8", pytest.param("awq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ct_int8", "awq"])
 def test_quantized_experts_move(pool, tmp_path, name):
     shape = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
     source = make_model(tmp_path / "source", "qwen3_moe", **shape)

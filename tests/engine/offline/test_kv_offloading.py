@@ -27,7 +27,7 @@ from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, Subscribe
 from engine.wire.sampling_params import SamplingParams
-from tests.models import made_once
+from tests.models import made_once, with_slow
 from tests.products import each_once
 from tests.rank_pool import RankPool
 
@@ -104,7 +104,7 @@ def next_turn(first: list[Any]) -> list[int]:
     return [*PROMPT, *(token for token, _ in first), 5, 6, 7]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ["gemma3"]))
 def test_a_second_start_continues_from_the_disk_of_the_first(folder_of, plainly, tmp_path, key_file, family):
     tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
     tiers["kv_offloading_key_file"] = key_file
@@ -149,7 +149,7 @@ def shared(tmp_path, key_file, monkeypatch) -> dict[str, Any]:
     return {**store, "kv_offloading_key_file": key_file}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ["gemma3"]))
 def test_what_one_engine_has_written_to_the_store_another_reads(folder_of, plainly, shared, family):
     first, second = plainly(family)
     with engine(folder_of(family), **shared) as one, engine(folder_of(family), **shared) as other:
@@ -391,8 +391,8 @@ def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:2])])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_next", *FAMILIES[:2]])
 def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
     folder_of, plainly, tmp_path, shared, family, ranks
 ):

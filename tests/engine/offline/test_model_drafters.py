@@ -75,6 +75,7 @@ def test_tokens_and_ends_are_those_without_speculation(folders, expected, method
         assert llm.stats().spec_decode.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     folder, options = folders["same_model"]
     found = []
@@ -85,14 +86,8 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [
-        pytest.param(method, dtype, marks=[pytest.mark.slow] * ((method, dtype) != ("eagle3", "bfloat16")))
-        for method in ("same_model", "noisy_model", "eagle3")
-        for dtype in ("float32", "bfloat16")
-    ],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["same_model", "noisy_model", "eagle3"])
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
     speculative = {**options, "num_speculative_tokens": HEADS}
@@ -121,7 +116,8 @@ def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, met
             assert passes > llm.stats().steps, "a first pass for every step, and further ones"
 
 
-@pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ON_LATE)
 def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expected, late, method, monkeypatch):
     """The plain twin waits for the drafts. Neither changes a text, not even where requests are preempted."""
     monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)
@@ -203,8 +199,9 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     assert with_graphs <= 68 and without > with_graphs + 60
 
 
-@pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"eagle3"}))
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, ranks):
     folder, options = folders[method]
     speculative, layout = (
@@ -220,7 +217,7 @@ def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(folders, method, monkeypatch):
     folder, options = folders[method]
     commit, found = Scheduler.commit, []

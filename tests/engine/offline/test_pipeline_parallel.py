@@ -88,7 +88,8 @@ def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, 
     assert len({token for tokens in outcome.tokens.values() for token in tokens}) > 20, "output of few tokens"
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
 def test_preempted_requests_give_the_same_bits(pool, folder_of, stages):
     outcomes = []
     for count in (1, stages):
@@ -205,7 +206,7 @@ def kill_in_the_middle(pool: RankPool, config: EngineConfig, victim: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [1, 2])
 def test_the_death_of_a_middle_or_last_stage_ends_the_engine_with_its_name(folder_of, victim):
     pool, config = RankPool(), staged(folder_of("llama"), 3, max_num_batched_tokens=64)
     try:

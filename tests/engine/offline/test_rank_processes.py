@@ -73,7 +73,8 @@ def ranks_of(llm: LLM) -> list[psutil.Process]:
     return [psutil.Process(process.pid) for process in llm._ranks.processes]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_an_engine_over_processes_answers_like_one_process_and_ends(folder, leaves_nothing, size):
     kinds = [SamplingParams(temperature=t, seed=1, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]
     with start(folder, 1) as llm:
@@ -158,9 +159,8 @@ def sigint_ignored():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(
-    "death", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGINT))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("sigint_ignored")
 def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
     code = f"""

@@ -90,6 +90,7 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculative",
     [
@@ -110,6 +111,7 @@ def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_o
     assert len(late.replays) == stats.steps
 
 
+@pytest.mark.slow
 def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, monkeypatch):
     draft_always(monkeypatch)
     with LLM(folder, speculative={"method": "ngram", "prompt_lookup_min": 1}, **OPTIONS) as llm:

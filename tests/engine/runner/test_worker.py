@@ -131,6 +131,7 @@ def test_rank_0_raises_at_once_when_a_rank_is_gone_although_nccls_abort_waits_fo
     assert "abort hangs" not in ranks.log and "end hangs" not in ranks.log
 
 
+@pytest.mark.slow
 def test_a_rank_that_loses_rank_0_raises_at_once_although_nccls_abort_waits_for_graphs(ranks):
     ranks.start()
     ranks.run()

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.serve
 LIMITS = httpx.Limits(max_connections=1000)
 
 
+@pytest.mark.slow
 def test_ten_times_more_than_fits_is_answered_or_refused_at_once_and_nothing_else(server):
     body = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 100, "ignore_eos": True}
     loads = {"fits": MAX_NUM_SEQS, "ten times": 10 * FITS}

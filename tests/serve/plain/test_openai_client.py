@@ -114,6 +114,7 @@ def test_models_are_listed_and_retrieved(client):
     assert client.models.retrieve("tiny").max_model_len == 512
 
 
+@pytest.mark.slow
 def test_16_streams_at_once_have_the_texts_of_the_same_prompts_alone(server):
     prompts = [f"{i} quick brown foxes and {i * i} lazy dogs" for i in range(16)]
     ask = {"model": "tiny", "max_tokens": 40, "temperature": 0, "stream": True}

@@ -43,7 +43,7 @@ async def serving(*texts: str, ended: bool = True, **info: Any) -> AsyncGenerato
         return scripts[min(i, len(scripts) - 1)](request)
 
     info = {"max_model_len": 4096, **info}
-    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, **info) as api:
+    async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, step_ms=1, **info) as api:
         yield api
 
 

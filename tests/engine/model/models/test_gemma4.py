@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.batches import load_by_hand
 from tests.models import make_model
+from tests.products import each_once
 
 GEMMAS = ("gemma3n", "gemma4", "gemma4_moe")
 
@@ -14,8 +15,7 @@ def prompt(length: int) -> list[int]:
     return [3 + 7 * i * i % 83 for i in range(length)]
 
 
-@pytest.mark.parametrize("family", GEMMAS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "family"), each_once([torch.bfloat16, torch.float32], GEMMAS))
 @torch.inference_mode()
 def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(tmp_path, family, dtype):
     model, tokens, other = load_by_hand(make_model(tmp_path, family), dtype=dtype), prompt(21), prompt(7)

@@ -124,7 +124,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
     assert total < 1.2 * their_total
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", with_slow(VARIANTS))
 @torch.inference_mode()
 def test_greedy_tokens_of_mixed_chunked_sequences_equal_those_of_transformers(pair_of, variant):
     pair = pair_of(variant)

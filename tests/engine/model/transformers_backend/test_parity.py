@@ -24,7 +24,7 @@ MODELS = sorted({*TRANSFORMERS, *SPECIAL, *TEXT_PARTS})
 
 # an engine has the tokens of others
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 != 1)) for i, name in enumerate(MODELS)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 8 != 1)) for i, name in enumerate(MODELS)]
 )
 @torch.inference_mode()
 def test_logits_of_a_prompt_in_two_chunks_equal_those_of_transformers(tmp_path, name):
@@ -35,7 +35,7 @@ def test_logits_of_a_prompt_in_two_chunks_equal_those_of_transformers(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 8 > 0)) for i, name in enumerate(MODELS)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 16 > 0)) for i, name in enumerate(MODELS)]
 )
 @torch.inference_mode()
 def test_greedy_tokens_equal_those_of_transformers(tmp_path, name):

@@ -92,7 +92,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", with_slow(FAMILIES, ("Qwen 3 MoE", "Gemma 3", "Gemma 2", "gpt-oss")))
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ("Qwen 3 MoE", "Gemma 3", "Gemma 2", "gpt-oss", "GLM 4.5")))
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(family, monkeypatch):
     config = FAMILIES[family]
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)

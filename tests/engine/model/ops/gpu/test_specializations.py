@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from tests.engine.model.ops.gpu.specializations import CASES, COLD
-from tests.models import with_slow
 
 pytestmark = pytest.mark.kernels
 
@@ -25,7 +24,8 @@ def missing(case: str) -> list[str]:
     return found["missing"]
 
 
-@pytest.mark.parametrize("case", with_slow(CASES, tuple(case for case in CASES if case != "fp8 in blocks")))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_random_steps_need_no_variant_of_a_kernel_that_was_not_compiled_before_the_first_request(case):
     assert missing(case) == []
 
