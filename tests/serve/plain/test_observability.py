@@ -66,7 +66,8 @@ def test_any_ingress_shows_what_all_of_them_have_billed_also_of_clients_that_hav
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
             next(answer.iter_lines())
     wait_until(lambda: billed()["sequences"] == before["sequences"] + 4)
-    assert billed()["compute_s"] > before["compute_s"] > sum(usage["cost_details"]["compute_seconds"] for usage in told)
+    assert billed()["compute_s"] > before["compute_s"]
+    assert before["compute_s"] >= 0.999 * sum(usage["cost_details"]["compute_seconds"] for usage in told)
     found = [httpx.get(f"{server.url}/console/costs", timeout=60).json() for _ in range(6)]
     assert len({costs["by_model"][0]["used"]["compute_s"] for costs in found}) == 1, "the ingresses take turns"
     assert all(sum(hour["seconds"]["idle"] for hour in costs["engines"]) > 0 for costs in found)
