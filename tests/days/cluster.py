@@ -36,7 +36,7 @@ from engine.core.server import POLL_MS
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import EngineUpdate, GenerateRequest, Notice, PeerPool, TokenBatch
 from engine.wire.remote_request import RemoteRequest
-from tests.days.engine import Engine
+from tests.days.engine import Engine, Report
 from tests.days.loop import VirtualLoop
 from tests.days.model import TOKENIZER
 from tests.days.network import Network
@@ -67,8 +67,14 @@ class Size:
     max_waiting: int = 64
     step_s: float = 0.004
     lease_s: float = 10.0
+    roles: bool = False
+    """Whether the engines for prefill are in the deployment of the others, and all can change their roles."""
+    stages: int = 1
+    drafts: bool = False
     block_s: float = 0.002
     """To read a block of another engine."""
+    stalls: float = 0.01
+    """Share of the blocks whose read stalls, for almost as long as a read may."""
 
     def config(self, role: Role) -> EngineConfig:
         return EngineConfig(
@@ -77,12 +83,13 @@ class Size:
             max_num_batched_tokens=self.max_num_batched_tokens,
             handoff=HandoffConfig(
                 role=role if self.prefill else "replica",
+                switch_roles=self.roles,
                 policy=self.policy,  # type: ignore[arg-type]
                 enable_prefix_fetching=self.fetches,
                 lease_s=self.lease_s,
                 heartbeat_s=self.lease_s / 10,
                 progress_s=self.lease_s / 2,
-                accept_s=self.lease_s / 2,
+                accept_s=max(1.0, self.lease_s / 2),  # an engine accepts between two steps
                 fetch_timeout_s=self.lease_s / 2,
             ),
         )
@@ -96,16 +103,20 @@ class Cluster:
         self.seen = self.network.seen
         self.log: list[str] = []
         self.digest = 0  #: of all messages, with their times
+        self.only_losses = False  #: whether messages are lost, but so few that nobody may notice
+        self.named_kv: dict[bytes, list[int]] = {}  #: KV of the blocks in prefix caches, by the blocks' names
         self.addresses: dict[str, tuple[str, Callable[[bytes], Any]]] = {}  # -> node and what takes a message there
         self.engines: dict[str, Engine] = {}
-        self.deployments = {"decode": Deployment(self, "decode", size.decode)}
-        if size.prefill:
+        self.deployments = {"decode": Deployment(self, "decode", size.decode + size.prefill * size.roles)}
+        if size.prefill and not size.roles:
             self.deployments["prefill"] = Deployment(self, "prefill", size.prefill)
         self.ingresses = [Ingress(self, f"i{i}") for i in range(size.ingresses)]
 
     def start(self) -> None:
         for deployment in reversed(self.deployments.values()):
             deployment.start()
+        if self.size.roles:
+            self.deployments["decode"].replicas[0].switch_role()
 
     def note(self, what: str) -> None:
         self.log.append(f"{self.loop.time():9.4f} {what}")
@@ -140,8 +151,9 @@ class Replica(EngineControl):
         self.engine_id = f"{deployment.role[0]}{number}"
         self.node, self.up, self.stopping = f"n-{self.engine_id}", True, False
         peers: dict[PeerPool, RemotePool] = {}
-        if deployment.role == "decode" and "prefill" in cluster.deployments:
-            peers["prefill"] = RemotePool(Router(cluster, self.node, f"{self.engine_id}>p", "prefill"))
+        if deployment.role == "decode" and size.prefill:
+            pool = deployment if size.roles else cluster.deployments["prefill"]
+            peers["prefill"] = RemotePool(Router(pool, self.node, f"{self.engine_id}>p", "prefill"))
         super().__init__(10.0, peers, self.node)
         self.calls: set[asyncio.Task[Any]] = set()
         self.status_to = f"control:{self.engine_id}"
@@ -179,6 +191,10 @@ class Replica(EngineControl):
         if self.up:
             self.fail(reason)
             self.cluster.loop.call_later(EXIT_S, self.die)
+
+    def switch_role(self) -> None:
+        """As RoleFollower does."""
+        self.set_role("prefill" if self.engine.core.scheduler.handoffs.role == "decode" else "decode")
 
     async def depart(self) -> None:
         """Stop in an orderly way."""
@@ -280,9 +296,11 @@ class Deployment:
 class Router(Subscriptions):
     """A handle's router, as EngineRouter and Serve are together."""
 
-    def __init__(self, cluster: Cluster, node: str, name: str, role: Role):
+    def __init__(self, deployment: Deployment, node: str, name: str, role: Role):
+        """role: of the calls."""
         super().__init__(self._apply)
-        self.cluster, self.node, self.name, self.role = cluster, node, name, role
+        self.deployment, self.cluster = deployment, deployment.cluster
+        cluster, self.node, self.name, self.role = deployment.cluster, node, name, role
         self.address = f"router:{name}"
         self.open = True
         self.replicas: dict[str, Replica] = {}
@@ -292,10 +310,10 @@ class Router(Subscriptions):
             4,
             random.Random(cluster.rng.getrandbits(64)),
         )
-        cluster.addresses[self.address] = node, lambda data: self.open and self.handle(UPDATE.decode(data))
-        cluster.deployments[role].routers.append(self)
+        cluster.addresses[self.address] = node, self._take
+        deployment.routers.append(self)
         self._renewing = asyncio.ensure_future(self.renew())
-        self.update([r for r in cluster.deployments[role].replicas if not r.stopping])
+        self.update([r for r in deployment.replicas if not r.stopping])
 
     def send(self, address: str, message: bytes) -> None:
         self.cluster.send(self.node, self.name, address, message)
@@ -306,14 +324,28 @@ class Router(Subscriptions):
     def close(self) -> None:
         self.open = False
         self._renewing.cancel()
-        self.cluster.deployments[self.role].routers.remove(self)
+        self.deployment.routers.remove(self)
 
     def update(self, replicas: Sequence[Replica]) -> None:
         self.replicas = {replica.engine_id: replica for replica in replicas}
         self.balancer.keep(self.replicas, asyncio.get_running_loop().time())
         self.subscribe({name: replica.engine.address for name, replica in self.replicas.items()})
 
+    def _take(self, report: Report) -> None:
+        """Apply an update, and check that no request counts twice: in the load that the engine reports, and as one that
+        is on its way there."""
+        if not self.open:
+            return
+        update, placements = UPDATE.decode(report), self.balancer.placements
+        self.handle(update)
+        placements.check()
+        record = placements.engine(update.engine_id)
+        if record.last_update == update.number:
+            twice = record.pending.keys() & report.live
+            assert not twice, "a router counts a request twice"
+
     def _apply(self, update: EngineUpdate) -> bool:
+        self.cluster.seen["snapshot" if update.snapshot else "update"] += 1
         return self.balancer.update(update)
 
     def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:
@@ -337,7 +369,9 @@ class Router(Subscriptions):
         network, loop = self.cluster.network, self.cluster.loop
         while not self.replicas:
             await asyncio.sleep(0.05)
-        engines = [name for name in self.replicas if name not in context.avoid] or list(self.replicas)
+        roles = self.balancer.roles
+        fitting = [name for name in self.replicas if roles.get(name, self.role) == self.role] or list(self.replicas)
+        engines = [name for name in fitting if name not in context.avoid] or fitting
         decision = self.balancer.choose(context.prompt, engines)
         context.holder = decision.holder
         best = decision.engines[0]
@@ -418,10 +452,10 @@ class RemotePool:
         await self.router.call([EncodedRequest.of(remote_request)], context)
 
     async def statuses(self) -> list[ReplicaStatus]:
-        return await self.router.cluster.deployments["prefill"].statuses(self.router.node)
+        return await self.router.deployment.statuses(self.router.node)
 
     async def state(self) -> PoolState:
-        return self.router.cluster.deployments["prefill"].state()
+        return self.router.deployment.state()
 
 
 class Pool:
@@ -437,7 +471,7 @@ class Pool:
         await self.router.call([EncodedRequest.of(request) for request in requests], context)
 
     async def statuses(self) -> list[ReplicaStatus]:
-        found = await self.router.cluster.deployments["decode"].statuses(self.router.node)
+        found = await self.router.deployment.statuses(self.router.node)
         if not found:
             raise EngineUnavailable("no replica is up and healthy")
         return found
@@ -465,7 +499,7 @@ class Ingress:
         self.node, size = node, cluster.size
         self.stats, self.ingress_stats = ModelStats(), IngressStats(node)
         self.inboxes = TokenInboxes(cluster, node, self.ingress_stats)
-        self.router = Router(cluster, node, f"{node}>d", "decode")
+        self.router = Router(cluster.deployments["decode"], node, f"{node}>d", "decode")
         limits = AdmissionLimits(
             max_num_seqs=size.max_num_seqs,
             num_engines=size.decode,

@@ -16,15 +16,18 @@ import msgspec
 
 from deployments.frontend.generation import TIMEOUT_GRACE_S, LiveGeneration
 from deployments.frontend.retry import TokensLost
+from deployments.routing.prefix_index import block_keys
 from engine.core.request import State
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
 from engine.wire import timeline
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
-from tests.days.cluster import Cluster, Ingress, Size
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.days.cluster import Cluster, Ingress, Replica, Size
 from tests.days.loop import VirtualLoop
 from tests.days.model import alone
 
+FEW = 0.05  # share of datagrams that may be lost without anybody noticing, since each is repeated some five times
 SETTLE_S = 20.0  # after the last request: longer than a lease
 FORGET_S = 60.0  # more on every eighth day: what has ended is remembered for a minute
 ABORTED_S = 0.1  # after its client has left, in which its engine hears of that on a day without late messages
@@ -39,10 +42,33 @@ THEMES = (
     ("kill engine", "kill replica", "kill node", "lose tokens"),
     ("cut", "datagrams", "lose updates", "pause"),
     ("move", "move", "drain", "pause", "kill node"),
+    ("move", "move", "move", "move", "reset cache"),
+    ("freeze", "freeze", "pause", "datagrams"),
+    ("lose updates", "lose updates", "slow answers", "slow answers", "freeze"),
+    ("reset cache", "reset cache", "move", "freeze"),
+    ("switch role", "switch role", "switch role", "move", "pause", "kill node"),
 )  # fmt: skip
 
 
-LOSSES = ("kill engine", "kill replica", "kill node", "pause", "cut", "lose tokens", "drain")  # of tokens or engines
+# losses of tokens or engines
+LOSSES = ("kill engine", "kill replica", "kill node", "pause", "freeze", "cut", "lose tokens", "drain")
+# moments at which a fault may strike, as soon as one of the engines is there
+MOMENTS = {
+    "kill engine": ("reads", "leases"),
+    "kill node": ("reads", "leases"),
+    "pause": ("reads", "leases"),
+    "freeze": ("reads", "reads", "leases"),
+    "cut": ("reads", "leases"),
+    "datagrams": ("reads",),
+    "move": ("runs",),
+    "drain": ("runs",),
+    "lose tokens": ("runs",),
+    "lose updates": ("runs",),
+    "slow answers": ("runs",),
+    "reset cache": ("computes",),
+}
+PATIENCE_S, LOOK_S = 3.0, 0.005  # for how long a fault waits for its moment, and how often it looks
+WATCH_S = 0.1  # between two looks at the queues of the ingresses
 
 
 @dataclass(frozen=True)
@@ -59,13 +85,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fault:
-    """number: says which engine, or two of them. seconds: how long."""
+    """number: says which engine, or two of them. seconds: how long. moment: what the engine must be at."""
 
     at: float
     kind: str
     number: int
     other: int
     seconds: float
+    moment: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,7 @@ class Day:
     repeats: float = 0.0
     late_s: float = 1.0
     late: float = 0.01
+    busy: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> Day:
@@ -96,27 +124,31 @@ class Day:
             routing=rng.choice(["prefix_aware", "prefix_aware", "power_of_two", "round_robin"]),
             max_waiting=rng.choice([8, 64]),
             step_s=rng.choice([0.004, 0.02, 0.06]),
+            stages=rng.choice([1, 1, 2, 3]),
+            drafts=rng.random() < 0.4,
             lease_s=rng.choice([10.0, 1.0, 0.3]),
             block_s=rng.choice([0.0005, 0.004, 0.03]),
+            stalls=rng.choice([0.01, 0.01, 0.2]),
         )
+        if size.prefill and rng.random() < 0.2:
+            size = replace(size, roles=True)
         length_s = rng.choice([2.0, 6.0, 15.0])
-        prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, 40))) for _ in range(3)]
+        longest = rng.choice([40, 60])
+        prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, longest))) for _ in range(3)]
         asks = tuple(_ask(rng, i, length_s, prefixes, size) for i in range(rng.choice([6, 15, 30])))
-        calm, kinds = rng.random() < 0.25, rng.choice(THEMES)
-        faults = tuple(
-            Fault(
-                rng.choice(asks).at + rng.uniform(0, 80 * size.step_s),
-                rng.choice(kinds),
-                rng.randrange(100),
-                rng.randrange(100),
-                rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16)]),
-            )
-            for _ in range(0 if calm else rng.choice([2, 6, 12]))
-        )
+        mood, kinds = rng.random(), rng.choice(THEMES)
+        calm, lossy = mood < 0.15, 0.15 <= mood < 0.3
+        if lossy:
+            kinds = ("move", "move", "move", "reset cache", "switch role")
+        faults = tuple(_fault(rng, asks, kinds, size) for _ in range(0 if calm else rng.choice([2, 6, 12])))
         loss, repeats = rng.choice([0.0, 0.0, 0.02, 0.3]), rng.choice([0.0, 0.05, 0.3])
         if calm:
             return cls(seed, size, asks, (), 0.0, repeats, 0.01)
-        return cls(seed, size, asks, faults, loss, repeats, rng.choice([0.01, 1.0]), rng.choice([0.01, 0.2]))
+        busy = rng.choice([0.0, 0.0, 0.2])
+        if lossy:
+            return cls(seed, size, asks, faults, FEW, repeats, 0.01, busy=busy)
+        late_s, late = rng.choice([0.01, 1.0]), rng.choice([0.01, 0.2])
+        return cls(seed, size, asks, faults, loss, repeats, late_s, late, busy)
 
     @property
     def is_calm(self) -> bool:
@@ -124,8 +156,27 @@ class Day:
         return not (self.faults or self.loss) and self.late_s < self.size.lease_s / 20
 
     @property
+    def only_losses(self) -> bool:
+        """Whether nothing is wrong but a few lost messages, all of which are sent again."""
+        own_will = all(fault.kind in ("move", "reset cache", "switch role") for fault in self.faults)
+        return own_will and 0 < self.loss <= FEW and self.late_s < self.size.lease_s / 20
+
+    @property
     def last_at(self) -> float:
         return max([0.0, *(a.at for a in self.asks), *(f.at + f.seconds for f in self.faults)])
+
+
+def _fault(rng: random.Random, asks: tuple[Ask, ...], kinds: tuple[str, ...], size: Size) -> Fault:
+    kind = rng.choice(kinds)
+    lease_s = rng.uniform(0.5, 3.0) * size.lease_s  # some faults just outlive a lease
+    return Fault(
+        rng.choice(asks).at + rng.uniform(0, 80 * size.step_s),
+        kind,
+        rng.randrange(100),
+        rng.randrange(100),
+        rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16), min(16.0, lease_s)]),
+        rng.choice(["", *MOMENTS.get(kind, ())]),
+    )
 
 
 def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[int, ...]], size: Size) -> Ask:
@@ -141,15 +192,20 @@ def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[
         seed=rng.choice([None, rng.randrange(-(2**63), 2**63)]),
         stop=rng.choice([[], [], ["ab"], ["q", "xyz"]]),
         stop_token_ids=rng.choice([[], [], [rng.randrange(64)]]),
+        structured_outputs=StructuredOutputsParams(regex="of FakeGrammar") if rng.random() < 0.15 else None,
     )
     requests = tuple(
-        GenerateRequest(
-            request_id=f"r{number}{'ab'[i]}",
-            prompt=prompt,
-            params=params,
-            timeout_s=timeout_s,
-            cache_salt=rng.choice(["", "", "salt"]),
-            session_id=rng.choice(["", "", "s1", "s2"]),
+        _predicted(
+            rng,
+            size.max_model_len,
+            GenerateRequest(
+                request_id=f"r{number}{'ab'[i]}",
+                prompt=prompt,
+                params=params,
+                timeout_s=timeout_s,
+                cache_salt=rng.choice(["", "", "salt"]),
+                session_id=rng.choice(["", "", "s1", "s2"]),
+            ),
         )
         for i in range(rng.choice([1, 1, 1, 2]))
     )
@@ -161,6 +217,16 @@ def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[
         leaves_after=rng.uniform(0.0, 60 * size.step_s) if rng.random() < 0.15 else None,
         slow_s=rng.choice([0.0, 0.0, 0.0, 0.2]),
     )
+
+
+def _predicted(rng: random.Random, max_model_len: int, request: GenerateRequest) -> GenerateRequest:
+    """Give some requests a prediction of their output, from which tokens are drafted."""
+    if rng.random() < 0.6:
+        return request
+    wrong = rng.choice([0.0, 0.1, 0.5])
+    tokens = alone(request, max_model_len)[0]
+    prediction = [rng.randrange(64) if rng.random() < wrong else token for token in tokens]
+    return msgspec.structs.replace(request, prediction=prediction)
 
 
 @dataclass
@@ -226,8 +292,11 @@ class World:
         self.cluster = cluster = Cluster(self.loop, rng, self.day.size)
         cluster.network.loss, cluster.network.repeats = self.day.loss, self.day.repeats
         cluster.network.late_s, cluster.network.late = self.day.late_s, self.day.late
+        cluster.network.busy = self.day.busy
+        cluster.only_losses = self.day.only_losses
         cluster.start()
         clients = [asyncio.ensure_future(self._client(ask)) for ask in self.day.asks]
+        watch = asyncio.ensure_future(self._watch())
         for fault in self.day.faults:
             self.loop.call_at(fault.at, self._strike, fault)
         _, late = await asyncio.wait(clients, timeout=self.day.last_at + LIMIT_S) if clients else (None, None)
@@ -236,7 +305,8 @@ class World:
             raise AssertionError(f"never ended: {' '.join(names)}")
         for client in clients:
             client.result()
-        cluster.network.loss = cluster.network.repeats = 0.0
+        watch.cancel()
+        cluster.network.loss = cluster.network.repeats = cluster.network.busy = 0.0
         await asyncio.sleep(max(0.0, self.day.last_at - self.loop.time()))
         cluster.poll_s = 1.0
         forgets = self.day.seed % 8 == 0
@@ -244,6 +314,19 @@ class World:
         self._check_that_nothing_is_left(forgets)
         if self.day.is_calm:
             self._check_that_nothing_failed()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._check_queues()
+
+    def _check_queues(self) -> None:
+        """Check that no request waits in an ingress that may send it."""
+        assert self.cluster is not None
+        for ingress in self.cluster.ingresses:
+            queue = ingress.admission._queue
+            waits = queue.num_waiting and queue.num_running < queue.window
+            assert not waits, "a request waits although it may start"
 
     # -- clients -------------------------------------------------------------------------------------------
 
@@ -307,6 +390,7 @@ class World:
         chunks = generation.chunks()
         try:
             async for chunk in chunks:
+                self._check_queues()
                 assert chunk.index not in ended, "a chunk after the end"
                 texts[chunk.index] += chunk.text
                 tokens[chunk.index] += chunk.token_ids
@@ -337,12 +421,16 @@ class World:
         assert self.cluster is not None
         cluster = self.cluster
         replicas = [r for d in cluster.deployments.values() for r in d.replicas]
+        if fault.moment:
+            replicas = [replica for replica in replicas if _is_at(fault.moment, replica)]
+            if not replicas and self.loop.time() < fault.at + PATIENCE_S:
+                self.loop.call_later(LOOK_S, self._strike, fault)
         if not replicas:
             return
         replica, other = replicas[fault.number % len(replicas)], replicas[fault.other % len(replicas)]
         ingress = cluster.ingresses[fault.other % len(cluster.ingresses)]
-        cluster.note(f"FAULT {fault.kind} {replica.engine_id} {other.engine_id} {fault.seconds:.2f} s")
-        cluster.seen[f"fault {fault.kind}"] += 1
+        cluster.note(f"FAULT {fault.kind} {replica.engine_id} {other.engine_id} {fault.seconds:.2f} s {fault.moment}")
+        cluster.seen[f"fault {fault.kind}{fault.moment and ' while it '}{fault.moment}"] += 1
         engine, later = replica.engine, cluster.loop.call_later
         match fault.kind:
             case "kill engine":
@@ -352,24 +440,35 @@ class World:
             case "kill node":
                 engine.die()
                 replica.die()
-            case "pause":
-                engine.pause()
+            case "pause" | "freeze":
+                engine.pause(reads_go_on=fault.kind == "freeze")
                 later(fault.seconds, engine.resume)
             case "cut":
                 node = ingress.node if replica is other else other.node
+                if fault.moment:
+                    node = _other_end(replica) or node
                 cluster.network.cut(replica.node, node, fault.seconds)
             case "lose tokens":
                 link = f"{replica.engine_id} {ingress.inboxes.address}"
                 cluster.network.break_link(replica.node, ingress.node, link, fault.seconds / 4)
             case "lose updates":
-                link = f"{replica.engine_id} {ingress.router.address}"
-                cluster.network.break_link(replica.node, ingress.node, link, fault.seconds)
+                routers = replica.deployment.routers
+                router = routers[fault.other % len(routers)]
+                link = f"{replica.engine_id} {router.address}"
+                cluster.network.break_link(replica.node, router.node, link, fault.seconds)
+            case "slow answers":
+                routers = replica.deployment.routers
+                router = routers[fault.other % len(routers)]
+                cluster.network.stop_link(replica.node, router.node, f"answer {router.name}", fault.seconds)
             case "datagrams":
                 cluster.network.loss, cluster.network.repeats = 0.5, 0.5
                 later(fault.seconds, setattr, cluster.network, "loss", self.day.loss)
             case "move":
                 if replica.deployment.role == "decode":
                     replica.move_requests(1 + fault.number % 3)
+            case "switch role":
+                if cluster.size.roles:
+                    replica.switch_role()
             case "drain":
                 if not replica.stopping:
                     replica.tasks.append(asyncio.ensure_future(replica.depart()))
@@ -410,6 +509,15 @@ class World:
                 _nothing(f"{name}: opened handoffs", core.scheduler.handoffs._opened_at)
                 _nothing(f"{name}: deltas", replica.engine.endpoint._deltas)
                 _nothing(f"{name}: ended", replica.engine.endpoint._ended)
+                for block, key in enumerate(core.scheduler.kv_cache.pool._hash):
+                    if key is not None:
+                        kv = replica.engine.runner.content(block)
+                        assert kv == self.cluster.named_kv[key], f"block {block} has other KV than its name says"
+                for router in [] if replica.stopping else deployment.routers:
+                    record = router.balancer.placements.engine(name)
+                    _nothing(f"{router.name}: load of {name}", record.load.sequences + record.load.queued_tokens)
+                    there = set(block_keys(b"".join(core.scheduler.kv_cache.pool.block_hashes())))
+                    _nothing(f"{router.name}: blocks of {name}", there ^ record.prefixes.stored.to_set())
                 protocol = channel.endpoint._protocol
                 _nothing(f"{name}: decode handoffs", protocol.decode_handoffs)
                 _nothing(f"{name}: prefill handoffs", protocol.prefill_handoffs)
@@ -439,7 +547,11 @@ class World:
         for engine in self.cluster.engines.values():
             scheduler = engine.core.scheduler
             self.outcome.steps += scheduler.totals.steps
+            seen["role change"] += scheduler.handoffs.role_changes
             seen["preemption"] += scheduler.totals.preemptions
+            if drafts := scheduler.speculation.stats:
+                seen["draft accepted"] += drafts.num_accepted_tokens
+                seen["draft rejected"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
             for outcome, count in scheduler.handoffs.moves.items():
                 seen[f"move {outcome}"] += count
             for outcome, count in getattr(scheduler.fetching, "fetches", {}).items():
@@ -453,11 +565,39 @@ def _counts(stats: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in stats.__struct_fields__:
         value = getattr(stats, name)
-        if isinstance(value, dict):
+        if name == "results":
+            found |= {f"{what} {why}".strip(): n for what, counts in value.items() for why, n in counts.items()}
+        elif isinstance(value, dict):
             found |= {f"{name} {key}": count for key, count in value.items() if isinstance(count, int)}
         elif isinstance(value, int):
             found[name] = value
     return found
+
+
+def _is_at(moment: str, replica: Replica) -> bool:
+    """Return whether an engine reads KV, holds KV that another engine reads, computes a prompt or runs a sequence."""
+    engine = replica.engine
+    if not engine.alive:
+        return False
+    protocol, running = engine.channel.endpoint._protocol, engine.core.scheduler.queue.running
+    match moment:
+        case "reads":
+            return any(handoff.reading is not None for handoff in protocol.decode_handoffs.values())
+        case "leases":
+            return bool(protocol.prefill_handoffs)
+        case "computes":
+            return any(0 < request.computed < len(request.tokens) - 1 for request in running)
+        case "runs":
+            return any(request.num_output > 1 for request in running)
+    raise ValueError(moment)
+
+
+def _other_end(replica: Replica) -> str | None:
+    """Return the node of an engine with which this one has a handoff."""
+    protocol, engines = replica.engine.channel.endpoint._protocol, replica.cluster.engines
+    peers = [handoff.source for handoff in protocol.decode_handoffs.values()]
+    peers += [handoff.decode for handoff in protocol.prefill_handoffs.values()]
+    return next((engines[peer.engine_id].node for peer in peers if peer and peer.engine_id in engines), None)
 
 
 def _addressed(request: GenerateRequest, ingress: Ingress) -> GenerateRequest:

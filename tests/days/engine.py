@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.clock import Clock
-from engine.config import EngineConfig
-from engine.core.block_pool import BlockPool
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.core.block_pool import BlockObserver, BlockPool
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
@@ -22,7 +22,10 @@ from engine.core.features.block_events import NoKVEvents
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.speculator import Speculator
+from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.endpoint import EngineEndpoint
@@ -44,11 +47,14 @@ from engine.kv_transfer.protocol.messages import (
 from engine.lora.group_loader import GroupLoader
 from engine.model.kv_groups import KVCacheSpec
 from engine.runner.launching.launcher import Launcher
-from engine.wire.handoff import HandoffAction, HandoffEvent
+from engine.spec_decode.ngram import NgramDrafter
+from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
+from engine.wire.handoff_stats import Role
 from engine.wire.messages import Command
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
-from tests.days.model import EOS, VOCAB, Runner, StepClock
+from tests.days.grammars import Grammars, Pauses
+from tests.days.model import EOS, VOCAB, Runner, StepClock, chain
 
 if TYPE_CHECKING:
     from tests.days.cluster import Cluster
@@ -57,6 +63,25 @@ WAKE_S = 0.00005  # until a thread runs that has been woken
 COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 ENVELOPE = msgspec.msgpack.Decoder(Envelope)
 WORKER_COMMAND: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KVWorkerCommand)
+
+
+class Report(bytes):
+    """A message of an engine. live: the requests that it had then, if the message goes to a router."""
+
+    live: frozenset[str] = frozenset()
+
+
+class Names(BlockObserver):
+    """Records which KV a block must have, by its name in the prefix cache."""
+
+    def __init__(self, named_kv: dict[bytes, list[int]], size: int):
+        self._named_kv, self._size = named_kv, size
+
+    def describe(self, request: Request, first: int, end: int) -> None:
+        if first < end:
+            kv = chain(request.tokens[: end * self._size])
+            for index, name in enumerate(request.hashes(end, self._size)[:end]):
+                self._named_kv[name] = kv[index * self._size : (index + 1) * self._size]
 
 
 @dataclass(eq=False)
@@ -85,13 +110,22 @@ class Engine:
         self.cluster, self.engine_id, self.node, self.loop = cluster, engine_id, node, cluster.loop
         self.rng = random.Random(cluster.rng.getrandbits(64))
         self.alive, self.paused, self.address = True, False, f"engine:{engine_id}"
+        self.reads_go_on = True  #: whether its KV workers read, even while the rest is paused
         self.inbox: deque[bytes] = deque()
         self.outbox: list[Callable[[], None]] = []
         self._turn: Any = None
         self._released, self._release_at = True, 0.0
         self.clock = StepClock(self.loop.time, drift, self.rng.uniform(0, 1000))
         clock = Clock(self.clock.monotonic, self.clock.world)
-        self.runner = Runner(config, num_blocks, max_model_len, self.clock, overlap, cluster.size.step_s)
+        self.runner = Runner(
+            config,
+            num_blocks,
+            max_model_len,
+            self.clock,
+            overlap=overlap,
+            stages=cluster.size.stages,
+            step_s=cluster.size.step_s,
+        )
         self.channel = Channel(self, config, clock)
         times = StepTimes()
         size = config.block_size
@@ -103,7 +137,8 @@ class Engine:
         policy = None
         if handoff.role == "decode":
             policy = RemotePrefillPolicy(handoff, times.by_tokens, self.channel.quarantined)
-        handoffs = HandoffManager(policy, self.channel.peer, "print")
+        role: Role | None = "decode" if policy and handoff.switch_roles else None
+        handoffs = HandoffManager(policy, self.channel.peer, "print", role)
         fetching = None
         if handoff.enable_prefix_fetching and handoff.role != "prefill":
             fetching = KVFetching(
@@ -116,13 +151,20 @@ class Engine:
                 quarantined=self.channel.quarantined,
                 min_tokens=size,
             )
+        stages, speculation = cluster.size.stages, None
+        if cluster.size.drafts:
+            drafting = SpeculativeConfig(method="ngram")
+            speculation = Speculator(drafting, NgramDrafter(1, 3), times.drafting.of, VOCAB, stages=stages)
         scheduler = Scheduler(
             config,
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
             fetching=fetching,
+            speculation=speculation,
+            token_limits=[MicroBatches(stages)] if stages > 1 else [],
         )
+        kv_cache.pool.observers.append(Names(cluster.named_kv, size))
         self.core = EngineCore(
             config,
             SimpleNamespace(supported_tasks=SupportedTasks(), head="lm", vocab_size=VOCAB),  # type: ignore[arg-type]
@@ -130,7 +172,7 @@ class Engine:
             runner=self.runner,  # type: ignore[arg-type]
             launcher=Launcher(self.runner),  # type: ignore[arg-type]
             scheduler=scheduler,
-            grammars=None,  # type: ignore[arg-type]
+            grammars=Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
             step_times=times,
             ledger=CostLedger(times, [kv_cache.pool], [size * 1000], clock.monotonic()),
             adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
@@ -142,6 +184,7 @@ class Engine:
             channel=self.channel,  # type: ignore[arg-type]
             clock=clock,
         )
+        self.core._grammar_compiled = Pauses(self.clock)  # type: ignore[assignment]
         self.endpoint = EngineEndpoint(
             self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, num_ranks=1, clock=clock
         )
@@ -208,7 +251,10 @@ class Engine:
         pass
 
     def send(self, address: str, message: bytes) -> bool:
-        self.outbox.append(lambda: self.cluster.send(self.node, self.engine_id, address, message))
+        report = Report(message)
+        if address.startswith("router:"):
+            report.live = frozenset(self.core.scheduler.queue.live)
+        self.outbox.append(lambda: self.cluster.send(self.node, self.engine_id, address, report))
         return True
 
     def forget_unused(self) -> None:
@@ -216,12 +262,12 @@ class Engine:
 
     # -- faults --------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        self.paused = True
+    def pause(self, reads_go_on: bool = False) -> None:
+        self.paused, self.reads_go_on = True, reads_go_on
 
     def resume(self) -> None:
         if self.paused and self.alive:
-            self.paused = False
+            self.paused, self.reads_go_on = False, True
             if self._released:
                 self.wake()
             elif self.loop.time() >= self._release_at:
@@ -254,9 +300,9 @@ class Channel:
         self._envelopes: deque[Envelope] = deque()
         self._answers: deque[ReadEnded] = deque()
         self._reads: list[RunningRead] = []
+        self._unsafe: dict[str, int] = {}  # handoff -> its tokens whose KV was read while the source held it
         self._timer: Any = None
         self.block_s = self._cluster.size.block_s
-        self.events: Callable[[], list[HandoffEvent]] = self.endpoint.events
         self.quarantined, self.snapshot, self.stats = (
             self.endpoint.quarantined,
             self.endpoint.snapshot,
@@ -264,8 +310,28 @@ class Channel:
         )
         self.refused_by_ranks = self.endpoint.refused_by_ranks
 
+    def events(self) -> list[HandoffEvent]:
+        """Check that no KV is kept that its source no longer held when it was read, and that no handoff fails because
+        of a few messages that are lost."""
+        events = self.endpoint.events()
+        for event in events:
+            if isinstance(event, Received):
+                assert event.handoff_id not in self._unsafe, "KV is taken that was not held while it was read"
+            elif isinstance(event, Failed):
+                safe = self._unsafe.pop(event.handoff_id, event.verified)
+                assert event.verified <= safe, "KV is kept that was not held while it was read"
+                request = self._engine.core.scheduler.handoffs.receiving.get(event.handoff_id)
+                moves = request is not None and request.remote.source is not None
+                if self._cluster.only_losses and (event.reason == "silent" or moves):
+                    assert event.reason not in ("silent", "not_accepted"), "a lost message is not repeated"
+        return events
+
     def submit(self, *actions: HandoffAction) -> None:
         def submit() -> None:
+            for action in actions:
+                for block in action.blocks if isinstance(action, OpenHandoff) else ():
+                    used_until = self._engine.runner.used_until(block)
+                    assert used_until <= self._loop.time() + 1e-9, "KV is asked for while a step uses its block"
             self.endpoint.submit(*actions)
             self._soon()
 
@@ -324,13 +390,13 @@ class Channel:
 
     def _go_on(self, read: RunningRead) -> None:
         seconds = self.block_s * self._engine.rng.uniform(0.5, 2.0)
-        if self._engine.rng.random() < 0.01:
-            seconds += self._engine.rng.uniform(0, self._cluster.size.lease_s / 4)
+        if self._engine.rng.random() < self._cluster.size.stalls:
+            seconds += self._engine.rng.uniform(0, self._cluster.size.lease_s * 0.45)
         self._loop.call_later(seconds, self._step, read, read.done)
 
     def _step(self, read: RunningRead, done: int) -> None:
         engine, command, now = self._engine, read.command, self._loop.time()
-        if not engine.alive or engine.paused or read not in self._reads or read.done != done:
+        if not engine.alive or not engine.reads_go_on or read not in self._reads or read.done != done:
             return
         source = self._cluster.engine_of_epoch(command.source_epoch)
         if read.stopping:
@@ -358,5 +424,19 @@ class Channel:
     def _end(self, read: RunningRead, error: str | None) -> None:
         if read in self._reads:
             self._reads.remove(read)
+            if error is None:
+                self._check_lease(read.command)
             self._answers.append(ReadEnded(read.command.read_id, 0, "fake", read.done, 0.0, error))
             self._soon()
+
+    def _check_lease(self, command: Read) -> None:
+        """Record whether the source still holds the blocks that have just been read."""
+        handoff = self.endpoint._protocol._reads[command.read_id]
+        source, asked = self._cluster.engine_of_epoch(command.source_epoch), handoff.remote_request
+        if source is None:
+            return
+        held = source.channel.endpoint._protocol.prefill_handoffs.get(asked.handoff_id)
+        if held is None or held.lease != handoff.lease:
+            read = handoff.receive_state.read * source.core.config.block_size
+            self._unsafe.setdefault(asked.handoff_id, asked.skip + read)
+            self._cluster.seen["read without a lease"] += 1

@@ -27,7 +27,7 @@ ROWS = [
     ("a prefill engine never ends a lease", PREFILL, "        if now >= self.lease_until:\n", "        if False:\n"),
     ("a release is not repeated", DECODE, "            self._send(Release(self.remote_request.handoff_id, self.lease))\n        elif self.state is DecodeHandoffState.STOPPING:", "            pass\n        elif self.state is DecodeHandoffState.STOPPING:"),
     ("a claim is not repeated", DECODE, "        elif self.state is DecodeHandoffState.WAITING:\n            self._claim()\n", "        elif self.state is DecodeHandoffState.WAITING:\n            pass\n"),
-    ("two engines may claim one request", PREFILL, "        elif self.decode != sender:\n", "        elif False:\n"),
+    ("a request that moves hands over blocks that the other engine has", PREFILL, "            skip = message.skip // self._block_size\n", "            skip = 0\n"),
     ("calls stay after their requests", "engine/core/serving/endpoint.py", "        if delta.finish_reason and delta.kv_source is None:", "        if False:"),
     ("blocks are freed twice", "engine/core/kv_cache_manager.py", "        self.pool.release(request.tables[self._group].held, request.cost.blocks[self._group])\n\n", "        self.pool.release(request.tables[self._group].held)\n        self.pool.release(request.tables[self._group].held[:1])\n\n"),
     ("a reservation is reported while steps still write there", "engine/core/engine.py", "            self._reserved.append((self._num_launched, [*actions], commands))", "            self._reserved.append((0, [*actions], commands))"),

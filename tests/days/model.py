@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from engine.config import EngineConfig
 from engine.core.costs.step_cost import StepWork
 from engine.text.text_stream import TextStream
-from engine.wire.messages import GenerateRequest, StageStats, TokenDelta
+from engine.wire.messages import FinishReason, GenerateRequest, StageStats, TokenDelta
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
+from tests.fake_runner import FakeGrammar
 
 VOCAB, EOS = 64, 0
 MASK = 2**64 - 1
@@ -24,8 +25,20 @@ def link(kv: int, token: int) -> int:
     return mixed ^ mixed >> 29
 
 
-def sample(seed: int, kv: int) -> int:
-    return link(kv, seed) % VOCAB
+def chain(tokens: list[int]) -> list[int]:
+    """Return the KV of these tokens."""
+    found, kv = [], 0
+    for token in tokens:
+        found.append(kv := link(kv, token))
+    return found
+
+
+def sample(seed: int, kv: int, mask: bytes | None = None) -> int:
+    """Return the token after one with this KV. mask: a bit for each token, set if the token may come."""
+    if mask is None:
+        return link(kv, seed) % VOCAB
+    allowed = [token for token in range(VOCAB) if mask[token // 8] >> token % 8 & 1]
+    return allowed[link(kv, seed) % len(allowed)]
 
 
 class Tokenizer:
@@ -48,12 +61,17 @@ def alone(request: GenerateRequest, max_model_len: int) -> tuple[list[int], str,
     limit = max_model_len - len(request.prompt)
     limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
     stream, tokens, text = TextStream(params, TOKENIZER), list[int](), ""
+    grammar = FakeGrammar() if params.structured_outputs else None
     while True:
-        tokens.append(sample(seed, kv))
-        kv = link(kv, tokens[-1])
-        ends = (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids
-        reason = "stop" if ends else "length" if len(tokens) == limit else None
-        chunk = stream.add(TokenDelta(request_id="", token_ids=tokens[-1:], finish_reason=reason))
+        token = sample(seed, kv, grammar.masks() if grammar else None)
+        tokens.append(token)
+        if grammar:
+            grammar.accept(token)
+        kv = link(kv, token)
+        stops = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+        complete = grammar is not None and grammar.is_done and not stops
+        reason: FinishReason | None = "stop" if stops or complete else "length" if len(tokens) == limit else None
+        chunk = stream.add(TokenDelta(request_id="", token_ids=[token], finish_reason=reason, text_complete=complete))
         text += chunk.text
         if chunk.finish_reason is not None:
             return tokens, text, chunk.finish_reason
@@ -78,13 +96,22 @@ class Runner:
     """Computes a step at once. It knows until when the step would take, and that its KV is not there before."""
 
     device = SimpleNamespace(asynchronous=True)
-    max_steps = 2
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, max_model_len: int, clock: StepClock, overlap: bool, step_s: float
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        clock: StepClock,
+        *,
+        overlap: bool,
+        stages: int,
+        step_s: float,
     ):
-        """step_s: seconds of a step, besides an eighth of it per token."""
+        """stages: as many steps, and one more, may be launched and not collected. step_s: seconds of a step, besides an
+        eighth of it per token."""
         self.overlap, self._clock, self.block_size = overlap, clock, config.block_size
+        self.max_steps = 1 + stages
         self.step_s, self.token_s = step_s, step_s / 8
         self._tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
         self._sequences: dict[int, NewSequence] = {}
@@ -112,6 +139,9 @@ class Runner:
         cost = self.step_s + self.token_s * (work.decodes + work.prefill_tokens)
         ends_at = self._free_at = max(self._free_at, self._clock.world()) + cost
         result = StepResult(plan.step, [], [None] * len(plan.slots), [None] * len(plan.slots))
+        for entry, drafts in plan.drafts.items():
+            for token in drafts:
+                self._append(plan.slots[entry], token)
         rows, written = list(zip(plan.slots, plan.starts, plan.counts, strict=True)), set[int]()
         for slot, start, count in rows:
             history, table = self._history[slot], self._tables[slot]
@@ -121,7 +151,8 @@ class Runner:
                 assert cell not in written, "two sequences write one cell"
                 written.add(cell)
                 self._kv[cell], self._written_at[cell] = history[position], ends_at
-        for (slot, start, count), samples in zip(rows, plan.samples, strict=True):
+        masks = iter([plan.masks[i : i + 8] for i in range(0, len(plan.masks), 8)])
+        for entry, ((slot, start, count), samples) in enumerate(zip(rows, plan.samples, strict=True)):
             history, table = self._history[slot], self._tables[slot]
             end = start + count
             seen: list[int | None] = []
@@ -132,9 +163,17 @@ class Runner:
             result.tokens.append([])
             if samples:
                 assert end == len(history)
-                token = sample(self._sequences[slot].seed, history[-1])
-                result.tokens[-1].append(token)
-                self._append(slot, token)
+                drafts = plan.drafts.get(entry, [])
+                del history[end - len(drafts) :]
+                right = True
+                for draft in [*drafts, None]:
+                    mask = next(masks) if entry in plan.masked else None
+                    if right:
+                        token = sample(self._sequences[slot].seed, history[-1], mask)
+                        result.tokens[-1].append(token)
+                        self._append(slot, token)
+                        right = token == draft
+        assert next(masks, None) is None
         return ends_at, result
 
     def collect(self, launched: tuple[float, StepResult]) -> StepResult:
@@ -152,6 +191,13 @@ class Runner:
         for cell, value in zip(self._cells(block), kv, strict=True):
             assert now >= self._written_at[cell], "a step writes where another engine does"
             self._kv[cell] = value
+
+    def used_until(self, block: int) -> float:
+        """Return when the newest step ends that reads or writes a block."""
+        return max(self._read_until[block], *(self._written_at[cell] for cell in self._cells(block)))
+
+    def content(self, block: int) -> list[int | None]:
+        return [self._kv[cell] for cell in self._cells(block)]
 
     def _cells(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)

@@ -10,6 +10,7 @@ from typing import Any
 from tests.days.loop import VirtualLoop
 
 MIN_S, MAX_S = 0.0002, 0.003  # usual delay of a message
+BUSY_S = 0.6  # longest delay of an answer of a busy replica
 LATE = 0.01  # share of other messages that take up to `late_s`
 
 
@@ -26,7 +27,9 @@ class Network:
         self._last: dict[tuple[str, str, str], float] = {}  # when the newest message of a connection arrives
         self._cut: dict[frozenset[str], float] = {}  # two nodes -> until when they do not hear each other
         self._broken: dict[tuple[str, str, str], float] = {}  # connections that lose messages -> until when
+        self._slow: dict[tuple[str, str, str], float] = {}  # connections whose messages do not arrive -> until when
         self.loss = self.repeats = 0.0  #: shares of datagrams
+        self.busy = 0.0  #: share of the reports to routers that a full queue drops, and of the answers that are late
         self.late_s, self.late = 1.0, LATE  #: longest delay, and the share of datagrams that are late
         self.seen: Counter[str] = Counter()
 
@@ -35,6 +38,10 @@ class Network:
 
     def break_link(self, source: str, target: str, kind: str, seconds: float) -> None:
         self._broken[source, target, kind] = self._loop.time() + seconds
+
+    def stop_link(self, source: str, target: str, kind: str, seconds: float) -> None:
+        """Let what is sent meanwhile arrive only then."""
+        self._slow[source, target, kind] = self._loop.time() + seconds
 
     def healed_at(self, a: str, b: str) -> float:
         """Return when two nodes hear each other again, or a time that has passed."""
@@ -48,10 +55,13 @@ class Network:
     def send(self, source: str, target: str, kind: str, call: Callable[..., Any], *args: Any) -> None:
         """source, target: nodes. kind: name of the connection between them."""
         now, key = self._loop.time(), (source, target, kind)
-        if self._broken.get(key, 0.0) > now:
+        dropped = self.busy and " router:" in kind and self._rng.random() < self.busy
+        if dropped or self._broken.get(key, 0.0) > now:
             self.seen[f"lost {kind.partition(' ')[0]}"] += 1
             return
-        at = max(now, self.healed_at(source, target)) + self.delay()
+        at = max(now, self.healed_at(source, target), self._slow.get(key, 0.0)) + self.delay()
+        if self.busy and kind.startswith("answer ") and self._rng.random() < self.busy:
+            at += self._rng.uniform(0, BUSY_S)
         at = self._last[key] = max(at, self._last.get(key, 0.0) + 1e-6)  # a heap does not keep the order of equal times
         self._loop.call_at(at, call, *args)
 

@@ -17,6 +17,19 @@ from tests.days.model import Runner
 
 FAST = 16  # days in every run: some 700 simulated seconds in 3 s of CPU time
 SLOW = 1500
+WANTED = (
+    "ended well",
+    "client left",
+    "replay engine_unavailable",
+    "replay moved",
+    "move received",
+    "fetch received",
+    "handoff received",
+    "handoff closed expired",
+    "draft accepted",
+    "role change",
+    "snapshot",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +50,7 @@ def test_on_bad_days_every_request_gets_its_own_text_and_nothing_is_left_behind(
     seen = Counter[str]()
     for seed in range(FAST):
         seen += live(seed).seen
-    for what in ("ended well", "client left", "replay engine_unavailable", "replay moved", "fetch received"):
+    for what in WANTED:
         assert seen[what], f"no day has {what!r}: these days try too little"
 
 
