@@ -23,7 +23,7 @@ def main() -> int:
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     seeds = args.seeds or range(args.first, args.first + args.count)
-    seen, seconds, steps, began, bad = Counter[str](), 0.0, 0, time.monotonic(), 0
+    seen, seconds, steps, began, bad = Counter[str](), 0.0, 0, time.process_time(), 0
     for seed in seeds:
         outcome = run(Day.of(seed))
         seen += outcome.seen
@@ -35,11 +35,11 @@ def main() -> int:
                 show(Day.of(seed), outcome, not args.no_shrink)
         elif args.log:
             print("\n".join(outcome.log))
-    took = time.monotonic() - began
+    took = time.process_time() - began
     for name, count in sorted(seen.items()):
         print(f"{count:9d} {name}")
-    print(f"days={len(seeds)} bad={bad} simulated_s={seconds:.0f} steps={steps} took_s={took:.1f} "
-          f"simulated_s_per_s={seconds / took:.0f}")  # fmt: skip
+    print(f"days={len(seeds)} bad={bad} simulated_s={seconds:.0f} steps={steps} kinds={len(seen)} cpu_s={took:.1f} "
+          f"days_per_core_hour={3600 * len(seeds) / took:.0f} simulated_s_per_cpu_s={seconds / took:.0f}")  # fmt: skip
     return bad > 0
 
 

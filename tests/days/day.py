@@ -451,6 +451,8 @@ class World:
             case "lose tokens":
                 link = f"{replica.engine_id} {ingress.inboxes.address}"
                 cluster.network.break_link(replica.node, ingress.node, link, fault.seconds / 4)
+            case "lose updates" | "slow answers" if not replica.deployment.routers:
+                pass
             case "lose updates":
                 routers = replica.deployment.routers
                 router = routers[fault.other % len(routers)]
