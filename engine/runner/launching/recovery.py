@@ -123,6 +123,6 @@ class Recovery(NoRecovery):
     def _free_bytes(self) -> int:
         """Return the memory that this engine can take for more experts."""
         if not self._runner.device.asynchronous:
-            return kv_cache.free_host_bytes() // self._group.local_size
+            return kv_cache.free_host_bytes() // self._group.all_engines.local_size
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
