@@ -22,7 +22,7 @@ HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernet
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
 
-# A process for each core and one that waits for clusters; the tests of a file stay together (tests/by_server.py). The
+# A process for each core and two that wait for others; the tests of a file stay together (tests/by_server.py). The
 # slowest tests are printed, so that everybody sees where the time goes. pytest keeps the bytecode of tests: to rewrite
 # their assertions takes as long as a hundred of them.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 25

@@ -99,10 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes of `pytest -n auto`: one for each core, and one that waits for clusters. Each
-    takes a GiB, and imports and collects everything."""
+    """Return the number of processes of `pytest -n auto`: one for each core, and two that wait for clusters and for
+    processes of tests. Each takes a GiB, and imports and collects everything."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 1, 9)
+    return min(cores + 2, 10)
 
 
 @pytest.hookimpl(optionalhook=True)
