@@ -42,6 +42,12 @@ class Bill:
             for then in waiting:
                 then()
 
+    def close(self, *, complete: bool) -> None:
+        """Keep what is known, which is all if `complete`, and drop the request, so that its images leave memory."""
+        known = self.used()
+        self.used = lambda: known
+        self.total = known if complete else None
+
     def when_known(self, then: Callable[[], None]) -> None:
         """Call `then` once no cost is expected any more, maybe at once. The request must have ended."""
         if self._num_expected:

@@ -116,8 +116,7 @@ class LiveGeneration:
             self._bill.when_known(partial(self._count, all_metrics))
 
     def _count(self, all_metrics: list[SequenceMetrics]) -> None:
-        if len(self.usage.costs) >= len(self._sequences):
-            self._bill.total = self._used()
+        self._bill.close(complete=len(self.usage.costs) >= len(self._sequences))
         for metrics in all_metrics:
             metrics.billed(computed_again=self.computed_again)
 

@@ -201,8 +201,8 @@ TRANSFER_ROUTING_JOBS = [
     Fault(
         "an engine that has just lost a request draws all others",
         "deployments/routing/balancer.py",
-        "        if healthy:\n            ranked += [engine for engine in engines if engine in unhealthy]",
-        "        if healthy:\n            ranked = [*unhealthy, *ranked]",
+        "            ranked = able + [engine for engine in engines if engine in unhealthy]",
+        "            ranked = [engine for engine in engines if engine in unhealthy] + able",
         ("tests/deployments/routing/test_balancer.py",),
     ),
     Fault(

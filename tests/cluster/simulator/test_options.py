@@ -119,7 +119,7 @@ def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
 def test_a_plan_chooses_the_layout_of_a_replica_and_says_why():
     options = ["simulate", *FEW, "--plan", "--model", "llama-3.1-70b"]
     said = " ".join(CliRunner().invoke(cli.app, options, env={"COLUMNS": "400"}).stdout.split())
-    assert "best: tensor_parallel 4: 32.9 GiB of weights per rank, 3840 KiB per token inside a node" in said
+    assert "best: tensor_parallel 4: 32.9 GiB of weights per rank, 3840 KiB per token for sums inside a node" in said
     assert "because on 2 ranks weights and KV do not fit" in said
     assert "one pool: 1 replica, 4 GPUs" in said
     assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel", "8"]).stdout
