@@ -37,7 +37,7 @@ def save(
     Example: manta tape save monday.tape --url http://127.0.0.1:8000
     """
     from cluster.cli.tape.fetch import fetch
-    from cluster.cli.tape.routes import read_routers
+    from cluster.simulator.recorded.tapes import read_routers
     from engine.core.tape.file import read_tapes
 
     output.write_bytes(fetch(url, api_key))
@@ -86,17 +86,16 @@ def replay(
 
     Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
     """
-    from cluster.cli.tape.routes import read_routers
+    from cluster.simulator.recorded.tapes import read_routers
     from deployments.billing.prices import Prices
     from engine.core.tape.file import read_all
 
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     if set_ is None and request is None and at is None and not step:
         raise typer.Exit(_compare(tapes, read_routers(files), prices, as_json))
-    from engine.core.tape.replay import Diverged
-    from engine.core.tape.snapshot import UnknownState
+    from cluster.simulator.recorded.tapes import replayed
 
-    try:
+    with replayed(tapes, files):
         if set_ is not None:
             from cluster.cli.tape.prediction import show_prediction
 
@@ -105,10 +104,6 @@ def replay(
             _follow(tapes if engine is None else [_chosen(tapes, engine)], read_routers(files), request)
         else:
             _look(_chosen(tapes, engine), at)
-    except (Diverged, UnknownState) as error:
-        raise InvalidParameter(
-            "tape", " ".join(map(str, files)), f"one whose decisions this version makes again ({error})"
-        ) from None
 
 
 def _follow(tapes: list[EngineTape], routers: list[RouterTape], request: str) -> None:
@@ -157,7 +152,7 @@ def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices,
     from cluster.cli.money import cost_rows
     from cluster.cli.tape.outcome import replay_whole
     from cluster.cli.tape.routes import choose_all_again
-    from engine.core.tape.recorder import code_version
+    from cluster.simulator.recorded.tapes import other_versions
 
     outcomes, routed = [replay_whole(one, prices) for one in tapes], [choose_all_again(one) for one in routers]
     found: list[Outcome | RouterOutcome] = [*outcomes, *routed]
@@ -180,7 +175,6 @@ def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices,
         for outcome in found:
             if outcome.problem:
                 show(f"{outcome.name}: {outcome.problem}")
-        others = sorted({one.version for one in tapes} - {code_version()})
-        if others:
-            show(f"recorded by another version, so decisions may differ: {'; '.join(others)}")
+        if others := other_versions(tapes):
+            show(f"decisions may differ: {others}")
     return int(any(outcome.differs for outcome in found))

@@ -8,10 +8,10 @@ from typing import Any
 
 from cluster.simulator.billing.costs import Costs
 from cluster.simulator.recorded.metered_replay import MeteredReplay
+from cluster.simulator.recorded.tapes import why_not
 from deployments.billing.prices import FREE, Prices
 from engine.core.tape.replay import Diverged, Failed, Replay
 from engine.core.tape.ring import EngineTape
-from engine.core.tape.snapshot import UnknownState
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
     """Replay a tape up to its end, or to the first decision that differs."""
     try:
         replay = MeteredReplay(tape)
-    except UnknownState as error:
-        problem = f"the tape cannot be read by this version ({error})"
+    except Exception as error:  # noqa: BLE001  why_not raises those that are no fault of the tape
+        problem = f"the tape cannot be read by this version ({why_not(error, [tape])})"
         return Outcome(tape.engine_id, tape.role, 0.0, 0, 0, 0, 0, differs=True, problem=problem)
     equal, steps, requests, problem, differs = 0, 0, 0, "", False
     try:
@@ -56,6 +56,8 @@ def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
         problem = f"{told(replay, failed)}; so it did when the tape was recorded"
     except Diverged as diverged:
         problem, differs = told(replay, diverged), True
+    except Exception as error:  # noqa: BLE001  as above
+        problem, differs = why_not(error, [tape]), True
     costs = None if prices == FREE or problem else replay.costs(prices)
     return Outcome(
         tape.engine_id, tape.role, replay.seconds, requests, steps, replay.num_plans, equal, differs, problem, costs

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +13,6 @@ from rich.table import Table
 
 from cluster.cli.tape.explore import is_of
 from deployments.routing.choice_record import RecordedChoice, RouterTape, choose_again, prompt_of
-from engine.core.tape.file import not_a_tape, read_file
 
 SHOWN = 32  # engines of a table
 
@@ -43,17 +41,13 @@ class RouterOutcome:
         return self.router, self.pool, f"{self.seconds:.1f}", f"{self.equal} of {self.choices}"
 
 
-def read_routers(files: Sequence[Path]) -> list[RouterTape]:
-    """Return the routers' tapes in some files. Raises InvalidParameter."""
-    try:
-        return [msgspec.msgpack.decode(tape, type=RouterTape) for file in files for tape in read_file(file).routers]
-    except msgspec.MsgspecError as error:
-        raise not_a_tape(" ".join(map(str, files)), error) from None
-
-
 def choose_all_again(tape: RouterTape) -> RouterOutcome:
     """Make all choices of a router again, and compare them."""
-    choices, problems = tape.read(), list[str]()
+    try:
+        choices, problems = tape.read(), list[str]()
+    except msgspec.MsgspecError as error:
+        problem = f"the choices cannot be read by this version ({error})"
+        return RouterOutcome(tape.router, tape.role, 0.0, len(tape.choices), 0, problem)
     for choice in choices:
         if why := _difference(tape, choice):
             problems.append(f"{choice.request_id} at {_clock(choice.at)}: {why}")

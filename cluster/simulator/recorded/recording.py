@@ -16,17 +16,15 @@ from cluster.simulator.cost_model import Work
 from cluster.simulator.options import HandoffPolicy, RouterName
 from cluster.simulator.recorded.cost_fit import MIN_STEPS, Fit, fit_shared
 from cluster.simulator.recorded.metered_replay import MeteredReplay
+from cluster.simulator.recorded.tapes import read_routers, replayed
 from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
 from deployments.billing.prices import Prices
-from deployments.routing.choice_record import RouterTape
 from deployments.routing.config import RoutingConfig
 from engine.core.request import Request
-from engine.core.tape.file import read_all, read_file
+from engine.core.tape.file import read_all
 from engine.core.tape.inputs import Added
-from engine.core.tape.replay import Diverged
 from engine.core.tape.ring import EngineTape
-from engine.core.tape.snapshot import UnknownState
 from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
@@ -114,14 +112,10 @@ class Recording:
     @classmethod
     def of_files(cls, files: Sequence[Path]) -> Recording:
         """Return the recording in some files. Raises InvalidParameter, also if this version makes other decisions."""
-        routers = [msgspec.msgpack.decode(tape, type=RouterTape) for file in files for tape in read_file(file).routers]
-        policies = {tape.policy for tape in routers if tape.role == "decode"}
-        try:
-            return cls(read_all(files), policies.pop() if len(policies) == 1 else DEFAULT_ROUTER)
-        except (Diverged, UnknownState) as error:
-            told = " ".join(map(str, files))
-            limit = f"one whose decisions this version makes again ({error})"
-            raise InvalidParameter("tape", told, limit) from None
+        policies = {tape.policy for tape in read_routers(files) if tape.role == "decode"}
+        tapes = read_all(files)
+        with replayed(tapes, files):
+            return cls(tapes, policies.pop() if len(policies) == 1 else DEFAULT_ROUTER)
 
     def _read(self, number: int, tape: EngineTape) -> None:
         segments = tape.segments

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import random
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.cli.tape.explore import is_of
+from cluster.simulator.recorded.metered_replay import MeteredReplay
 from deployments.routing.balancer import Balancer
 from deployments.routing.choice_log import ChoiceLog
+from deployments.routing.choice_record import RouterTape
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
-from engine.core.tape.file import pack_tapes, read_file
+from engine.core.tape.file import pack_tapes, read_file, read_tapes
+from engine.core.tape.recorder import code_version
 from engine.errors import InvalidParameter
 from tests.cluster.cli.tape.taped_engine import record
 
@@ -166,3 +170,47 @@ def test_routers_choose_again_and_a_request_shows_why_its_engine_was_chosen(rout
 )
 def test_a_request_has_sequences_attempts_and_handoffs(name, found):
     assert is_of(name, "chatcmpl-1") == found
+
+
+@pytest.fixture
+def of_another_version(file, tmp_path, monkeypatch):
+    """A tape whose replay ends in an error of Python, as one of another version may."""
+    monkeypatch.setattr(MeteredReplay, "_charge", lambda self, moment: self.nothing)
+    (tape,) = read_tapes(file)
+    path = tmp_path / "old.tape"
+    path.write_bytes(pack_tapes([msgspec.msgpack.encode(msgspec.structs.replace(tape, version="manta 0.1"))]))
+    return path
+
+
+def test_a_tape_of_another_version_is_refused_with_both_versions(of_another_version, tmp_path):
+    result = CliRunner().invoke(app, ["replay", str(of_another_version), "--json"])
+    (found,) = json.loads(result.output)
+    commands = (
+        ["replay", of_another_version, "--set", "max_num_seqs=8"],
+        ["tune", "--tape", of_another_version],
+        ["bench", "serve", "--trace", of_another_version, "--model", "m"],
+    )
+    refused = [CliRunner().invoke(app, [*map(str, command)]).exception for command in commands]
+    for told in (found["problem"], *map(str, refused)):
+        assert f"another version (manta 0.1; this is {code_version()})" in told and "AttributeError" in told
+    assert result.exit_code == 1 and all(isinstance(error, InvalidParameter) for error in refused)
+
+
+def test_an_error_of_this_version_is_not_blamed_on_the_tape(of_another_version, file):
+    result = CliRunner().invoke(app, ["replay", str(file), "--set", "max_num_seqs=8"])
+    assert isinstance(result.exception, AttributeError)
+
+
+def test_a_router_of_another_version_is_refused(file, tmp_path):
+    (tmp_path / "old.tape").write_bytes(pack_tapes(read_file(file).engines, [msgspec.msgpack.encode({"router": "i"})]))
+    for command in (["replay"], ["tune", "--tape"]):
+        result = CliRunner().invoke(app, [*command, str(tmp_path / "old.tape")])
+        assert isinstance(result.exception, InvalidParameter) and "manta tape save" in str(result.exception)
+
+
+def test_choices_of_another_version_differ(routed, tmp_path):
+    tapes = read_file(routed)
+    router = msgspec.structs.replace(msgspec.msgpack.decode(tapes.routers[0], type=RouterTape), choices=[b"\x90"])
+    (tmp_path / "old.tape").write_bytes(pack_tapes(tapes.engines, [msgspec.msgpack.encode(router)]))
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "old.tape")], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "the choices cannot be read by this version" in result.output
