@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ class KeptTapes:
         """Write a tape to a file of its own, which only this user can read, and return the file. Its hashes get a key
         that is thrown away. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        oldest_first = sorted(self.folder.glob("*.tape"), key=lambda file: file.stat().st_mtime)
+        oldest_first = sorted(self.folder.glob("*.tape"), key=_written_at)
         for old in oldest_first[: max(0, len(oldest_first) + 1 - self.max_files)]:
             old.unlink(missing_ok=True)
         path = self.folder / f"{file_name(tape.engine_id)}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tape"
@@ -39,6 +40,13 @@ class KeptTapes:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
         return path
+
+
+def _written_at(file: Path) -> float:
+    """Return when a file was written, in seconds since 1970; 0 for one that another engine has just removed."""
+    with suppress(FileNotFoundError):
+        return file.stat().st_mtime
+    return 0.0
 
 
 def file_name(engine_id: str) -> str:

@@ -158,3 +158,10 @@ def test_a_file_that_was_being_written_is_read_as_far_as_it_is_whole(root, kept)
         file.write(b"\1\xff\0\0\0half")
     assert replay_whole(shared_copy.read_copy(folder, "")).scheduler.totals.steps == harness.scheduler.totals.steps
     harness.tape.close()
+
+
+def test_a_tape_is_kept_while_another_engine_removes_old_ones(kept):
+    kept.folder.mkdir()
+    (kept.folder / "removed.tape").symlink_to("nothing")  # is found, but cannot be looked at any more
+    path = kept.keep(EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[]))
+    assert [tape.engine_id for tape in read_tapes(path)] == ["e"]
