@@ -56,6 +56,8 @@ class BatchRun:
     send: Send
     max_in_flight: Callable[[Batch], int]
     """Returns how many requests of the batch may be in the engines now."""
+    leave: Callable[[], None] = lambda: None
+    """Called before requests end that will be sent again when the batch is resumed."""
     _polled_at: float = 0.0
 
     async def run(self) -> None:
@@ -158,6 +160,9 @@ class BatchRun:
                 if not in_flight:
                     return None
                 done, _ = await asyncio.wait(in_flight, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self.leave()
+            raise
         finally:
             for future in in_flight:
                 future.cancel()

@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -46,7 +47,7 @@ class BatchWorker:
         self._max_body_bytes = max_body_bytes
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running = Counter[str | None]()  # by owner
-        self._sources = set[DerivedSource]()  # of the lines that are being answered
+        self._sources = defaultdict[str, set[DerivedSource]](set)  # of the lines that are being answered, by batch
         self._woken = asyncio.Event()
         self._cleaned_up_at = -CLEAN_UP_S
 
@@ -56,8 +57,6 @@ class BatchWorker:
         try:
             yield
         finally:
-            for source in self._sources:
-                source.leave()
             tasks = [task, *self._running.values()]
             for task in tasks:
                 task.cancel()
@@ -96,7 +95,8 @@ class BatchWorker:
 
     async def _run(self, claim: Claim) -> None:
         batch, owner = claim.record.object, claim.record.owner
-        run = BatchRun(self._store, claim, self._models, self._max_body_bytes, self._answer, self._max_in_flight)
+        leave = partial(self._leave, batch.id)
+        run = BatchRun(self._store, claim, self._models, self._max_body_bytes, self._answer, self._max_in_flight, leave)
         try:
             async with claim.held():
                 logger.info("batch begins batch_id=%s status=%s", batch.id, batch.status)
@@ -107,6 +107,7 @@ class BatchWorker:
             await asyncio.sleep(PAUSE_S)
         finally:
             del self._running[batch.id]
+            self._sources.pop(batch.id, None)
             self._num_running[owner] -= 1
             self.wake()
 
@@ -131,7 +132,7 @@ class BatchWorker:
         state: dict[str, object] = {BACKGROUND_CLIENT: f"batch:{record.owner or ''}", SOURCE: source}
         if record.owner is not None:  # the request acts for its owner in what it stores and reads
             state[API_KEY_NAME] = record.owner
-        self._sources.add(source)
+        self._sources[batch.id].add(source)
         try:
             while True:
                 response = await post(self._app, batch.endpoint, request.body, headers, dict(state))
@@ -139,7 +140,12 @@ class BatchWorker:
                     return response
                 await asyncio.sleep(min(int(response.headers["retry-after"]), LONGEST_WAIT_S))
         finally:
-            self._sources.discard(source)
+            self._sources[batch.id].discard(source)
+
+    def _leave(self, batch_id: str) -> None:
+        """Let the lines that are being answered be computed again, and paid for only then."""
+        for source in self._sources[batch_id]:
+            source.leave()
 
     async def _clean_up(self) -> None:
         if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:

@@ -352,6 +352,26 @@ def test_a_batch_that_another_ingress_goes_on_with_is_paid_for_once(tmp_path):
     run(scenario())
 
 
+def test_lines_of_a_batch_that_is_taken_away_are_paid_for_where_they_are_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("deployments.jobs.lease.RENEW_S", 0.01)
+    lines = jsonl(line("a", prompt="abcd", max_tokens=8))
+    folder, auth = BatchConfig(folder=str(tmp_path / "batches")), AuthConfig(api_keys=ALICE)
+
+    async def scenario() -> None:
+        async with fake_api(auth=auth, batches=folder, store=StoreConfig(url=f"sqlite://{tmp_path}/store")) as api:
+            api.engine.cost = COST
+            api.engine.paused.set()
+            batch = await start(client_of(api, "sk-alice"), lines)
+            await until(lambda: api.engine.num_live)
+            values = open_store(StoreConfig(url=f"sqlite://{tmp_path}/store"))
+            await values.set(lease_key(batch.id), b"another", 60.0)
+            await values.close()
+            await until(lambda: used_by(api).wasted_s)
+            assert used_by(api) == UsageTotals(wasted_s=2.5)
+
+    run(scenario())
+
+
 def test_a_job_that_its_client_cancels_is_paid_for():
     async def scenario() -> None:
         async with fake_api(auth=AuthConfig(api_keys=ALICE)) as api:
