@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.frontend.availability import Availability
 from deployments.frontend.calibration import Calibration, ForecastRequest
@@ -180,6 +180,7 @@ class Admission:
             self.forecast = LatencyForecast.of([s.stats for s in statuses], [s.stats for s in prefill])
             self.num_engines, self._queue.window = len(statuses), window(statuses, self._limits)
             self._start()
+        self.forecast = replace(self.forecast, queued_tokens=0)  # by the next request, that is long computed
 
     def _expect(self, prompt_tokens: int, now: float) -> ForecastRequest:
         """Return what a request would take that came now."""

@@ -329,6 +329,23 @@ def test_prompts_count_as_ahead_until_their_first_token():
     run(scenario())
 
 
+def test_what_engines_had_queued_before_the_ingress_was_idle_is_not_ahead_of_later_requests(monkeypatch):
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.costs = {"prompt_seconds_per_token": 0.001, "queued_tokens": 500}
+            api.engine.paused.set()
+            first = ask(api)
+            await until(lambda: api.model.admission.forecast.queued_tokens == 500)
+            api.engine.paused.clear()
+            assert (await first).status_code == 200
+            await until(lambda: not api.model.admission.forecast.queued_tokens)
+            assert api.model.admission.forecast.prompt_token_s == 0.001
+
+    run(scenario())
+
+
 def test_tapes_are_kept_when_first_tokens_begin_to_be_late():
     async def scenario() -> None:
         async with fake_api(ttft_s=1e-9) as api:
