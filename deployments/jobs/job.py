@@ -130,6 +130,7 @@ class Job:
         except Exception as error:  # noqa: BLE001  readers get it
             await self._fail(error)
         finally:
+            self._generation = None  # it refers to this job, and to images that should leave memory
             self._on_end(self)
 
     async def _take_over(self) -> bool:

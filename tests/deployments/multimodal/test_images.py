@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import sys
 import threading
@@ -359,6 +360,22 @@ def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_n
         assert begun.acquire(blocking=False) and not begun.acquire(blocking=False), "the second never began"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "once"}], ids=["answer", "job"])
+def test_images_leave_memory_with_the_answer_without_a_garbage_collection(tmp_path, headers):
+    async def scenario() -> None:
+        async with api_with_images(tmp_path) as (api, _):
+            body = {"messages": user(image_part(data_url(IMAGE))), "max_tokens": 2}
+            answer = await api.client.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+            await until(lambda: api.model.images.memory.used == 0)
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_processed_images_fit_the_memory_until_the_answers_about_them_have_ended(tmp_path, monkeypatch):
