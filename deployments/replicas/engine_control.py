@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -74,6 +75,7 @@ class EngineControl:
         self._refuses: str | None = None
         self._status: EngineStatus | None = None
         self._status_at = self._pauses_until = self._now()
+        self._went_on_at = -math.inf  # when the last pause ended
         self._generation = 0  # of engines that share experts, with which the pause ends
 
     def send(self, command: bytes) -> None:
@@ -183,6 +185,11 @@ class EngineControl:
         """Number of unfinished requests that the engine answers; prompts for other engines do not count."""
         return self._num_answers
 
+    @property
+    def num_calls(self) -> int:
+        """Number of unfinished requests, prompts for other engines included."""
+        return len(self._calls)
+
     def move_requests(self, count: int) -> None:
         """Move up to `count` running requests to other engines."""
         self._send(MoveRequests(count))
@@ -231,8 +238,11 @@ class EngineControl:
         silent_s = self._now() - self._status_at
         if silent_s > self._stall_timeout_s:
             raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
-        if self._status is not None and self._status.last_step_age_s > self._stall_timeout_s:
-            raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
+        if self._status is None:
+            return
+        step_age_s = min(self._status.last_step_age_s, self._status_at - self._went_on_at)  # a pause does not count
+        if step_age_s > self._stall_timeout_s:
+            raise EngineUnavailable(f"work is queued, but no step ended for {step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
         """Wait until `check_health` has raised MAX_FAILED_POLLS times in a row. Returns what is wrong."""
@@ -278,8 +288,9 @@ class EngineControl:
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, self._now()
-        if status.stats.shared is not None and status.stats.shared.generation >= self._generation:
-            self._pauses_until = self._status_at
+        shared, pauses = status.stats.shared, self._pauses_until > self._status_at
+        if pauses and shared is not None and shared.generation >= self._generation:
+            self._pauses_until = self._went_on_at = self._status_at
         for request_id in status.ended:
             ended = self._calls.get(request_id)
             if ended is not None and not ended.done():

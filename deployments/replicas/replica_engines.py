@@ -87,7 +87,7 @@ class ReplicaEngines(Generic[E]):
         idle_s = 0.0
         while idle_s < IDLE_S:
             await asyncio.sleep(POLL_INTERVAL_S)
-            idle_s = 0.0 if any(engine.num_answers for engine in self.all) else idle_s + POLL_INTERVAL_S
+            idle_s = 0.0 if any(engine.num_calls for engine in self.all) else idle_s + POLL_INTERVAL_S
         return f"{len(self._engines) - len(self.all)} of its engines were lost, and it has no requests now"
 
     async def until_unhealthy(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.model.config_parts.recurrent import RecurrentConfig
-from engine.wire.plan import StateRestore, StateSave
+from engine.wire.plan import StateRestore, StateSave, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -153,12 +153,17 @@ class StateCache:
         for slot, snapshot in restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
-    def keep(self, slots: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return copies of the states in these slots, with which `put_back` undoes the changes of a step."""
+    def keep(self, plan: StepPlan) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return copies of the states that a step changes, with which `put_back` undoes its changes: those of its
+        sequences, and the snapshots that it restores, since it may overwrite them."""
         import torch
 
-        index = torch.tensor(slots, device=self._memory.device)
-        return [(tensor, index, tensor[index]) for layer in self.layers for tensor in layer.values()]
+        slots = torch.tensor(plan.slots, device=self._memory.device)
+        changed = [(tensor, slots) for layer in self.layers for tensor in layer.values()]
+        if plan.restored:
+            snapshots = [self.slots + snapshot for _, snapshot in plan.restored]
+            changed.append((self._memory, torch.tensor(snapshots, device=self._memory.device)))
+        return [(tensor, index, tensor[index]) for tensor, index in changed]
 
     def put_back(self, kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         for tensor, index, values in kept:

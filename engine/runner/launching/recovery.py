@@ -62,8 +62,9 @@ class Recovery(NoRecovery):
     """An engine that goes on without those that are lost.
 
     The step that a loss interrupts is launched again from its inputs. It then writes the same values to the same
-    places: tokens, KV and embeddings of images. Only states of recurrent layers change in place, so they are put back
-    first. Nothing of a step is sampled before its last exchange with other engines.
+    places: tokens, KV and embeddings of images. Only states of recurrent layers change in place, and a snapshot may be
+    overwritten in the step that restores it; so both are put back first. Nothing of a step is sampled before its last
+    exchange with other engines.
     """
 
     def __init__(self, runner: ModelRunner, group: DataParallelGroup):
@@ -89,7 +90,7 @@ class Recovery(NoRecovery):
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         runner = self._runner
-        states = runner.states.keep(inputs.plan.slots)
+        states = runner.states.keep(inputs.plan)
         try:
             launched = runner.launch(inputs)
             if runner.device.asynchronous:  # an aborted collective leaves its step with wrong values, and no error

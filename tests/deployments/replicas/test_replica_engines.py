@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -21,12 +22,17 @@ from tests.engine_stats import engine_stats
 class NotedEngine(EngineControl):
     """An engine of which only the commands to it are known."""
 
+    clock = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[bytes] = []
 
     def send(self, command: bytes) -> None:
         self.sent.append(command)
+
+    def _now(self) -> float:
+        return self.clock
 
     def report(self, name: str, step_age_s: float = 0.0, generation: int = 0) -> None:
         shared = SharedSteps(steps={}, wait_s=0.0, generation=generation)
@@ -140,21 +146,26 @@ def test_engines_go_on_without_one_that_is_lost_and_only_its_calls_end(monkeypat
         second.report("decode-m-x.dp1", step_age_s=99.0)
         engines.check_health()  # it may be reading experts
         assert [status.engine_id for status in engines.statuses()] == ["decode-m-x.dp1"]
+        second.clock = 99.0
         second.report("decode-m-x.dp1", step_age_s=99.0, generation=1)
+        engines.check_health()  # it has just gone on, and computes the interrupted step again
+        second.clock = 198.0
+        second.report("decode-m-x.dp1", step_age_s=198.0, generation=1)
         assert "no step ended for 99 s" in await asyncio.wait_for(unhealthy, 60)
         calls[1].cancel()
 
     asyncio.run(scenario())
 
 
-def test_a_replica_that_has_lost_an_engine_restarts_only_when_it_has_no_requests(monkeypatch):
+@pytest.mark.parametrize("of_other_engine", [False, True])
+def test_a_replica_that_has_lost_an_engine_restarts_only_when_it_has_no_requests(monkeypatch, of_other_engine):
     monkeypatch.setattr(replica_engines, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(replica_engines, "IDLE_S", 0.02)
 
     async def scenario() -> None:
         engines = made()
         idle = asyncio.create_task(engines.until_idle_without_lost())
-        call = asyncio.create_task(engines.all[1].run_request(request("1")))
+        call = asyncio.create_task(engines.all[1].run_request(replace(request("1"), of_other_engine=of_other_engine)))
         await asyncio.sleep(0)
         engines.lose(0, "rank 0 died")
         assert not (await asyncio.wait([idle], timeout=0.1))[0], "it has a request"

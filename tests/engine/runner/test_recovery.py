@@ -34,7 +34,7 @@ class Engine:
             model=nn.Module(),
             device=SimpleNamespace(set_current=lambda: None, asynchronous=False),
             setup=SimpleNamespace(config=SimpleNamespace(load_format="auto"), folder=Path()),
-            states=SimpleNamespace(keep=lambda slots: STATES, put_back=self.put_back.append),
+            states=SimpleNamespace(keep=lambda plan: STATES, put_back=self.put_back.append),
             launch=self._launch,
             experts=NoExperts(),
         )
