@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Lost, Meet, Message, Regroup
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
-from engine.errors import EngineUnavailable, StartupError
+from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
 logger = logging.getLogger(__name__)
 
 ORDER_S = 60.0  # for the roster to say who goes on: a node's death is found late
 MEET_S = 30.0  # for the members to meet
+REACH_S = 2.0  # between two looks for a newer order while the first member cannot be reached
 
 
 class Survivors:
@@ -75,7 +77,7 @@ class Survivors:
             ranks = TPGroup.listen(size, self._host, **self._options)
             self._waves.tell(Meet(order.generation, ranks.address))
         else:
-            ranks = TPGroup.reach(rank, size, self._await_address(order), MEET_S, **self._options)
+            ranks = self._reach(rank, size, order)
         with self._changed:
             self._ranks, self.lost = ranks, None
             if self._closed or self._order is not order:
@@ -109,6 +111,16 @@ class Survivors:
                 raise EngineUnavailable(f"{reason}; nobody has said within {ORDER_S:.0f} s which engines go on")
             self.generation = self._order.generation
             return self._order
+
+    def _reach(self, rank: int, size: int, order: Regroup) -> ConnectedGroup:
+        """Connect to the first member, which may have died since it told where it listens."""
+        address, deadline = self._await_address(order), time.monotonic() + MEET_S
+        while True:
+            try:
+                return TPGroup.reach(rank, size, address, REACH_S, **self._options)
+            except RendezvousTimeout:
+                if self._closed or self._order is not order or time.monotonic() > deadline:
+                    raise
 
     def _await_address(self, order: Regroup) -> str:
         with self._changed:

@@ -134,6 +134,21 @@ def test_a_second_engine_that_dies_while_the_others_meet_is_left_behind_too():
         assert found[3].launcher.shared().engines == 2 and found[3].recovery.generation == 2
 
 
+def test_a_first_member_that_has_died_since_it_told_where_to_meet_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(survivors, "MEET_S", 600.0)
+    monkeypatch.setattr(survivors, "REACH_S", 0.1)
+    with engines(3) as (found, roster):
+        found[0].die()
+        found[1].die()
+        launched = found[2].launch("a")
+        found[1].group.waves.tell(survivors.Meet(1, "127.0.0.1:1"))  # where nobody listens
+        roster.lose(0, "engine 0 died")
+        wait_until(lambda: found[2].recovery._survivors.generation == 1)  # type: ignore[attr-defined]
+        roster.lose(1, "engine 1 died")
+        assert launched.result(TIMEOUT_S) == "a"
+        assert found[2].launcher.shared().engines == 1
+
+
 def test_an_engine_whose_step_fails_tells_the_others_at_once_and_they_go_on_without_it():
     with engines(3) as (found, roster):
         found[1].fails = ValueError("out of memory")
