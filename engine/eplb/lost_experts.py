@@ -122,6 +122,7 @@ class LostExperts:
         """model: whose experts are spread over engines. folder: None for random weights."""
         self._model, self._folder, self._free_bytes = model, folder, free_bytes
         self._layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Experts)}
+        self.placements: list[Placement] = []  #: of each layer, since the last loss
 
     def share(self, ranks: ConnectedGroup) -> int:
         """Give every expert to an engine again. ranks: one of each engine that is left. Returns how many experts, over
@@ -130,15 +131,17 @@ class LostExperts:
         Raises ExpertsDoNotFit in all engines, or StartupError if another one is lost. Then nothing has changed.
         """
         with ranks.starting():
+            placements = self._agree(ranks)
             adopted = [
                 AdoptedExperts(path, layer, placement, ranks.rank)
-                for (path, layer), placement in zip(self._layers.items(), self._agree(ranks), strict=True)
+                for (path, layer), placement in zip(self._layers.items(), placements, strict=True)
             ]
             self._check_memory(ranks, adopted)
             self._read(adopted)
             ranks.exchange("read")
         for each in adopted:
             each.install()
+        self.placements = placements
         return sum(len(each.experts) for each in adopted)
 
     def _agree(self, ranks: ConnectedGroup) -> list[Placement]:

@@ -63,6 +63,9 @@ class NoExperts:
     def turn(self, states: Sequence[int]) -> None:
         pass
 
+    def use(self, ranks: TPGroup, placements: list[Placement]) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.placement import Placement
 from engine.eplb.rank_experts import IDLE, RankExperts
 from engine.eplb.windows import Windows
 from engine.model.layers.moe import Experts
@@ -39,7 +40,7 @@ class SharedRankExperts(RankExperts):
 
     @property
     def stats(self) -> list[ExpertStats]:
-        """The newest load; on the first rank of all engines only."""
+        """The newest load; on the first rank of all engines that are left only."""
         return [] if self._load is None else [replace(self._load, stopped=self._stopped)]
 
     def tell(self) -> int:
@@ -64,6 +65,13 @@ class SharedRankExperts(RankExperts):
         elif commit or move:
             self._state = MOVING
         self._obey(ExpertOrder(measure, move, commit, stop))
+
+    def use(self, ranks: TPGroup, placements: list[Placement]) -> None:
+        """Report the load of these ranks from now on, because others were lost. placements: of each layer."""
+        self._measurer.submit(self._use, ranks, placements)
+
+    def _use(self, ranks: TPGroup, placements: list[Placement]) -> None:
+        self._tp, self._placements, self._rank_tokens = ranks, placements, [0.0] * ranks.size
 
     def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
         """Do nothing: steps of engines that share experts have no padding, and their plans no orders."""

@@ -114,6 +114,7 @@ class Recovery(NoRecovery):
                     raise  # this engine's own
                 reason = str(failure)  # another engine was lost
         self._group.use(ranks)
+        self._runner.experts.use(ranks, self._experts.placements)
         self.generation, pause_s = self._survivors.generation, time.monotonic() - started
         self.pause_s += pause_s
         logger.warning(

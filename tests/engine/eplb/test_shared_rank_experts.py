@@ -98,3 +98,17 @@ def test_experts_that_do_not_move_are_measured():
         rank.turn([rank.tell(), IDLE])
     assert rank.orders == [NOTHING, NOTHING, MEASURE, NOTHING, MEASURE]
     rank.close()
+
+
+def test_after_a_loss_the_first_rank_that_is_left_reports_the_load_of_those_that_are_left():
+    rank = Rank(1, moves=False)
+    rank._numbers, rank._sizes, rank._placements = [0], [4], [[[0, 1], [2, 3]]]
+    load = torch.tensor([[4, 0, 1, 1]]), rank._device.event(), False
+    rank._measurer.submit(rank._measure, *load).result()
+    rank.tell()
+    assert not rank.stats, "the other rank reports it"
+    rank.use(TPGroup(0, 1), [[[2, 3, 0, 1]]])
+    rank._measurer.submit(rank._measure, *load).result()
+    rank.tell()
+    assert [(stats.rank_tokens, stats.balancedness) for stats in rank.stats] == [([6], 1.0)]
+    rank.close()
