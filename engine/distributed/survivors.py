@@ -36,6 +36,8 @@ class Survivors:
         self._waves, self._host, self._number = group.waves, group.host, group.all_engines.rank
         self._ranks: ConnectedGroup = group.all_engines  # present members, or those that are about to join
         self._options = self._ranks.options
+        if self._options["device"] == "cuda":  # nothing could end a GPU's wait for a member that dies meanwhile
+            self._options["shared_memory"] = False
         self._changed = threading.Condition()
         self._order: Regroup | None = None  # the newest
         self._addresses: dict[int, str] = {}  # where to meet, by generation

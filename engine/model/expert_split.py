@@ -206,7 +206,7 @@ class SharedExperts(SpreadExperts):
 
     def __init__(self, num_experts: int, tp: TPGroup, exchange: ExpertExchange):
         super().__init__(num_experts, tp, exchange)
-        self.exchange = exchange
+        self.num_experts, self.exchange = num_experts, exchange
 
     def count(self, experts: Tensor) -> None:
         """Do nothing: these tokens are counted with those of all engines."""
@@ -235,7 +235,8 @@ class SharedExperts(SpreadExperts):
             column.clone(memory_format=torch.contiguous_format).view(part.dtype)  # a view needs an aligned address
             for column, part in zip(columns, parts, strict=True)
         )
-        chosen = every_expert.long()
+        # clamped, since a collective that is aborted on a GPU yields any numbers
+        chosen = every_expert.long().clamp_(0, self.num_experts - 1)
         self.load.add(chosen)
         return every_x, self.slots.local(chosen), every_weights
 

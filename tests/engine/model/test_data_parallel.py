@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +188,11 @@ def test_what_data_parallel_engines_do_not_support_is_refused_by_name(options, e
     with pytest.raises(ConfigError) as raised:
         EngineConfig(**{"data_parallel": 2, "expert_parallel": True, **options})
     assert error in str(raised.value)
+
+
+def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():
+    exchange: Any = SimpleNamespace(rank=0, size=2, gather=lambda rows, counts: torch.full_like(rows, 127))
+    split = expert_split.SharedExperts(8, TPGroup.single(), exchange)
+    x, experts, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    _, local, _ = split._gather([3, 0], x, experts, weights)
+    assert ((local >= 0) & (local <= split.num_slots)).all()

@@ -171,6 +171,35 @@ def test_engines_that_end_together_learn_of_a_failure_at_once_even_if_they_wait_
                 engine.launcher.rest()
 
 
+def test_what_an_aborted_collective_returns_is_not_believed():
+    with engines(2) as (found, roster):
+        engine, exchange = found[0], found[0].group.expert_exchange
+        begin = exchange.begin
+
+        def aborted(rows: int | None, state: int = 0) -> bool:
+            """Begin a step as NCCL does, which returns any numbers and raises no error."""
+            if engine.recovery.generation == 1:
+                return begin(rows, state)
+            engine.recovery.hear(survivors.Lost(0, "engine 1 died"))
+            exchange.has_step = True
+            return True
+
+        exchange.begin = aborted  # type: ignore[method-assign]
+        launched = engine.launch("a")
+        wait_until(lambda: engine.recovery.lost)
+        found[1].die()
+        roster.lose(1, "engine 1 died")
+        assert launched.result(TIMEOUT_S) == "a"
+        assert engine.launcher.shared().generation == 1, "not before"
+
+
+def test_gpus_that_meet_again_share_no_memory_since_nothing_ends_their_waits_in_it():
+    for device, shared in (("cuda", False), ("cpu", True)):
+        ranks = SimpleNamespace(rank=0, options={"device": device, "shared_memory": True, "key": None})
+        group: Any = SimpleNamespace(waves=None, host="127.0.0.1", all_engines=ranks)
+        assert survivors.Survivors(group)._options["shared_memory"] is shared
+
+
 def test_if_nobody_says_who_goes_on_the_engines_end_with_the_reason(monkeypatch):
     monkeypatch.setattr(survivors, "ORDER_S", 0.1)
     with engines(2) as (found, _):
