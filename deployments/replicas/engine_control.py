@@ -224,7 +224,7 @@ class EngineControl:
         other engines of the replica go on; then the error is EngineLost."""
         self._broken, self._lost = reason, alone
         self.close()
-        open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._loads.values()]
+        open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._loads.values(), *self._lists.values()]
         for ended in open_calls:
             if not ended.done():
                 ended.set_exception(EngineLost(reason) if alone else EngineUnavailable(reason))

@@ -157,6 +157,18 @@ def test_engines_go_on_without_one_that_is_lost_and_only_its_calls_end(monkeypat
     asyncio.run(scenario())
 
 
+def test_what_an_engine_is_asked_ends_with_the_engine():
+    async def scenario() -> None:
+        engines = made()
+        asked = asyncio.create_task(engines.all[0].hot_prefixes(1, timeout_s=600.0))
+        await asyncio.sleep(0)
+        engines.lose(0, "rank 0 died")
+        with pytest.raises(EngineLost, match="rank 0 died"):
+            await asyncio.wait_for(asked, 60)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("of_other_engine", [False, True])
 def test_a_replica_that_has_lost_an_engine_restarts_only_when_it_has_no_requests(monkeypatch, of_other_engine):
     monkeypatch.setattr(replica_engines, "POLL_INTERVAL_S", 0.01)
