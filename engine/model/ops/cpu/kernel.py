@@ -3,18 +3,22 @@
 A kernel is a Numba function of one argument, an array of int64. Element 0 is a counter from which threads take work;
 the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no second pool
 competes for the cores. Compiled code is cached on disk, in the first of these folders that can be written:
-NUMBA_CACHE_DIR, the source's folder, the user's cache, a folder of the user's below /tmp.
+NUMBA_CACHE_DIR, the source's folder, the user's cache, a folder of the user's below /tmp. There it has a folder for
+each state of the sources: Numba compiles a kernel again only if the kernel's own file has changed, but kernels contain
+functions of other files too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,11 +69,31 @@ def bring_compiled(folder: Path) -> None:
             copy.replace(target)
 
 
+def digest_of(sources: Path) -> str:
+    """Return a digest of all Python files below a folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(sources.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_folder(digest: str) -> str:
+    """Create the folder for kernels of sources with this digest. Returns an empty string if none can be written."""
+    given, own = config.CACHE_DIR, Path(__file__).parent / "__pycache__"
+    for folder in [given] if given else [own, Path("~/.cache/numba").expanduser(), private_folder()]:
+        with suppress(OSError):
+            if folder is not None:
+                Path(folder, digest).mkdir(parents=True, exist_ok=True)
+                if os.access(Path(folder, digest), os.W_OK):
+                    return str(Path(folder, digest))
+    return ""
+
+
+SOURCES = digest_of(Path(__file__).parent)
+config.CACHE_DIR = cache_folder(SOURCES)
 if not keeps_code():
-    config.CACHE_DIR = str(private_folder() or "")
-    if not keeps_code():
-        logger.warning("compiled kernels cannot be stored, so every start compiles them again; set NUMBA_CACHE_DIR")
-bring_compiled(Path(sys.prefix) / "kernels")
+    logger.warning("compiled kernels cannot be stored, so every start compiles them again; set NUMBA_CACHE_DIR")
+bring_compiled(Path(sys.prefix) / "kernels" / SOURCES)
 compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **OPTIONS)
 
 

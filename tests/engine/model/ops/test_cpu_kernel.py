@@ -48,7 +48,7 @@ def where_code_is_kept(tmp_path: Path, **variables: str) -> tuple[str, bool]:
 def test_where_neither_source_nor_home_can_be_written_kernels_are_kept_in_a_private_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     folder = tmp_path / "tmp" / f"manta-{os.getuid()}"
-    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder), True)
+    assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == (str(folder / kernel.SOURCES), True)
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -59,7 +59,18 @@ def test_a_folder_that_others_could_write_is_not_used_and_one_that_is_named_is(t
     folder.chmod(0o777)
     assert where_code_is_kept(tmp_path, TMPDIR=str(tmp_path / "tmp")) == ("", False)
     given = str(tmp_path / "given")
-    assert where_code_is_kept(tmp_path, NUMBA_CACHE_DIR=given) == (given, True)
+    assert where_code_is_kept(tmp_path, NUMBA_CACHE_DIR=given) == (str(Path(given, kernel.SOURCES)), True)
+
+
+def test_kernels_are_kept_apart_for_each_state_of_all_sources(tmp_path):
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "kernel.py").write_text("a = 1")
+    (tmp_path / "moe" / "experts.py").write_text("b = 1")
+    before = kernel.digest_of(tmp_path)
+    (tmp_path / "moe" / "notes.txt").write_text("no source")
+    assert kernel.digest_of(tmp_path) == before
+    (tmp_path / "moe" / "experts.py").write_text("b = 2")
+    assert kernel.digest_of(tmp_path) != before
 
 
 @pytest.mark.slow
