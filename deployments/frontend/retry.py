@@ -84,12 +84,7 @@ class RetryState:
         params = request.params
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=signed(seed_of(request.request_id)))
-        if self.output:  # then prompt_logprobs have arrived with the first token
-            params = msgspec.structs.replace(params, prompt_logprobs=None)
-        prompt = [*request.prompt, *self.output]
-        return msgspec.structs.replace(
-            request, request_id=self.request_id, prompt=prompt, num_prompt=len(request.prompt), params=params
-        )
+        return msgspec.structs.replace(request, request_id=self.request_id, params=params).continued(self.output)
 
     def adopt(self, model: ModelIdentity) -> bool:
         """Send the current attempt to the model that has replaced the requested one. Returns False if that is

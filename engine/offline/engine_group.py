@@ -53,15 +53,6 @@ class LiveRequest:
     engine: int
     output: list[int] = field(default_factory=list)
 
-    def again(self) -> GenerateRequest:
-        """Return the request for another engine, which continues after the output so far. The seed stays the same,
-        because it comes from the id."""
-        if not self.output:
-            return self.message
-        params = msgspec.structs.replace(self.message.params, prompt_logprobs=None)  # they came with the first token
-        prompt = [*self.message.prompt, *self.output]
-        return msgspec.structs.replace(self.message, prompt=prompt, num_prompt=len(self.message.prompt), params=params)
-
 
 class Inbox:
     """Where the engines in children send tokens, and their states."""
@@ -215,7 +206,8 @@ class EngineGroup:
         for request in [request for request in self._live.values() if request.engine == engine]:
             request.engine = self._idlest()
             self._numbers[request.engine] += 1
-            self._start(request.again(), request.engine)
+            again = request.message.continued(request.output)  # its seed comes from its id, and so stays the same
+            self._start(again, request.engine)
 
     def _send(self, engine: int, command: Command) -> None:
         self._peers.send(self._addresses[engine], self._encode(command))

@@ -120,6 +120,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
 
+    def continued(self, output: list[int]) -> GenerateRequest:
+        """Return the request for another engine, which continues after this output; prompt_logprobs came before it."""
+        params = msgspec.structs.replace(self.params, prompt_logprobs=None) if output else self.params
+        prompt = [*self.prompt, *output]
+        return msgspec.structs.replace(self, prompt=prompt, num_prompt=len(self.prompt), params=params)
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token, and of the most likely tokens at its position.
