@@ -169,9 +169,11 @@ OTHER_MODELS = """
     core/tape/replay.py core/tape/ring.py core/tape/snapshot.py core/tape/kept_tapes.py core/tape/shared_copy.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
-    distributed/stage_group.py distributed/step_results.py runner/stages/stage_runner.py runner/stages/stage_times.py
+    distributed/stages/stage_group.py distributed/stages/step_results.py
+    runner/stages/stage_runner.py runner/stages/stage_times.py
     runner/drafting.py model/expert_split.py model/expert_parallel.py
-    distributed/data_parallel_group.py distributed/expert_exchange.py runner/launching/wave_launcher.py
+    distributed/part_group.py distributed/data_parallel_group.py distributed/expert_exchange.py
+    runner/launching/wave_launcher.py
     distributed/survivors.py distributed/roster.py runner/launching/recovery.py
 """
 

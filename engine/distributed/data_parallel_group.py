@@ -9,81 +9,51 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import zmq
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import is_gpu
 from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.part_group import PartGroup
 from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
-from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, Mailbox, TPGroup
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
 
 logger = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 60.0
 
 NAME = "waves"  # name of the socket in metrics
 
 
-class DataParallelGroup(TPGroup):
+class DataParallelGroup(PartGroup):
     """The ranks of one of several engines. Its start and its end are those of all engines."""
 
     def __init__(self, all_engines: ConnectedGroup, size: int = 1, device: str = "cpu"):
         """Connect the ranks of each engine, and the engines. size: ranks of an engine. Every rank has to call this at
         the same time. Raises StartupError."""
-        self.engine, rank = divmod(all_engines.rank, size)
-        super().__init__(rank, size, all_engines.key)
+        super().__init__(all_engines, size)
+        self.engine = self.number
         self.all_engines: ConnectedGroup = all_engines
-        self.host = all_engines.host
         self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu", size)
-        self._own: TPGroup = TPGroup.single()
         with self.starting():
-            if size > 1:
-                own = all_engines.part(f"engine {self.engine}", rank, size)
-                own.join(CONNECT_TIMEOUT_S)
-                self._own = own
+            self.connect_own(f"engine {self.engine}")
             self.waves = Waves(all_engines)
         self.local_size = self._own.local_size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._own.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._own.all_gather(x)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._own.reduce_scatter(x)
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         return self._own.exchange(value, timeout_s)
 
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        return self._own.mailbox(timeout_s)
-
     def use(self, engines: ConnectedGroup) -> None:
         """Share experts with these engines from now on, because others were lost."""
-        self.all_engines = engines
+        self.all_engines = self._whole = engines
         self.expert_exchange.use(engines)
-
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        with self.all_engines.starting():
-            yield
-
-    def before_close(self, release: Callable[[], None]) -> None:
-        self.all_engines.before_close(release)
-
-    def abort(self, reason: str) -> None:
-        self.all_engines.abort(reason)
 
     def close(self) -> None:
         self.waves.close()
-        self.all_engines.close()
+        super().close()
 
 
 class Waves:

@@ -95,7 +95,7 @@ class TPGroup:
 
         options: `device` is `auto` (the default), `cpu` or `cuda`; `shared_memory=False` uses only gloo or NCCL even on
         one machine; `collectives=False` connects nothing but the store, for ranks that then form a group per stage
-        (stage_group.py); `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the
+        (stages/); `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the
         missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s

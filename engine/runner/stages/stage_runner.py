@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import DeviceEvent
-from engine.distributed.stage_group import StageGroup
-from engine.distributed.step_results import ResultReceiver, ResultSender
+from engine.distributed.stages.stage_group import StageGroup
+from engine.distributed.stages.step_results import ResultReceiver, ResultSender
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.model.config import ModelConfig

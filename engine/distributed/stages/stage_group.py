@@ -9,22 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, Mailbox, TPGroup
+from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup
 from engine.errors import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 60.0
 
-
-class StageGroup(TPGroup):
+class StageGroup(PartGroup):
     """The ranks of this rank's stage, for layers. Calls that concern all ranks (`exchange`, `starting`, `abort`) go to
     the group of all ranks."""
 
@@ -32,17 +31,11 @@ class StageGroup(TPGroup):
         """Connect the ranks of each stage, and neighbouring stages. Every rank has to call this within
         `all_ranks.starting()`. Raises StartupError."""
         size = all_ranks.size // stages
-        self.stage, rank = divmod(all_ranks.rank, size)
-        super().__init__(rank, size, all_ranks.key)
-        self.all_ranks, self.stages = all_ranks, stages
-        self.host, self.local_size = all_ranks.host, all_ranks.local_size
-        self._own: TPGroup = TPGroup.single()
-        if size > 1:
-            own = all_ranks.part(f"stage {self.stage}", rank, size)
-            own.join(CONNECT_TIMEOUT_S)
-            self._own = own
-            if own.local_size < size and rank == 0:
-                logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
+        super().__init__(all_ranks, size)
+        self.stage, self.stages, self.all_ranks, self.local_size = self.number, stages, all_ranks, all_ranks.local_size
+        self.connect_own(f"stage {self.stage}")
+        if self._own.local_size < size and self.rank == 0:
+            logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
         # those that it sends, its share of those that it receives, and these gathered
         self.link_copies = (stages + 1) / size + 1
         self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
@@ -56,35 +49,9 @@ class StageGroup(TPGroup):
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._own.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._own.all_gather(x)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._own.reduce_scatter(x)
-
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         """Return the value of every rank of every stage."""
         return self.all_ranks.exchange(value, timeout_s)
-
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        return self._own.mailbox(timeout_s)
-
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        with self.all_ranks.starting():
-            yield
-
-    def before_close(self, release: Callable[[], None]) -> None:
-        self.all_ranks.before_close(release)
-
-    def abort(self, reason: str) -> None:
-        self.all_ranks.abort(reason)
-
-    def close(self) -> None:
-        self.all_ranks.close()
 
 
 class StageLink:

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from engine.distributed.sockets import PullSocket
-from engine.distributed.stage_group import StageGroup
+from engine.distributed.stages.stage_group import StageGroup
 from engine.wire.plan import StepResult
 
 NAME = "results"  # name of the socket in metrics

@@ -1,0 +1,1 @@
+"""Pipeline stages: their groups of ranks, and the results of their steps."""
