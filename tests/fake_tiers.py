@@ -197,7 +197,7 @@ class TierHarness(Harness):
         before, self.listed_holds = self.listed_holds, dict(self.holds[True])
         changed = [(name, hold) for name, hold in self.listed_holds.items() if before.get(name) != hold]
         dropped = [name for name in before if name not in self.listed_holds]
-        self.offloading.answered(StoreListing(added, removed, changed, dropped), self.now)
+        self.scheduler.loading.answered([StoreListing(added, removed, changed, dropped)], self.now)
         self.scheduler.holds.update(self.now)
         self.scheduler.check()
 

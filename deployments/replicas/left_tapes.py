@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from deployments.replicas.pools import KeptTape
 from engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class LeftTapes:
             logger.error("the tapes of %s cannot be kept within %g s", ", ".join(self._engine_ids), KEEP_S)
 
     async def write(self, tapes: Sequence[bytes], reason: str) -> None:
-        """Write these tapes of the living engines to files."""
+        """Write these tapes of the living engines to files, because first tokens are late."""
         if tapes:
             await asyncio.to_thread(self._write, tapes, reason)
 
@@ -44,8 +45,25 @@ class LeftTapes:
 
         kept = KeptTapes.of(self._config)
         for data in tapes:
-            tape = msgspec.structs.replace(msgspec.msgpack.decode(data, type=EngineTape), reason=reason)
+            tape = msgspec.structs.replace(msgspec.msgpack.decode(data, type=EngineTape), cause="late", reason=reason)
             logger.warning("%s: the tape is in %s", reason, kept.keep(tape))
+
+    async def files(self) -> list[KeptTape]:
+        """Return the files of kept tapes on this machine."""
+        return await asyncio.to_thread(self._files)
+
+    def _files(self) -> list[KeptTape]:
+        from engine.core.tape.kept_tapes import KeptTapes
+
+        found = [(file.name, file.stat()) for file in KeptTapes.of(self._config).files]
+        return [KeptTape(name, stat.st_size, stat.st_mtime) for name, stat in found]
+
+    async def read(self, name: str) -> bytes:
+        """Return the content of such a file; empty if there is none with this name."""
+        from engine.core.tape.kept_tapes import KeptTapes
+
+        found = {file.name: file for file in KeptTapes.of(self._config).files}
+        return await asyncio.to_thread(found[name].read_bytes) if name in found else b""
 
     def remove(self) -> None:
         """Remove them, because the engines end as they should."""

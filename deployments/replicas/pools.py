@@ -39,6 +39,16 @@ class PoolTapes(NamedTuple):
     """A RouterTape in msgpack each (routing/choice_record.py)."""
 
 
+class KeptTape(msgspec.Struct, frozen=True):
+    """A file in the folder of kept tapes of a replica's machine."""
+
+    name: str
+    size: int
+    """In bytes."""
+    written_at: float
+    """Seconds since 1970."""
+
+
 class EnginePool(Protocol):
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         """Run requests in one engine, and return when all have ended there. Cancelling the call aborts them.
@@ -71,6 +81,12 @@ class EnginePool(Protocol):
 
     async def keep_tapes(self, reason: str) -> None:
         """Make the replicas in all pools that record tapes write them to files, for this reason."""
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        """Return the files of kept tapes on the machines of the replicas in all pools, the newest first."""
+
+    async def kept_tape(self, name: str) -> bytes:
+        """Return the content of such a file; empty if there is none with this name."""
 
     def own_tape(self, router: str) -> list[bytes]:
         """Return the tape of this process's router to the pool, as in PoolTapes; nothing if it records none. router:

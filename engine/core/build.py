@@ -377,9 +377,8 @@ def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> K
 
 
 def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Tape | NoTape:
-    """Return the tape of a scheduler: none of one that depends on tiers."""
     config, handoff = loaded.config, loaded.config.handoff
-    if not config.tape_mib or config.offloads_kv:
+    if not config.tape_mib:
         return NoTape()
     role = scheduler.handoffs.role or ("" if handoff is None else handoff.role)
     kept, root = KeptTapes.of(config), shared_root()

@@ -1,5 +1,6 @@
 """The tapes of a real cluster with P/D, through deaths and scaling: every decision is made again. `pytest -s` prints
-what they hold. MANTA_TAPE_S seconds of `manta bench serve`."""
+what they hold. MANTA_TAPE_S seconds of `manta bench serve` with MANTA_TAPE_RATE requests per second; two deaths and two
+changes of scale in each ROUND_S."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.models import make_model
 from tests.serve.serve_run import MANTA_SERVE, ServeRun, kill_all, wait_until
 
 TAPE_S = float(os.environ.get("MANTA_TAPE_S", "60"))
-RATE = 5.0  # requests/s
+RATE = float(os.environ.get("MANTA_TAPE_RATE", "5"))  # requests/s
+ROUND_S = min(400.0, TAPE_S)
+START_S = 600.0  # of a replica at most
 STARTED = re.compile(r"((?:decode|prefill)-\w+-\w+)/rank0 .*rank starts pid=(\d+)")
 MANTA = MANTA_SERVE[0]
 
@@ -35,7 +38,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600 + 3 *
 def serving(tmp_path: Path) -> Iterator[ServeRun]:
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=1024)
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 400, "max_num_seqs": 8,
-              "tape_mib": 16, "tape_dir": str(tmp_path / "kept"), "max_kept_tapes": 40}  # fmt: skip
+              "tape_mib": 16, "tape_dir": str(tmp_path / "kept"), "max_kept_tapes": 400}  # fmt: skip
     pool = {"num_cpus": 0.2, "drain_s": 20.0}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": {**pool, "num_replicas": 2},
              "prefill": {**pool, "num_replicas": 1}, "handoff": {"policy": "always", "transport": "tcp"}}  # fmt: skip
@@ -67,8 +70,14 @@ def bench(server: ServeRun, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def save(server: ServeRun, file: Path) -> list[EngineTape]:
-    subprocess.run([MANTA, "tape", "save", str(file), "--url", server.url], check=True)
+def save(server: ServeRun, file: Path, engines: int) -> list[EngineTape]:
+    """engines: that are awaited, since one may not answer yet."""
+
+    def saved() -> bool:
+        subprocess.run([MANTA, "tape", "save", str(file), "--url", server.url], check=True)
+        return len(read_tapes(file)) == engines
+
+    wait_until(saved, START_S)
     return read_tapes(file)
 
 
@@ -81,45 +90,57 @@ def show(title: str, tape: EngineTape) -> Outcome:
     return found
 
 
+def run_round(server: ServeRun, began: float, number: int, file: Path) -> list[EngineTape]:
+    """A rank of decode dies, decode grows to three, a whole replica of prefill dies. Returns all tapes before decode
+    shrinks to two again."""
+
+    def sleep_until(share: float) -> None:
+        time.sleep(max(0.0, began + (number + share) * ROUND_S - time.monotonic()))
+
+    def wait_for(role: str, count: int) -> None:
+        wait_until(lambda: len(living(server, role)) == count, START_S)
+
+    sleep_until(0.2)
+    psutil.Process(living(server, "decode")[number % 2]).kill()  # its control actor lives
+    sleep_until(0.4)
+    wait_for("decode", 2)
+    server.scale("decode-tiny", 3)
+    sleep_until(0.6)
+    wait_for("decode", 3)
+    (victim,) = living(server, "prefill")
+    actor = psutil.Process(victim)
+    kill_all([p for p in server.processes() if "ServeReplica:manta:prefill" in " ".join(p.cmdline())] + [actor])
+    sleep_until(0.8)
+    wait_for("prefill", 1)
+    tapes = save(server, file, 4)
+    server.scale("decode-tiny", 2)
+    sleep_until(1.0)
+    wait_for("decode", 2)
+    return tapes
+
+
 def test_every_decision_of_a_cluster_with_deaths_and_scaling_is_made_again(tmp_path):
+    rounds = round(TAPE_S / ROUND_S)
     with serving(tmp_path) as server:
         began, load = time.monotonic(), bench(server, TAPE_S)
-
-        def sleep_until(share: float) -> None:
-            time.sleep(max(0.0, began + share * TAPE_S - time.monotonic()))
-
-        sleep_until(0.2)
-        psutil.Process(living(server, "decode")[0]).kill()  # its control actor lives
-        sleep_until(0.4)
-        wait_until(lambda: len(living(server, "decode")) == 2, 120)
-        server.scale("decode-tiny", 3)
-        sleep_until(0.6)
-        wait_until(lambda: len(living(server, "decode")) == 3, 120)
-        (victim,) = living(server, "prefill")
-        actor = psutil.Process(victim)
-        kill_all([p for p in server.processes() if "ServeReplica:manta:prefill" in " ".join(p.cmdline())] + [actor])
-        sleep_until(0.8)
-        wait_until(lambda: len(living(server, "prefill")) == 1, 120)
-        before = save(server, tmp_path / "before.tape")
-        server.scale("decode-tiny", 2)
+        saved = [run_round(server, began, i, tmp_path / f"{i}.tape") for i in range(rounds)]
         report = json.loads(load.communicate(timeout=120 + TAPE_S)[0])
-        wait_until(lambda: len(living(server, "decode")) == 2, 120)
-        after = save(server, tmp_path / "after.tape")
+        saved.append(save(server, tmp_path / "end.tape", 3))
         metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
         kept = [tape for file in sorted((tmp_path / "kept").iterdir()) for tape in read_tapes(file)]
     print(f"\n{report['completed']} requests, {report['failed']} failed, in {report['duration']:.0f} s")
     print("\n".join(line for line in metrics.splitlines() if re.match("manta_latency_(bounds|margin)", line)))
-    outcomes = [show("before", tape) for tape in before] + [show("at the end", tape) for tape in after]
+    outcomes = [show(f"round {i}", tape) for i, tapes in enumerate(saved) for tape in tapes]
     outcomes += [show("kept", tape) for tape in kept]
-    size = sum((tmp_path / f"{name}.tape").stat().st_size for name in ("before", "after"))
-    print(f"files of `manta tape save`: {size / 2**20:.2f} MiB")
-    assert (len(before), len(after)) == (4, 3)
+    longest = {one.engine_id: one for one in sorted(outcomes, key=lambda one: one.plans)}.values()
+    for title, some in (("engines", [*longest]), ("tapes", outcomes)):
+        print(f"{len(some)} {title}: {sum(one.equal for one in some)} of {sum(one.plans for one in some)} plans equal")
     of_dead = [tape.role for tape in kept if "first tokens" not in tape.reason]  # on a busy machine these may be late
-    assert sorted(of_dead) == ["decode", "prefill"]
+    assert sorted(of_dead) == ["decode"] * rounds + ["prefill"] * rounds
     assert not any(outcome.differs for outcome in outcomes)
     assert all(outcome.equal == outcome.plans for outcome in outcomes)
     assert report["failed"] == 0
-    command = [MANTA, "replay", str(tmp_path / "after.tape"), "--json"]
+    command = [MANTA, "replay", str(tmp_path / "end.tape"), "--json"]
     printed = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     of_engines, routers = printed[:3], printed[3:]
     print(

@@ -3,80 +3,51 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.tape.outcome import clock_time, told
 from engine.core.request import Request, State
 from engine.core.tape.inputs import Added, AddedRemote, Input
-from engine.core.tape.replay import Diverged, Moment, Replay
+from engine.core.tape.moment_view import MomentView
+from engine.core.tape.replay import Diverged, Replay
 from engine.errors import InvalidParameter
 
-SHOWN = 24  # requests of a table
+SHOWN = 24  # rows of a table
 HELP = "n [COUNT] forward, b [COUNT] back, t SECONDS, # NUMBER, r REQUEST to its next change, h help, q quit"
 
 
 def show(replay: Replay, console: Console) -> None:
-    scheduler = replay.scheduler
-    queue = scheduler.queue
-    last = replay.moments[replay.position - 1] if replay.position else None
-    console.print(f"#{replay.position} of {len(replay.moments)}, {clock_time(replay, replay.now)}: {what(last)}")
-    for name, pool in scheduler.kv_cache.pools_by_name.items():
+    view = MomentView.of(replay)
+    console.print(f"#{view.position} of {view.moments}, {clock_time(replay, replay.now)}: {view.what}")
+    for pool in view.blocks:
         console.print(
-            f"blocks of group {name}: {pool.num_used} used, {pool.num_cached} cached, {pool.num_free} free, "
-            f"of {pool.num_blocks} with {pool.block_size} tokens each"
+            f"blocks of group {pool.group}: {pool.used} used, {pool.cached} cached, {pool.free} free, "
+            f"of {pool.total} with {pool.block_size} tokens each"
         )
-    console.print(f"steps planned and not ended: {len(scheduler.planned)}; preemptions: {scheduler.totals.preemptions}")
-    elsewhere = [*scheduler.handoffs.receiving.values(), *scheduler.handoffs.leased.values()]
-    waiting = [*queue.waiting, *queue.waiting_for_grammar]
-    for title, requests in (("running", queue.running), ("waiting", waiting), ("KV of other engines", elsewhere)):
-        if requests:
-            console.print(_requests(f"{title}: {len(requests)}", requests))
-    if scheduler.planned:
-        console.print(_batch(replay))
+    console.print(f"steps planned and not ended: {view.planned}; preemptions: {view.preemptions}")
+    for title, requests in view.requests.items():
+        console.print(_table(f"{title}: {len(requests)}", requests))
+    if view.step:
+        tokens = sum(row.end - row.start for row in view.batch)
+        console.print(_table(f"newest step {view.step}: {tokens} tokens of {len(view.batch)} requests", view.batch))
 
 
-def what(moment: Moment | None) -> str:
-    """Return what happened at a moment."""
-    if moment is None:
-        return "the start of the tape"
-    ended = "".join(f"; {ended.request_id} ended ({ended.reason})" for ended in moment.ended)
-    if moment.digest is not None:
-        return "nothing could be planned" if not moment.digest else "a step was planned"
-    if moment.commits:
-        return f"a step ended{ended}"
-    fields = moment.input.__struct_fields__ if moment.input is not None else ()
-    told = (f"{name}={getattr(moment.input, name)!r}" for name in fields if name not in ("message", "request", "at"))
-    named = getattr(moment.input, "message", None) or getattr(moment.input, "request", None)
-    name = getattr(named, "request_id", "")
-    return f"{type(moment.input).__name__} {name} {' '.join(told)}{ended}"
-
-
-def _requests(title: str, requests: list[Request]) -> Table:
+def _table(title: str, rows: Sequence[msgspec.Struct]) -> Table:
+    """Return a table of some rows, with their fields as columns."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("request", "state", "slot", "prompt", "output", "computed", "blocks", "preempted"):
+    for column in rows[0].__struct_fields__:
         table.add_column(column, justify="left" if column in ("request", "state") else "right")
-    for request in requests[:SHOWN]:
-        blocks = sum(len(one.held) for one in request.tables)
-        numbers = (request.slot, request.num_prompt, request.num_output, request.computed, blocks)
-        table.add_row(request.request_id, request.state.value, *map(str, numbers), str(request.num_preemptions))
-    if len(requests) > SHOWN:
-        table.add_row(f"and {len(requests) - SHOWN} more")
-    return table
-
-
-def _batch(replay: Replay) -> Table:
-    plan, requests = replay.scheduler.planned[-1]
-    title = f"newest step {plan.step}: {plan.num_tokens} tokens of {len(requests)} requests"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("request", "tokens", "of these drafts", "samples"):
-        table.add_column(column, justify="left" if column == "request" else "right")
-    rows = list(zip(requests, plan.starts, plan.counts, plan.samples, strict=True))
-    for entry, (request, start, count, samples) in enumerate(rows[:SHOWN]):
-        drafts = len(plan.drafts.get(entry, ()))
-        table.add_row(request.request_id, f"{start} to {start + count}", str(drafts), "yes" if samples else "no")
+    for row in rows[:SHOWN]:
+        table.add_row(
+            *(
+                ("yes" if value else "no") if isinstance(value, bool) else str(value)
+                for value in msgspec.structs.astuple(row)
+            )
+        )
     if len(rows) > SHOWN:
         table.add_row(f"and {len(rows) - SHOWN} more")
     return table

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.costs.step_cost import LinearCost, StepTimes
 from engine.core.features.handoffs import HandoffManager
@@ -52,6 +53,7 @@ class NoFetching:
     fetches: Counter[str] = Counter()  # noqa: RUF012 - never changed
     fetched_tokens = 0
     waiting: list[Request] = []  # noqa: RUF012 - never changed
+    brought: list[tuple[BlocksAsked, float]] = []  # noqa: RUF012 - never changed
     moving = False
 
     def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
@@ -124,7 +126,7 @@ class KVFetching:
         self._timeout_s, self._bytes, self.quarantined = timeout_s, block_bytes, quarantined
         self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
         #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
-        self._brought: list[tuple[BlocksAsked, float]] = []
+        self.brought: list[tuple[BlocksAsked, float]] = []
         self._fetches: dict[str, PendingFetch] = {}  # by handoff id
         self._coming: dict[tuple[int, bytes], PendingFetch] = {}  # by group and hash
         self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
@@ -138,7 +140,7 @@ class KVFetching:
     @property
     def moving(self) -> bool:
         """Whether any blocks are pinned."""
-        return bool(self._fetches or self._held or self._brought)
+        return bool(self._fetches or self._held or self.brought)
 
     # -- blocks of other engines ---------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class KVFetching:
     def update(self, now: float) -> None:
         """Answer other engines once the tiers have loaded what they asked for. Cancel the fetches whose deadline has
         passed; their requests continue once nothing writes into the blocks."""
-        brought, self._brought = self._brought, []
+        brought, self.brought = self.brought, []
         for asked, deadline_at in brought:
             self._hold(asked, now, deadline_at)
         for fetch in self._fetches.values():
@@ -296,7 +298,12 @@ class KVFetching:
         hashes = [split_names(names) for names in asked.names]
         if any(self._num_held(i) + len(some) > self._may_hold(i) for i, some in enumerate(hashes)):
             return False
-        return self._below.bring(hashes, deadline_at - now, lambda: self._brought.append((asked, deadline_at)), now)
+        return self._below.bring(hashes, deadline_at - now, partial(self.has_brought, asked, deadline_at), now)
+
+    def has_brought(self, asked: BlocksAsked, deadline_at: float) -> None:
+        """Have the next `update` answer another engine, since the tiers have loaded, or could not load, what it asked
+        for."""
+        self.brought.append((asked, deadline_at))
 
     def _num_held(self, group: int) -> int:
         """Return how many blocks of a group are held for other engines."""

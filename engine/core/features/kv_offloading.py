@@ -43,6 +43,10 @@ class NoOffloading:
     moving = False
     tiers: Sequence[Tier] = ()
     saved = NoSavedHolds()
+    loaded: list[Request] = []  # noqa: RUF012 - never changed
+
+    def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
+        pass
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
@@ -149,7 +153,7 @@ class KVOffloading:
         """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. block_bytes: bytes of a block of each group,
         on all ranks together. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
-        self._kv_cache, self._tiers, self._name_of, self._times = kv_cache, list(tiers), name_of, times
+        self._kv_cache, self._tiers, self.name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
         self._commands = CommandQueue()
@@ -165,7 +169,14 @@ class KVOffloading:
             for lane in lanes
             if lane
         ]
-        self._loaded: list[Request] = []
+        #: Requests that have stopped waiting since the last call of `take_loaded`.
+        self.loaded: list[Request] = []
+
+    def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
+        """Replace the function that returns the names of blocks by one that returns the same."""
+        self.name_of = self.hashes.name_of = self.saved.name_of = name_of
+        for writer in self._writers:
+            writer.name_of = name_of
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
         """Enter a block left on disk by an earlier start. Call it for the oldest block first."""
@@ -186,7 +197,7 @@ class KVOffloading:
     @property
     def loading(self) -> list[Request]:
         """Live requests that wait for blocks."""
-        waiting = [*self._loaded, *(request for load in self._loads.values() for request in load.requests)]
+        waiting = [*self.loaded, *(request for load in self._loads.values() for request in load.requests)]
         return [request for request in waiting if request.state is State.LOADING_KV]
 
     @property
@@ -274,7 +285,7 @@ class KVOffloading:
         return True
 
     def _has(self, group: int, block_hash: bytes) -> bool:
-        name = self._name_of(group, block_hash)
+        name = self.name_of(group, block_hash)
         return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
 
     def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
@@ -283,7 +294,7 @@ class KVOffloading:
         sizes: Counter[str] = Counter()
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
-            for name in (self._name_of(group, each) for each in missing):
+            for name in (self.name_of(group, each) for each in missing):
                 sizes[self._fastest(group, name).name] += self._bytes[group]
         tiers = [tier for tier in self._tiers if sizes[tier.name]]
         compute_s = self._times.prompt_token_s * tokens
@@ -295,7 +306,7 @@ class KVOffloading:
     def _promised(self, needed: Sequence[Sequence[bytes]]) -> bool:
         """Return whether a hold keeps any blocks that the device lacks: then they are loaded even if that is slower."""
         missing = [
-            (group, self._name_of(group, each))
+            (group, self.name_of(group, each))
             for group, hashes in enumerate(needed)
             for each in hashes
             if not self._kv_cache.groups[group].pool.has(each)
@@ -319,7 +330,7 @@ class KVOffloading:
         return load
 
     def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
-        name = self._name_of(group, block_hash)
+        name = self.name_of(group, block_hash)
         tier = self._fastest(group, name)
         slot = tier.index(group).slot(name)
         return TierBlock(group, block, name, slot, tier.name == "disk", tier.name == "store")
@@ -381,11 +392,11 @@ class KVOffloading:
     def _release(self, load: Load) -> None:
         """Let the requests that wait for a load continue."""
         requests, load.requests = load.requests, []
-        self._loaded += requests
+        self.loaded += requests
 
     def take_loaded(self) -> list[Request]:
-        """Return the requests that stopped waiting since the last call."""
-        loaded, self._loaded = [r for r in self._loaded if r.state is State.LOADING_KV], []
+        """Return the live requests among `loaded`, and empty it."""
+        loaded, self.loaded = [r for r in self.loaded if r.state is State.LOADING_KV], []
         return loaded
 
     # -- down ----------------------------------------------------------------------------------------------
@@ -425,35 +436,35 @@ class KVOffloading:
         for writer in self._writers:
             writer.discard(keys)
         for tier in self._tiers:
-            names = [(group, self._name_of(group, block_hash)) for group, block_hash in keys]
+            names = [(group, self.name_of(group, block_hash)) for group, block_hash in keys]
             self._commands.drop(tier, [name for group, name in names if tier.index(group).drop(name)])
 
     def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         """Return whether all of these blocks can be loaded from a tier."""
-        return all(tier.has(group, self._name_of(group, block_hash)) for group, block_hash in keys)
+        return all(tier.has(group, self.name_of(group, block_hash)) for group, block_hash in keys)
 
     def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
         """Keep blocks in a tier that has all of them, until `unhold`. account: pays for that."""
         for group, block_hash in keys:
-            name, index = self._name_of(group, block_hash), tier.index(group)
+            name, index = self.name_of(group, block_hash), tier.index(group)
             index.hold(name)
             tier.usage(group).taken(account, name, index.size(name))
 
     def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
         for group, block_hash in keys:
-            name = self._name_of(group, block_hash)
+            name = self.name_of(group, block_hash)
             tier.index(group).unhold(name)
             tier.usage(group).returned(account, name)
 
     def byte_time(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
         """Return what an account has to pay until now for the blocks that it holds in a tier, in bytes times
         nanoseconds."""
-        held = sum(tier.usage(group).per_reference(self._name_of(group, block_hash)) for group, block_hash in keys)
+        held = sum(tier.usage(group).per_reference(self.name_of(group, block_hash)) for group, block_hash in keys)
         return account.block_ns + held
 
     def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
         """Return whether a tier still has these held blocks."""
-        return all(self._name_of(group, block_hash) in tier.index(group).held for group, block_hash in keys)
+        return all(self.name_of(group, block_hash) in tier.index(group).held for group, block_hash in keys)
 
     # -- commands ------------------------------------------------------------------------------------------
 

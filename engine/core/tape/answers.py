@@ -1,7 +1,7 @@
-"""What a scheduler asks of parts that know the text or the network: drafters, grammars, links.
+"""What a scheduler asks of parts that know the text, the network or secrets: drafters, grammars, links, names.
 
-A tape has only the sizes of their answers, in the order in which they were asked for. In a replay, stand-ins give the
-same answers.
+A tape has only the sizes of their answers, in the order in which they were asked for, and the names of blocks. In a
+replay, stand-ins give the same answers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
+from zlib import crc32
 
 from engine.kv_transfer.no_channel import NoChannel
 from engine.text.free_text import FreeText
+from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import HandoffEvent
 from engine.wire.remote_request import Peer
 
@@ -24,6 +26,8 @@ ORDINARY = 0
 NO_TOKEN = -4
 """Stands for a drafted token that no vocabulary has."""
 MOST = 255  # of what fits a byte
+NAMES = -(1 << 60)
+"""Numbers of arrival from here on downwards stand for a block's hash and name."""
 
 
 class EndOfAnswers(Exception):
@@ -35,13 +39,21 @@ class AnswerLog(Protocol):
 
     answers: bytearray
 
+    def hashes(self, order: int, hashes: list[bytes]) -> None: ...
+
 
 class Answers:
     """The recorded answers of a tape's segment."""
 
-    def __init__(self, data: bytes = b"", position: int = 0, hashes: Mapping[int, list[bytes]] | None = None):
-        """hashes: those on the tape, by number of arrival."""
-        self._data, self.position, self.hashes = data, position, hashes or {}
+    def __init__(
+        self,
+        data: bytes = b"",
+        position: int = 0,
+        hashes: Mapping[int, list[bytes]] | None = None,
+        names: Mapping[tuple[int, bytes], bytes] | None = None,
+    ):
+        """hashes: those on the tape, by number of arrival. names: of blocks in tiers, by name_order and hash."""
+        self._data, self.position, self.hashes, self.names = data, position, hashes or {}, names or {}
 
     def go_on(self, data: bytes) -> None:
         """Begin with the answers of the next segment."""
@@ -239,5 +251,47 @@ class ReplayedChannel(NoChannel):
         return ReplayedChannel, (self.peer,)
 
 
-STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel)
+# -- names in the tiers ------------------------------------------------------------------------------------
+
+
+def name_order(group: int, block_hash: bytes) -> int:
+    """Return the number of arrival under which a name is on the tape. Names of holds are made from a client's name and
+    a hash, names of blocks from the hash alone."""
+    return NAMES - (group << 32 | crc32(block_hash[:-BLOCK_HASH_BYTES]))
+
+
+class TapedNames:
+    """Records which names blocks have in the tiers, each when it is first asked for in a segment. Names depend on a
+    secret, so a replay cannot make them."""
+
+    def __init__(self, name_of: Callable[[int, bytes], bytes], log: AnswerLog):
+        self.name_of, self._log = name_of, log
+        self.told: set[bytes] = set()  # the owner empties it when a segment begins
+
+    def __call__(self, group: int, block_hash: bytes) -> bytes:
+        name = self.name_of(group, block_hash)
+        if name not in self.told:
+            self.told.add(name)
+            self._log.hashes(name_order(group, block_hash), [block_hash[-BLOCK_HASH_BYTES:], name])
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayedNames, ()
+
+
+class ReplayedNames:
+    def __init__(self, answers: Answers):
+        self._answers = answers
+
+    def __call__(self, group: int, block_hash: bytes) -> bytes:
+        found = self._answers.names.get((name_order(group, block_hash), block_hash[-BLOCK_HASH_BYTES:]))
+        if found is None:
+            raise EndOfAnswers("the scheduler asks for the name of a block for which it did not ask then")
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayedNames, ()
+
+
+STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel, ReplayedNames)
 """Classes whose first argument is the Answers of a replay."""

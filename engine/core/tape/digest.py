@@ -15,17 +15,18 @@ def digest(plan: StepPlan | None) -> int:
     """Return 31 bits, by Python's hash of tuples of integers: it takes some nanoseconds per number, and is the same in
     every process with the same version of Python.
 
-    A step that only goes on is told by its number of rows, its first and last row, and what changes. All rows count in
-    steps that start sequences or verify drafts, and in every WHOLE-th step: another choice shows there at the latest.
+    A step that only goes on is told by its number of rows and of changed block tables, and by the last of both. All
+    count in steps that start sequences or verify drafts, and in every WHOLE-th step: another choice shows there at the
+    latest.
     """
     if plan is None:
         return NOTHING
-    starts, counts, blocks = plan.starts, plan.counts, plan.blocks
-    rows: object = starts[0], starts[-1], counts[0], counts[-1]
+    starts, blocks = plan.starts, plan.blocks
     if plan.added or plan.drafts or not plan.step & WHOLE - 1:
-        rows = tuple(plan.slots), tuple(starts), tuple(counts), tuple(plan.samples), _rare(plan)
-    changes = tuple([(change.slot, *change.blocks) for change in blocks]) if blocks else ()
-    return hash((plan.step, len(starts), rows, changes)) & 0x7FFFFFFF or 1
+        rows = tuple(plan.slots), tuple(starts), tuple(plan.counts), tuple(plan.samples), _rare(plan)
+        return hash((plan.step, rows, *[(change.slot, *change.blocks) for change in blocks])) & 0x7FFFFFFF or 1
+    change = (blocks[-1].slot, *blocks[-1].blocks) if blocks else 0
+    return hash((len(starts), starts[-1], plan.counts[-1], len(blocks), change)) & 0x7FFFFFFF or 1
 
 
 def _rare(plan: StepPlan) -> object:

@@ -16,6 +16,7 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.handoff_stats import Role
+from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import FinishReason, GenerateRequest, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -325,6 +326,86 @@ class AdapterRead(Input, frozen=True):
         scheduler.adapters.loaded(self.number, self.failed)
 
 
+class TiersAnswered(Input, frozen=True):
+    at: float
+    answers: list[TierAnswer]
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.loading.answered(self.answers, self.at)
+
+
+class SavedShape(msgspec.Struct, frozen=True, array_like=True):
+    """A hold in the store."""
+
+    hold: SavedHold
+    """Without hashes."""
+    num_hashes: int
+    needed: list[int]
+    """Hashes of each KV cache group."""
+
+
+class StoreListed(Input, frozen=True):
+    """What other engines have done to the store. All names and hashes are on the tape under a number of arrival that no
+    request has."""
+
+    at: float
+    order: int
+    added: list[tuple[int, float]]
+    """Size and age of each block."""
+    num_removed: int
+    num_dropped_holds: int
+    holds: list[SavedShape]
+
+    @classmethod
+    def of(cls, listing: StoreListing, now: float, order: int) -> StoreListed:
+        holds = [
+            SavedShape(msgspec.structs.replace(hold, hashes=[], needed=[]), len(hold.hashes), [*map(len, hold.needed)])
+            for _, hold in listing.holds
+        ]
+        added = [(block.size, block.age_s) for block in listing.added]
+        return cls(now, order, added, len(listing.removed), len(listing.dropped_holds), holds)
+
+    @staticmethod
+    def names_of(listing: StoreListing) -> list[bytes]:
+        names = [*(block.name for block in listing.added), *listing.removed, *listing.dropped_holds]
+        for name, hold in listing.holds:
+            names += [name, *hold.hashes, *(each for some in hold.needed for each in some)]
+        return names
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        names = iter(answers.hashes.get(self.order, ()))
+
+        def take(count: int) -> list[bytes]:
+            return list(islice(names, count))
+
+        added = [FoundBlock(next(names), size, age_s) for size, age_s in self.added]
+        removed, dropped = take(self.num_removed), take(self.num_dropped_holds)
+        holds = [
+            (
+                next(names),
+                msgspec.structs.replace(each.hold, hashes=take(each.num_hashes), needed=[*map(take, each.needed)]),
+            )
+            for each in self.holds
+        ]
+        scheduler.loading.answered([StoreListing(added, removed, holds, dropped)], self.at)
+
+
+class CommandsTaken(Input, frozen=True):
+    """The tiers' commands were taken. It comes several times in each step, so it has a form of its own on the tape."""
+
+    at: float
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.offloading.take_commands(self.at)
+
+
+class FetchesUpdated(Input, frozen=True):
+    at: float
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        scheduler.fetching.update(self.at)
+
+
 class CommitDetails(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a step has yielded besides one token for each sequence that samples."""
 
@@ -358,5 +439,5 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Record = (
     Added | AddedRemote | GrammarSet | Aborted | MovesAsked | KVReceived | HandoffFailed | HandoffClosed | BlocksWanted
     | ImageEnded | EncodersSet | CacheCleared | ReplicasSet | RoleSet | StuckAsked | HoldsReleased | HoldsGiven
-    | AdapterNumbered | AdapterRead | CommitDetails | Ended
+    | AdapterNumbered | AdapterRead | TiersAnswered | StoreListed | FetchesUpdated | CommitDetails | Ended
 )  # fmt: skip

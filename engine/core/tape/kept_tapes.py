@@ -21,21 +21,26 @@ from engine.core.tape.ring import EngineTape, tape_with_key
 class KeptTapes:
     folder: Path
     max_files: int
-    """The newest files stay."""
+    """Of each cause: the newest stay."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> KeptTapes:
         default = Path(tempfile.gettempdir(), f"manta-tapes-{os.getuid()}")
         return cls(Path(config.tape_dir) if config.tape_dir else default, config.max_kept_tapes)
 
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.tape"))
+
     def keep(self, tape: EngineTape) -> Path:
         """Write a tape to a file of its own, which only this user can read, and return the file. Its hashes get a key
         that is thrown away. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        oldest_first = sorted(self.folder.glob("*.tape"), key=_written_at)
+        oldest_first = sorted(self.folder.glob(f"{tape.cause}-*.tape"), key=_written_at)
         for old in oldest_first[: max(0, len(oldest_first) + 1 - self.max_files)]:
             old.unlink(missing_ok=True)
-        path = self.folder / f"{file_name(tape.engine_id)}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tape"
+        name = f"{tape.cause}-{file_name(tape.engine_id)}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tape"
+        path = self.folder / name
         data = pack_tapes([tape_with_key(msgspec.msgpack.encode(tape), secrets.token_bytes(16))])
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)

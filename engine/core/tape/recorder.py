@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,11 +18,12 @@ from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
 from engine.core.features.kv_fetching import KVFetching, split_names
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.speculator import NoSpeculation
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedLinks
+from engine.core.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedLinks, TapedNames
 from engine.core.tape.digest import UNFINISHED, digest
 from engine.core.tape.inputs import (
     Aborted,
@@ -34,6 +35,7 @@ from engine.core.tape.inputs import (
     CommitDetails,
     EncodersSet,
     Ended,
+    FetchesUpdated,
     GrammarSet,
     HoldsGiven,
     HoldsReleased,
@@ -42,17 +44,22 @@ from engine.core.tape.inputs import (
     Record,
     ReplicasSet,
     RoleSet,
+    StoreListed,
     StuckAsked,
+    TiersAnswered,
     handoff_input,
     lora_without_path,
     stop_token,
 )
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.ring import (
+    COMMANDS,
     COMMIT,
     COMMITTED,
     PLAN,
     PLANNED,
+    TAKE,
+    Cause,
     EngineTape,
     Ring,
     Segment,
@@ -62,6 +69,7 @@ from engine.core.tape.shared_copy import NoCopy, open_copy
 from engine.core.tape.snapshot import dump
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
+from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import FinishReason, GenerateRequest, HeldPrompt, PrefillReplica
 from engine.wire.plan import ON_DEVICE, StepPlan, StepResult
@@ -89,6 +97,9 @@ class Tape:
     It puts its own methods in front of the scheduler's methods that change anything (`_attach`), on this one object.
     Calls that the scheduler makes of its own parts are not recorded. The two calls of a step take 30 bytes.
     """
+
+    period_s = 1.0
+    """Between two updates of the copy."""
 
     def __init__(
         self,
@@ -120,6 +131,8 @@ class Tape:
             scheduler.limits.vocab_size, scheduler.queue.live, scheduler.planned
         )  # fmt: skip
         self._num_others = 0  # lists of hashes that are not those of a request's blocks
+        self._names: TapedNames | None = None  # of blocks in tiers
+        self._look_at = -math.inf  # time of the next update of the copy
         self._busy = False  # whether a call is under way, so that further ones come from the scheduler itself
         self._step_s = self._draft_s = 0.0  # of the step whose commit follows
         self._ended: list[tuple[Request, FinishReason]] = []  # by the call that is under way
@@ -132,16 +145,17 @@ class Tape:
         self._begin()
 
     def take(self) -> bytes:
-        """Return the tape: an EngineTape in msgpack. Its hashes have no key yet (tape_with_key)."""
-        return msgspec.msgpack.encode(self._tape())
+        """Return the tape: an EngineTape in msgpack. Its hashes have no key yet (tape_with_key). Empty if the
+        scheduler's state could not be written."""
+        return msgspec.msgpack.encode(self._tape()) if self._ring.segments else b""
 
     def keep(self, error: Exception) -> None:
         """Write the tape to a file, because the step loop has failed. Does nothing if another rank is gone, since the
         scheduler has nothing to do with it; the replica keeps the copy then."""
-        if isinstance(error, EngineUnavailable):
+        if isinstance(error, EngineUnavailable) or not self._ring.segments:
             return
         try:
-            path = self._kept.keep(self._tape(f"{type(error).__name__}: {error}"))
+            path = self._kept.keep(self._tape("failed", f"{type(error).__name__}: {error}"))
         except Exception:
             logger.exception("the tape of engine %s cannot be kept", self._engine_id)
         else:
@@ -152,8 +166,8 @@ class Tape:
         """Remove the copy in shared memory, because the engine ends as it should."""
         self._copy.close()
 
-    def _tape(self, reason: str = "") -> EngineTape:
-        *closed, newest = self._ring.segments or [Segment(0.0, b"", b"", b"")]
+    def _tape(self, cause: Cause = "asked", reason: str = "") -> EngineTape:
+        *closed, newest = self._ring.segments
         # blocks of these requests may be matched, and no entry tells their hashes yet
         told = b"".join(hashes_entry(request.order[1], request.prefix.hashes) for request in {*self._unfinished()})
         newest = Segment(newest.started_at, newest.state, bytes(newest.entries) + told, bytes(newest.answers))
@@ -161,6 +175,7 @@ class Tape:
             self._head,
             wall_s=self._clock.wall() - self._clock.monotonic(),
             segments=[*closed, newest],
+            cause=cause,
             reason=reason,
         )
 
@@ -168,8 +183,13 @@ class Tape:
         yield from self._live.values()
         yield from self._scheduler.handoffs.receiving.values()
 
-    def _update_copy(self, now: float) -> None:
-        self._copy.update(now, self._ring.entries, self._ring.answers, self._unfinished())
+    def _look(self, now: float) -> None:
+        """Update the copy, and begin another segment if the newest is long enough."""
+        self._look_at = now + self.period_s
+        if self._copy.is_open:
+            self._copy.update(self._ring.entries, self._ring.answers, self._unfinished())
+        if len(self._ring.entries) > self._ring.limit:
+            self._begin()
 
     def _begin(self) -> None:
         """Begin a segment. If that fails, nothing is recorded from now on."""
@@ -177,34 +197,42 @@ class Tape:
             state = dump(self._scheduler, self._times)
         except Exception:
             logger.exception("the tape of engine %s ends: the scheduler's state cannot be written", self._engine_id)
-            for part, name in self._covered:
-                delattr(part, name)
-            self._covered.clear()
-            self._ring.limit = sys.maxsize
-            self._copy.close()
-        else:
-            now = self._clock.monotonic()
-            if self._ring.segments and self._copy.due < math.inf:
-                self._update_copy(now)
-            self._ring.begin(state, now)
-            self._copy.begin(state, now, len(self._ring.segments))
+            return self._end()
+        if len(state) > self._ring.max_bytes:
+            logger.warning(
+                "the tape of engine %s ends: the scheduler's state takes %.1f MiB, more than engine.tape_mib",
+                self._engine_id,
+                len(state) / 2**20,
+            )
+            return self._end()
+        now = self._clock.monotonic()
+        self._ring.begin(state, now)
+        if self._names is not None:
+            self._names.told.clear()
+        self._copy.begin(state, now, len(self._ring.segments))
+
+    def _end(self) -> None:
+        """Record nothing from now on."""
+        for part, name in self._covered:
+            delattr(part, name)
+        self._covered.clear()
+        if self._names is not None:
+            self._scheduler.offloading.set_names(self._names.name_of)
+        self._ring.limit = sys.maxsize
+        self._copy.close()
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _schedule(self, now: float) -> StepPlan | None:
-        entries = self._ring.entries
-        if len(entries) > self._ring.limit:
-            self._begin()
-            entries = self._ring.entries
         try:
             plan = self._plan(now)
         except BaseException:
-            entries += PLAN.pack(PLANNED, now, UNFINISHED)
+            self._ring.entries += PLAN.pack(PLANNED, now, UNFINISHED)
             raise
         if plan is not None or self._scheduler.has_work:  # else the engine is idle
-            entries += PLAN.pack(PLANNED, now, digest(plan))
-        if now >= self._copy.due:
-            self._update_copy(now)
+            self._ring.entries += PLAN.pack(PLANNED, now, digest(plan))
+        if now >= self._look_at:
+            self._look(now)
         return plan
 
     def _commit(self, result: StepResult, now: float) -> list[Event]:
@@ -280,8 +308,16 @@ class Tape:
         self._cover(scheduler.adapters, {"new_load": self._new_load, "loaded": self._loaded})
         self._cover(scheduler.metrics, {"observe_finished": self._observe_finished})
         fetching = scheduler.fetching
+        if isinstance(offloading := scheduler.offloading, KVOffloading):
+            self._names = TapedNames(offloading.name_of, self._ring)
+            offloading.set_names(self._names)
+            self._cover(offloading, {"take_commands": self._take_commands})
+            self._cover(scheduler.loading, {"answered": self._answered})
         if (
-            self._has_details or isinstance(fetching, KVFetching) or scheduler.handoffs.policy is not None
+            self._has_details
+            or isinstance(offloading, KVOffloading)
+            or isinstance(fetching, KVFetching)
+            or scheduler.handoffs.policy is not None
         ):  # else no decision depends on them
             self._cover(self._times, {"observe_step": self._observe_step})
         if isinstance(images := scheduler.images.handoffs, ImageHandoffs):
@@ -292,6 +328,7 @@ class Tape:
         if (policy := scheduler.handoffs.policy) is not None:
             policy.quarantined = TapedLinks(policy.quarantined, self._ring)
         if isinstance(fetching, KVFetching):
+            self._cover(fetching, {"update": self._update_fetches})
             fetching.quarantined = TapedLinks(fetching.quarantined, self._ring)
 
     def _cover(self, part: object, methods: dict[str, Callable[..., Any]]) -> None:
@@ -386,6 +423,26 @@ class Tape:
                 failed = event.reason if isinstance(event, Failed) else None
                 self._ring.record(ImageEnded(number_of(event.handoff_id), failed))
         return found
+
+    def _answered(
+        self, answered: Callable[..., None], answers: Iterable[TierAnswer | StoreListing], now: float
+    ) -> None:
+        found = list(answers)
+        for listing in [one for one in found if isinstance(one, StoreListing)]:  # these come first
+            self._ring.record(StoreListed.of(listing, now, self._hashes_of(StoreListed.names_of(listing))))
+        of_ranks = [one for one in found if isinstance(one, TierAnswer)]
+        if of_ranks or self._scheduler.offloading.loaded:
+            self._ring.record(TiersAnswered(now, of_ranks))
+        answered(found, now)
+
+    def _take_commands(self, take: Callable[..., list[TierCommand]], now: float) -> list[TierCommand]:
+        self._ring.entries += TAKE.pack(COMMANDS, now)
+        return take(now)
+
+    def _update_fetches(self, update: Callable[..., None], now: float) -> None:
+        if self._scheduler.fetching.brought:
+            self._ring.record(FetchesUpdated(now))
+        update(now)
 
     def _clear_cache(self, call: Callable[[], None]) -> None:
         self._call(CacheCleared(), call)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.features.kv_fetching import split_names
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import ORDINARY, Answers, EndOfAnswers
+from engine.core.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
 from engine.core.tape.digest import UNFINISHED, digest
-from engine.core.tape.inputs import CommitDetails, Ended, Input, Record, stop_token
+from engine.core.tape.inputs import CommandsTaken, CommitDetails, Ended, Input, Record, stop_token
 from engine.core.tape.ring import (
+    COMMANDS,
     COMMIT,
     COMMITTED,
     HASHES,
@@ -22,11 +24,11 @@ from engine.core.tape.ring import (
     PLAN,
     PLANNED,
     REQUEST,
+    TAKE,
     EngineTape,
     Segment,
 )
 from engine.core.tape.snapshot import dump, load
-from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.plan import StepPlan, StepResult
 
 KEYFRAME = 2000  # moments between two kept states, from which an earlier moment is reached
@@ -87,6 +89,7 @@ class Replay:
         self.tape, self._trusted = tape, trusted
         self.moments: list[Moment] = []
         self._hashes: dict[int, list[bytes]] = {}  # of each request's blocks, by its number of arrival
+        self._names: dict[tuple[int, bytes], bytes] = {}  # of blocks in tiers, as in Answers
         self._first: list[int] = []  # moment of each segment
         for number, segment in enumerate(tape.segments):
             self._first.append(len(self.moments))
@@ -146,7 +149,7 @@ class Replay:
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             last = self.position == len(self.moments) - 1
-            raise (Failed if last and self.tape.reason else Diverged)(self.position, moment, told) from error
+            raise (Failed if last and self.tape.cause == "failed" else Diverged)(self.position, moment, told) from error
         if not why and (found := [(r.order[1], reason) for r, reason in self._ends]) != [
             (ended.order, ended.reason) for ended in moment.ended
         ]:
@@ -207,7 +210,7 @@ class Replay:
         keyframe = self._keyframes[position]
         segment = self.moments[position].segment if position < len(self.moments) else len(self._first) - 1
         self.position = position
-        self._answers = Answers(bytes(self.tape.segments[segment].answers), keyframe.answers, self._hashes)
+        self._answers = Answers(bytes(self.tape.segments[segment].answers), keyframe.answers, self._hashes, self._names)
         self.scheduler, self.times = load(keyframe.state, self._answers, self._trusted)
         self.plan = self.scheduler.planned[-1][0] if self.scheduler.planned else None
         self._known: set[int] = set()
@@ -243,15 +246,20 @@ class Replay:
                 _, at, step_s = COMMIT.unpack_from(entries, place)
                 ready = Moment(number, at, step_s=step_s)
                 place += COMMIT.size
+            elif kind == COMMANDS:
+                _, at = TAKE.unpack_from(entries, place)
+                ready = Moment(number, at, CommandsTaken(at))
+                place += TAKE.size
             else:
                 size, start = HEAD.unpack_from(entries, place)[1], place + HEAD.size
                 place = start + size
                 if kind == HASHES:
                     (order,) = REQUEST.unpack_from(entries, start)
-                    hashes = entries[start + REQUEST.size : place]
-                    self._hashes[order] = [
-                        hashes[i : i + BLOCK_HASH_BYTES] for i in range(0, len(hashes), BLOCK_HASH_BYTES)
-                    ]
+                    hashes = split_names(entries[start + REQUEST.size : place])
+                    if order <= NAMES:
+                        self._names[order, hashes[0]] = hashes[1]
+                    else:
+                        self._hashes[order] = hashes
                     continue
                 record = RECORD.decode(entries[start:place])
                 if isinstance(record, Ended):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from struct import Struct
+from typing import Literal
 
 import msgspec
 
 from engine.core.tape.inputs import Record
 from engine.core.tape.snapshot import hashes_with_key, with_key
 
-RECORD, PLANNED, COMMITTED, HASHES = range(4)
+RECORD, PLANNED, COMMITTED, HASHES, COMMANDS = range(5)
 """Kinds of entries. A RECORD is a Record in msgpack; PLANNED and COMMITTED are the two halves of a step, which come so
-often that they have a form of their own; HASHES are those of a request's blocks."""
+often that they have a form of their own, and so do COMMANDS (CommandsTaken); HASHES are those of a request's blocks."""
 HEAD = Struct("<BI")  # kind, number of bytes that follow
 PLAN = Struct("<BdI")  # kind, time, digest of the plan
 COMMIT = Struct("<Bdd")  # kind, time, seconds of the step
+TAKE = Struct("<Bd")  # kind, time
+SIZES = {PLANNED: PLAN.size, COMMITTED: COMMIT.size, COMMANDS: TAKE.size}  # of entries without a HEAD
 REQUEST = Struct("<q")  # number of arrival; then the hashes
 SEGMENTS = 8  # in a full ring
 SNAPSHOT_SHARE = 4  # a segment is this many times as long as the state at its beginning
+
+Cause = Literal["asked", "failed", "ended", "late"]
+"""Why a tape was taken: somebody asked for it; the step loop failed; the engine or its replica hung or ended; first
+tokens were late."""
 
 
 class Segment(msgspec.Struct, array_like=True):
@@ -43,8 +50,9 @@ class EngineTape(msgspec.Struct, kw_only=True):
     """Seconds since 1970 when the engine's clock was 0."""
     role: str
     segments: list[Segment]
+    cause: Cause = "asked"
     reason: str = ""
-    """Why the step loop ended, if it did."""
+    """The same in words, for a tape that was kept."""
 
 
 class Ring:
@@ -53,7 +61,7 @@ class Ring:
     def __init__(self, max_bytes: int):
         self.segments: deque[Segment] = deque()
         self.entries = self.answers = bytearray()  # of the newest segment
-        self._max_bytes, self._closed_bytes, self.limit = max_bytes, 0, 0
+        self.max_bytes, self._closed_bytes, self.limit = max_bytes, 0, 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, state: bytes, now: float) -> None:
@@ -62,8 +70,8 @@ class Ring:
         self.entries, self.answers = bytearray(), bytearray()
         self.segments.append(Segment(now, state, self.entries, self.answers))  # type: ignore[arg-type]  # they grow
         self._closed_bytes += len(state)
-        self.limit = min(self._max_bytes // 2, max(self._max_bytes // SEGMENTS, SNAPSHOT_SHARE * len(state)))
-        while len(self.segments) > 1 and self._closed_bytes + self.limit > self._max_bytes:
+        self.limit = min(self.max_bytes // 2, max(self.max_bytes // SEGMENTS, SNAPSHOT_SHARE * len(state)))
+        while len(self.segments) > 1 and self._closed_bytes + self.limit > self.max_bytes:
             oldest = self.segments.popleft()
             self._closed_bytes -= len(oldest.state) + len(oldest.entries) + len(oldest.answers)
 
@@ -87,10 +95,8 @@ def segment_with_key(segment: Segment, key: bytes) -> Segment:
     place = 0
     while place < len(entries):
         kind = entries[place]
-        if kind == PLANNED:
-            place += PLAN.size
-        elif kind == COMMITTED:
-            place += COMMIT.size
+        if size := SIZES.get(kind):
+            place += size
         else:
             end = place + HEAD.size + HEAD.unpack_from(entries, place)[1]
             if kind == HASHES:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -43,12 +42,12 @@ def shared_root() -> Path:
 class NoCopy:
     """Keeps nothing."""
 
-    due = math.inf
+    is_open = False
 
     def begin(self, state: bytes, started_at: float, num_segments: int) -> None:
         pass
 
-    def update(self, now: float, entries: bytearray, answers: bytearray, requests: Iterable[Request]) -> None:
+    def update(self, entries: bytearray, answers: bytearray, requests: Iterable[Request]) -> None:
         pass
 
     def close(self) -> None:
@@ -58,13 +57,10 @@ class NoCopy:
 class SharedCopy(NoCopy):
     """The copy of one engine. If shared memory is full, it ends."""
 
-    period_s = 1.0
-    """Between two updates."""
-
     def __init__(self, head: EngineTape, root: Path):
         """head: the tape without its segments. Raises OSError."""
         _make_private(root)
-        self.due = -math.inf  #: time of the next update
+        self.is_open = True
         self._folder = root / f"{file_name(head.engine_id)}.{os.getpid()}"
         self._folder.mkdir(mode=0o700)
         self._lock = _create(self._folder / HEAD_FILE)
@@ -77,7 +73,7 @@ class SharedCopy(NoCopy):
 
     def begin(self, state: bytes, started_at: float, num_segments: int) -> None:
         """Begin a segment. num_segments: how many the ring keeps with it."""
-        if self.due == math.inf:
+        if not self.is_open:
             return
         with self._ends_if_full():
             self._close_file()
@@ -90,9 +86,8 @@ class SharedCopy(NoCopy):
                 if int(file.name) <= self._number - num_segments:
                     file.unlink()
 
-    def update(self, now: float, entries: bytearray, answers: bytearray, requests: Iterable[Request]) -> None:
+    def update(self, entries: bytearray, answers: bytearray, requests: Iterable[Request]) -> None:
         """Copy what is new. entries, answers: all of the newest segment. requests: live ones."""
-        self.due = now + self.period_s
         parts = b""
         if len(entries) > self._num_entries:
             parts = _part(ENTRIES, bytes(entries[self._num_entries :]))
@@ -116,7 +111,7 @@ class SharedCopy(NoCopy):
 
     def close(self) -> None:
         """Remove the copy."""
-        self.due = math.inf
+        self.is_open = False
         self._close_file()
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock >= 0:
@@ -208,7 +203,7 @@ def read_copy(folder: Path, reason: str) -> EngineTape:
             hashes |= of_segment
     if segments:  # at the start, so that later entries with all hashes of a request replace these
         segments[0].entries = b"".join(map(_entry, hashes.items())) + segments[0].entries
-    return msgspec.structs.replace(head, segments=segments, reason=reason)
+    return msgspec.structs.replace(head, segments=segments, cause="ended", reason=reason)
 
 
 def _entry(known: tuple[int, bytes]) -> bytes:

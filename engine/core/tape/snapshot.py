@@ -40,7 +40,7 @@ from engine.wire.sampling_params import SamplingParams
 
 ENGINE = Scheduler.__module__.removesuffix("core.scheduler")  # `engine.`, or `manta.engine.` in a wheel
 MODULES = ("core.", "wire.", "spec_decode.", "config", "text.free_text", "kv_transfer.no_channel",
-           "model.kv_groups", "model.state")  # fmt: skip
+           "model.kv_groups", "model.state", "kv_offload.tier_index")  # fmt: skip
 NOT_OF_A_SCHEDULER = ("core.server", "core.build", "core.engine", "core.serving.", "core.tape.recorder")
 ELSEWHERE = {
     ("collections", "Counter"), ("collections", "OrderedDict"), ("collections", "defaultdict"),
@@ -93,6 +93,7 @@ def changed(thing: Any, **fields: Any) -> tuple[Any, ...]:
         return make, args
     if isinstance(state, tuple):  # of a class with slots
         return make, args, (state[0], state[1] | fields)
+    thing.__dict__ = {**state}  # CPython 3.11 loads attributes slowly from a dict that was asked for, as pickle does
     kind = type(thing)
     own = {name: value for name, value in state.items() if not callable(getattr(kind, name, None))}
     return make, args, own | fields

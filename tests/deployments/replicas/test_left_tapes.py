@@ -34,7 +34,7 @@ def test_tapes_of_living_engines_are_written_with_the_reason(root, config, tmp_p
     tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[])
     asyncio.run(LeftTapes(config, ["e"]).write([msgspec.msgpack.encode(tape)], "first tokens are late"))
     (found,) = read_tapes(*(tmp_path / "kept").iterdir())
-    assert found == msgspec.structs.replace(tape, reason="first tokens are late")
+    assert found == msgspec.structs.replace(tape, cause="late", reason="first tokens are late")
 
 
 def test_a_replica_that_ends_as_it_should_or_records_nothing_leaves_nothing(root, config, tmp_path):

@@ -79,7 +79,7 @@ class SavedHolds:
     ):
         """submit: sends a command to the ranks. epoch_s: seconds since the epoch when `now` was 0. on_disk: names and
         holds that an earlier start has left on disk."""
-        self._tiers, self._name_of, self._submit, self._epoch_s = tiers, name_of, submit, epoch_s
+        self._tiers, self.name_of, self._submit, self._epoch_s = tiers, name_of, submit, epoch_s
         self._found = [(self._named("disk"), hold, True) for _, hold in on_disk]
         self._in_store: dict[bytes, Kept] = {}
         self._dropped: list[SavedHold] = []
@@ -143,7 +143,7 @@ class SavedHolds:
             self._keep(kept, kept.missing & there)
         for lease, hold in listing.holds:
             self._forget(lease)
-            names = {self._name_of(group, each) for group, hashes in enumerate(hold.needed) for each in hashes}
+            names = {self.name_of(group, each) for group, hashes in enumerate(hold.needed) for each in hashes}
             self._in_store[lease] = kept = Kept(hold, set(), names)
             self._keep(kept, {name for name in names if name in there or store.index(0).has(name)})
             self._found.append((store, hold, not self._listed))
@@ -194,7 +194,7 @@ class SavedHolds:
         return hold.ends_at - self._epoch_s - now
 
     def _name(self, client: str, end: bytes) -> bytes:
-        return self._name_of(GROUP, client.encode() + end)
+        return self.name_of(GROUP, client.encode() + end)
 
     def _named(self, name: str) -> Tier:
         return next(tier for tier in self._tiers if tier.name == name)

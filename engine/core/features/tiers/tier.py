@@ -112,7 +112,7 @@ class TierHashes:
 
     def __init__(self, pool: BlockPool, tiers: Sequence[Tier], name_of: Callable[[int, bytes], bytes]):
         """pool: block pool of the first KV cache group."""
-        self._pool, self._tiers, self._name_of = pool, tiers, name_of
+        self._pool, self._tiers, self.name_of = pool, tiers, name_of
         self._hashes: dict[bytes, bytes] = {}  # by name
         self._gone: list[bytes] | None = None  # since the last call of `gone`
 
@@ -134,7 +134,7 @@ class TierHashes:
         return [
             each
             for each in dict.fromkeys([*evicted, *left])
-            if not self._pool.has(each) and self._name_of(0, each) not in self._hashes
+            if not self._pool.has(each) and self.name_of(0, each) not in self._hashes
         ]
 
     def update(self) -> None:

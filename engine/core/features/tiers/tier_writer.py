@@ -48,7 +48,7 @@ class TierWriter:
         """name_of: returns the name of a block, given its group and hash. block_bytes: bytes of a block of each group
         on all ranks."""
         self._kv_cache, self._tiers, self._commands, self._hashes = kv_cache, tiers, commands, hashes
-        self._name_of, self._bytes = name_of, block_bytes
+        self.name_of, self._bytes = name_of, block_bytes
         #: Number of blocks that were evicted before they were copied, or for which a tier had no room.
         self.not_stored = 0
         self._waiting: dict[tuple[int, bytes], None] = {}  # by group and hash; oldest first
@@ -83,7 +83,7 @@ class TierWriter:
         """Discard these blocks, whether they still wait or are being written."""
         for key in keys:
             self._waiting.pop(key, None)
-        names = {self._name_of(*key) for key in keys} if self._stores else set()
+        names = {self.name_of(*key) for key in keys} if self._stores else set()
         for store in self._stores.values():
             store.discarded |= names.intersection(block.name for block in store.blocks)
 
@@ -110,7 +110,7 @@ class TierWriter:
     def _place(self, group: int, block_hash: bytes, now: float) -> TierBlock | None:
         """Pin a block, and make room for it in the tiers that lack it. Returns None if it need not or cannot be
         stored."""
-        name, pool = self._name_of(group, block_hash), self._kv_cache.groups[group].pool
+        name, pool = self.name_of(group, block_hash), self._kv_cache.groups[group].pool
         slot, on_disk, in_store = -1, False, False
         for tier in self._tiers:
             index = tier.index(group)

@@ -14,9 +14,10 @@ from engine.core.tape.recorder import Tape
 from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, tape_with_key
 from engine.core.tape.shared_copy import SHARED_MEMORY, read_copy
-from tests.fake_caches import CacheHarness
+from tests.fake_caches import CacheHarness, TieredCacheHarness
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
+from tests.fake_tiers import TierHarness
 
 KEY = b"a key of a tape."
 
@@ -42,7 +43,7 @@ def attach(harness: Harness, max_bytes: int = 2**20, shared_root: Path | None = 
         harness.scheduler, StepTimes(), engine_id="e", role="", max_bytes=max_bytes, clock=clock, kept=kept,
         shared_root=shared_root,
     )  # fmt: skip
-    tape._copy.period_s = 0.0
+    tape.period_s = 0.0
     return tape
 
 
@@ -75,6 +76,18 @@ class TapedDecodeHarness(DecodeHarness):
 
 
 class TapedCacheHarness(CacheHarness):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tape = attach(self)
+
+
+class TapedTierHarness(TierHarness):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tape = attach(self)
+
+
+class TapedTieredCacheHarness(TieredCacheHarness):
     def __init__(self, **options):
         super().__init__(**options)
         self.tape = attach(self)

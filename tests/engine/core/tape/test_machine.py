@@ -9,13 +9,16 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
 from engine.wire.messages import PrefillReplica
-from tests.engine.core.features.test_kv_fetching import CacheMachine
+from tests.engine.core.features.test_kv_fetching import CacheMachine, TieredCacheMachine
+from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.tape.taped import (
     CopiedHarness,
     TapedCacheHarness,
     TapedDecodeHarness,
     TapedHarness,
     TapedPrefillHarness,
+    TapedTieredCacheHarness,
+    TapedTierHarness,
     replay,
     replay_whole,
 )
@@ -68,6 +71,21 @@ class TapedCacheMachine(Replayed, CacheMachine):
     harness = TapedCacheHarness
 
 
+class Evicting:
+    """Evicts by requests alone: nothing else empties the device's cache from outside of a scheduler."""
+
+    def evict(self):
+        pass
+
+
+class TapedTierMachine(Replayed, Evicting, TierMachine):
+    harness = TapedTierHarness
+
+
+class TapedTieredCacheMachine(Replayed, Evicting, TieredCacheMachine):
+    harness = TapedTieredCacheHarness
+
+
 RULES = settings(max_examples=examples(100), stateful_step_count=40, phases=[Phase.generate])
 TestTape = TapedMachine.TestCase
 TestCopy = CopiedMachine.TestCase
@@ -75,4 +93,6 @@ TestDecodeTape = TapedDecodeMachine.TestCase
 TestPrefillTape = TapedPrefillMachine.TestCase
 TestCacheTape = TapedCacheMachine.TestCase
 TestTape.settings = TestCopy.settings = TestDecodeTape.settings = TestPrefillTape.settings = RULES
-TestCacheTape.settings = RULES
+TestTierTape = TapedTierMachine.TestCase
+TestTieredCacheTape = TapedTieredCacheMachine.TestCase
+TestCacheTape.settings = TestTierTape.settings = TestTieredCacheTape.settings = RULES

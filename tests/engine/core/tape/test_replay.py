@@ -10,6 +10,7 @@ import pytest
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.features.kv_fetching import split_names
 from engine.core.scheduler import Scheduler
 from engine.core.tape import snapshot
 from engine.core.tape.answers import Answers
@@ -91,6 +92,36 @@ def test_a_turn_that_repeats_the_answer_hits_the_blocks_of_the_answer_again(make
     go(core)
     assert core.scheduler.totals.prefix_hit_tokens == (len(prompt) + len(answer) - 1) // 4 * 4
     replayed(core)
+
+
+@pytest.mark.parametrize("name", ["size", "disk_size"])
+def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
+    core = make_core(**{f"kv_offloading_{name}": 0.05, "kv_offloading_dir": str(tmp_path)}, enable_prefix_caching=True)
+    first = [5 + i % 80 for i in range(80)]
+    add(core, "first", first)
+    go(core)
+    while not core.scheduler.offloading.flushed():
+        core.step()
+    for i in range(3):
+        add(core, f"evicts{i}", [10 + i] * 150)
+        go(core)
+    add(core, "again", first)
+    go(core)
+    assert core.scheduler.offloading.stats.hit_tokens >= 64
+    taken = core.tape.take()
+    for block_hash in split_names(block_hashes(first, 4)[: 16 * 8]):
+        assert core.scheduler.offloading.name_of(0, block_hash) in taken
+        assert core.scheduler.offloading.name_of(0, block_hash) not in tape_with_key(taken, KEY)
+    found = replayed(core)
+    assert found.scheduler.offloading.stats.hit_tokens == core.scheduler.offloading.stats.hit_tokens
+
+
+def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog):
+    small = type("Small", (TapedHarness,), {"max_bytes": 1000})(num_blocks=64, max_model_len=64)
+    small.add("a", [1, 2, 3])
+    small.run()
+    assert "more than engine.tape_mib" in caplog.text
+    assert small.tape.take() == b"" and "schedule" not in vars(small.scheduler)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -214,6 +245,11 @@ def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, m
     with pytest.raises(Failed, match="a bug"):
         for _ in found.run():
             pass
+    late = Replay(msgspec.structs.replace(tape, cause="late"))
+    with pytest.raises(Diverged) as caught:
+        for _ in late.run():
+            pass
+    assert not isinstance(caught.value, Failed), "the engine went on when this tape was kept"
     monkeypatch.undo()
     found.go_to(0)
     with pytest.raises(Diverged, match="did not return"):

@@ -123,6 +123,13 @@ def test_only_the_newest_tapes_are_kept(root, kept):
     assert sorted(read_tapes(file)[0].reason for file in kept.folder.iterdir()) == ["2", "3", "4"]
 
 
+def test_tapes_of_late_tokens_do_not_push_out_that_of_a_failure(kept):
+    tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[])
+    failed = kept.keep(msgspec.structs.replace(tape, cause="failed"))
+    late = [kept.keep(msgspec.structs.replace(tape, cause="late")) for _ in range(5)]
+    assert set(kept.folder.iterdir()) == {failed, *late[2:]}
+
+
 def test_without_room_in_shared_memory_the_copy_ends_and_the_engine_goes_on(root, monkeypatch, caplog):
     harness = harness_in(root)
     work(harness)
@@ -162,6 +169,6 @@ def test_a_file_that_was_being_written_is_read_as_far_as_it_is_whole(root, kept)
 
 def test_a_tape_is_kept_while_another_engine_removes_old_ones(kept):
     kept.folder.mkdir()
-    (kept.folder / "removed.tape").symlink_to("nothing")  # is found, but cannot be looked at any more
+    (kept.folder / "asked-removed.tape").symlink_to("nothing")  # is found, but cannot be looked at any more
     path = kept.keep(EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[]))
     assert [tape.engine_id for tape in read_tapes(path)] == ["e"]

@@ -1,0 +1,78 @@
+"""The tape of a scheduler with tiers: what they answer, and when."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.core.features.kv_offloading import KVOffloading
+from engine.core.tape.replay import Replay
+from engine.wire.kv_offload import KVOffloadStats
+from tests.engine.core.features.test_kv_fetching import PROMPT, in_a_tier
+from tests.engine.core.features.test_kv_offloading import evicted, make, stored, with_store
+from tests.engine.core.tape.taped import attach, replay
+from tests.fake_tiers import TIMEOUT_S, TierHarness
+
+
+def stats(offloading: KVOffloading) -> KVOffloadStats:
+    """What no clock but that of the calls has measured."""
+    tiers = {name: msgspec.structs.replace(one, gib_s={}) for name, one in offloading.stats.tiers.items()}
+    return msgspec.structs.replace(offloading.stats, tiers=tiers)
+
+
+def replayed(harness: TierHarness, tape) -> Replay:
+    found = replay(tape)
+    assert found.scheduler.totals == harness.scheduler.totals
+    assert stats(found.scheduler.offloading) == stats(harness.offloading)
+    assert [p.ref_counts() for p in found.scheduler.kv_cache.pools] == [p.ref_counts() for p in harness.pools]
+    return found
+
+
+def test_a_request_whose_blocks_come_too_late_is_queued_again():
+    harness = make(num_blocks=16)
+    stored(harness)
+    evicted(harness)
+    tape = attach(harness)
+    harness.add("late", [*PROMPT, 7], max_tokens=1)
+    harness.step()
+    harness.now += TIMEOUT_S + 1
+    (stop,) = harness.offloading.take_commands(harness.now)
+    harness.step()
+    assert "late" in harness.finished and replayed(harness, tape).scheduler.offloading.moving, "no rank has answered"
+    (number,) = harness.moving
+    assert stop.number == number
+    harness.progress(number)
+    harness.run()
+    replayed(harness, tape)
+
+
+def test_blocks_that_came_up_for_another_engine_are_held_for_it():
+    harness = in_a_tier()
+    tape = attach(harness)
+    harness.ask("theirs", PROMPT)
+    harness.submit()
+    (number,) = harness.moving
+    harness.progress(number)
+    harness.take_answers()
+    harness.step()
+    assert harness.held["theirs"].upto == 20
+    assert replayed(harness, tape).scheduler.fetching.moving
+    harness.run()
+    replayed(harness, tape)
+
+
+def test_what_other_engines_do_to_the_store_is_on_the_tape_and_so_are_their_holds():
+    one = with_store(held_share=0.5, num_blocks=16)
+    one.add("first", PROMPT, max_tokens=4, hold=[(20, 50.0)], client="alice", hold_name="talk")
+    one.run()
+    other = with_store(held_share=0.5, num_blocks=16)
+    other.store, other.holds = one.store, one.holds
+    tape = attach(other)
+    other.list()
+    other.add("again", [*PROMPT, 7], max_tokens=1)
+    other.run()
+    assert other.cached_of["again"] == 20
+    del other.store[min(other.store)]
+    other.holds[True].clear()
+    other.list()
+    other.step()
+    replayed(other, tape)
