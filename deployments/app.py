@@ -71,6 +71,7 @@ def http_app(
     page = ConsoleRoutes(served, telemetry, console, auth.admin_keys)
     if console.enabled:
         app.router.lifespan_context = _inside(app.router.lifespan_context, page.engine_hours.watched)
+        app.router.lifespan_context = _inside(app.router.lifespan_context, page.tape_viewer.served)
     key_routes: list[Route] = []
     if api_keys is not None and auth.allow_key_updating:
         managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 
 from fastapi import Request, Response
@@ -13,6 +12,7 @@ from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_hando
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
 from deployments.http.server_header import NODE_HEADER
+from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
@@ -76,18 +76,10 @@ class OperatorRoutes:
         return json_response(await live_handoffs(self._models.pools()))
 
     async def tape(self, request: Request) -> Response:
-        """Return the tapes of all engines and routers, as a file of tapes. They share a key that nobody keeps."""
+        """Return the tapes of all engines and routers, as a file of tapes."""
         if self._admin_keys and key_name(request) not in self._admin_keys:
             raise NotPermitted("only keys of ingress.admin_keys may fetch the tape")
-        from engine.core.tape.file import pack_tapes  # an ingress starts without it
-
-        key = secrets.token_bytes(16)
-        pools = list(self._models.pools().values())
-        found = await asyncio.gather(*(pool.tapes(key) for pool in pools))
-        routers = [tape for pool in pools for tape in pool.own_tape(self._telemetry.stats.ingress_id)]
-        routers = [*await self._telemetry.router_tapes(routers), *(tape for some in found for tape in some.routers)]
-        engines = [tape for some in found for tape in some.engines]
-        data = await asyncio.to_thread(pack_tapes, engines, routers)
+        data = await cluster_tapes(self._models.pools().values(), self._telemetry)
         return Response(data, media_type="application/octet-stream")
 
     async def explain(self, name: str) -> Response:

@@ -7,6 +7,7 @@ import hashlib
 import mimetypes
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from deployments.console.config import ConsoleConfig
 from deployments.console.costs_view import CostsView
 from deployments.console.engine_hours import EngineHours
 from deployments.console.feed import ClusterFeed
+from deployments.console.tape_viewer import TapeQuestion, TapeViewer
 from deployments.http.context import key_name
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
 from deployments.http.streaming import EventStream
+from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
+from deployments.replicas.pools import KeptTape
 from engine.errors import NotPermitted
 
 PAGE = Path(__file__).parent / "page"
@@ -64,6 +68,11 @@ class ConsoleFacts(msgspec.Struct, frozen=True):
     configuration: dict[str, Any]
 
 
+class TapeList(msgspec.Struct, frozen=True):
+    tapes: list[KeptTape]
+    """The newest first."""
+
+
 class PageFile:
     """A file of the page, with its headers."""
 
@@ -87,6 +96,7 @@ class ConsoleRoutes:
         self._models, self._telemetry, self._config, self._admin_keys = models, telemetry, config, admin_keys
         self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
         self.engine_hours = EngineHours(models.pools())
+        self.tape_viewer = TapeViewer()
 
     def routes(self) -> list[Route]:
         files = {path.name: PageFile(path).response for path in sorted(PAGE.iterdir())}
@@ -96,17 +106,45 @@ class ConsoleRoutes:
             Route("GET", "/console/state", self.state),
             Route("GET", "/console/facts", self.facts),
             Route("GET", "/console/costs", self.costs),
+            Route("GET", "/console/tapes", self.tapes),
+            Route("GET", "/console/tapes/{name}", self.tape),
         ]
 
     async def state(self) -> Response:
         return EventStream(self._feed.events())
 
     async def costs(self, request: Request) -> Response:
-        if self._admin_keys and key_name(request) not in self._admin_keys:
-            raise NotPermitted("only keys of ingress.admin_keys may see what all keys have used")
+        self._check_admin(request, "see what all keys have used")
         lines, _ = await asyncio.gather(self._telemetry.all_usage(), self.engine_hours.look())
         hours, rates = self.engine_hours.hours, self.engine_hours.prompt_token_s
         return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
+
+    def _check_admin(self, request: Request, what: str) -> None:
+        if self._admin_keys and key_name(request) not in self._admin_keys:
+            raise NotPermitted(f"only keys of ingress.admin_keys may {what}")
+
+    async def tapes(self, request: Request) -> Response:
+        """Return the files of kept tapes on the machines of all replicas."""
+        self._check_admin(request, "see tapes")
+        kept = await asyncio.gather(*(pool.kept_tapes() for pool in self._models.pools().values()))
+        newest_first = sorted({each for some in kept for each in some}, key=lambda each: -each.written_at)
+        return json_response(TapeList(newest_first))
+
+    async def tape(
+        self, request: Request, name: str, engine: str = "", seconds: float | None = None, position: int | None = None
+    ) -> Response:
+        """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
+        have when this name is first asked for."""
+        self._check_admin(request, "see tapes")
+        question = TapeQuestion(engine, seconds, position)
+        answer = await self.tape_viewer.look(name, question, partial(self._file_of_tapes, name))
+        return Response(answer, media_type="application/json")
+
+    async def _file_of_tapes(self, name: str) -> bytes:
+        pools = self._models.pools().values()
+        if name.startswith("now"):
+            return await cluster_tapes(pools, self._telemetry)
+        return max(await asyncio.gather(*(pool.kept_tape(name) for pool in pools)), key=len, default=b"")
 
     async def facts(self) -> Response:
         found = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from deployments.replicas.pools import EnginePool, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import EnginePool, KeptTape, PoolTapes, ReplicaStatus
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
 
@@ -67,6 +67,12 @@ class SharedCall:
 
     async def keep_tapes(self, reason: str) -> None:
         await self._pool.keep_tapes(reason)
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        return await self._pool.kept_tapes()
+
+    async def kept_tape(self, name: str) -> bytes:
+        return await self._pool.kept_tape(name)
 
     def own_tape(self, router: str) -> list[bytes]:
         return self._pool.own_tape(router)

@@ -19,7 +19,7 @@ from deployments.replicas.departure import POLL_INTERVAL_S, Statuses, depart
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.hold_moves import move_holds
 from deployments.replicas.left_tapes import LeftTapes
-from deployments.replicas.pools import PoolTapes
+from deployments.replicas.pools import KeptTape, PoolTapes
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.replica_engines import ReplicaEngines
 from deployments.replicas.scaling_report import ReplicaReport
@@ -132,6 +132,14 @@ class EngineDeployment:
     async def keep_tapes(self, reason: str) -> None:
         """Write the tape of each engine that records one to a file. Raises EngineUnavailable."""
         await self._left_tapes.write((await self.tapes(b"")).engines, reason)
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        """Return the files of kept tapes on this machine."""
+        return await self._left_tapes.files()
+
+    async def kept_tape(self, name: str) -> bytes:
+        """Return the content of such a file; empty if there is none with this name."""
+        return await self._left_tapes.read(name)
 
     async def _warm_start(self, config: EngineConfig) -> None:
         """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.pools import PoolTapes, ReplicaStatus
+from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.choice_log import choice_log
 from deployments.routing.config import Role
@@ -115,17 +115,26 @@ class ServePool:
         await self._tell_all(self._handle, "release_holds", name, client)
 
     async def tapes(self, key: bytes) -> PoolTapes:
-        calls = (ray_compat.broadcast(handle, "tapes", TAPE_TIMEOUT_S, key) for handle in self._all)
-        answers = [answer for some in await asyncio.gather(*calls) for answer in some]
-        found = [answer for answer in answers if isinstance(answer, PoolTapes)]
+        found: list[PoolTapes] = await self._of_all("tapes", key)
         return PoolTapes(
             [tape for tapes in found for tape in tapes.engines], [tape for tapes in found for tape in tapes.routers]
         )
 
     async def keep_tapes(self, reason: str) -> None:
-        await asyncio.gather(
-            *(ray_compat.broadcast(handle, "keep_tapes", TAPE_TIMEOUT_S, reason) for handle in self._all)
-        )
+        await self._of_all("keep_tapes", reason)
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        found = {each for some in await self._of_all("kept_tapes") for each in some}
+        return sorted(found, key=lambda each: -each.written_at)
+
+    async def kept_tape(self, name: str) -> bytes:
+        return max(await self._of_all("kept_tape", name), key=len, default=b"")
+
+    async def _of_all(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of the replicas in all pools that answer."""
+        calls = (ray_compat.broadcast(handle, method, TAPE_TIMEOUT_S, *args) for handle in self._all)
+        answers = [answer for some in await asyncio.gather(*calls) for answer in some]
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def own_tape(self, router: str) -> list[bytes]:
         return self._choices.take(router)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.replicas.pools import ReplicaStatus
+from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import (
@@ -52,6 +53,7 @@ class StagedPool:
     received: int = 0
     more_stats: dict[str, Any] = field(default_factory=dict)  #: of the first decode replica
     prompts: list[list[int]] = field(default_factory=list)  #: of all requests
+    tape_files: list[Path] = field(default_factory=list)
     running: dict[str, str] = field(default_factory=dict)  #: replica by request
     tokens: int = 0
 
@@ -92,6 +94,12 @@ class StagedPool:
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {"prefill": [self._status(PREFILL)], "encode": [self._status(name) for name in self.encode]}
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        return [KeptTape(file.name, file.stat().st_size, 1e9) for file in self.tape_files]
+
+    async def kept_tape(self, name: str) -> bytes:
+        return next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
 
     async def asleep(self) -> bool:
         return False

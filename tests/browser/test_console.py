@@ -15,6 +15,7 @@ from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
 from engine.wire.messages import ExpertStats, HoldStats, SequenceCost, StageStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
+from tests.cluster.cli.tape.taped_engine import record
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
@@ -236,6 +237,18 @@ def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the
         page.close()
 
 
+def test_a_kept_tape_shows_what_the_scheduler_looked_like_at_any_moment(stage, page, tmp_path):
+    stage.pool.tape_files = [record(tmp_path, "engine-1")]
+    page.goto(f"{stage.url}#tapes")
+    page.get_by_role("link", name="engine-1.tape").click()
+    expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)
+    page.get_by_role("slider", name="moment").fill("20")
+    expect(page.get_by_role("heading", name="running: 3")).to_be_visible(timeout=SLOW_MS)
+    expect(page.get_by_role("heading", name=re.compile("^Step .* tokens$"))).to_be_visible()
+    page.get_by_role("button", name="−100").click()
+    expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)
+
+
 def test_a_state_that_is_seen_again_leaves_the_rates_as_they_are(stage, page):
     page.goto(stage.url)
     script = """async () => {
@@ -279,7 +292,7 @@ def test_all_of_it_works_with_the_keyboard_alone(stage, page):
     expect(page.locator(".story tbody tr").first).to_contain_text("the request came")
 
 
-@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration"])
+@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration", "tapes"])
 def test_nothing_is_wider_than_a_phone(stage, page, view):
     page.set_viewport_size({"width": 360, "height": 740})
     stage.pool.token_s = 0.0

@@ -26,7 +26,7 @@ from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import PoolTapes, ReplicaStatus
+from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
@@ -50,12 +50,13 @@ def tokenizer() -> Tokenizer:
 class LocalPool:
     """An EnginePool of one replica in this process.
 
-    sleeps: what it says of a replica that is not there. kept: why it was to keep tapes.
+    sleeps: what it says of a replica that is not there. kept: why it was to keep tapes. tape_files: kept tapes.
     """
 
     def __init__(self, replica: EngineReplica):
         self.sleeps = False
         self.kept: list[str] = []
+        self.tape_files: list[Path] = []
         self._replica = replica
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -83,6 +84,12 @@ class LocalPool:
     async def keep_tapes(self, reason: str) -> None:
         self.kept.append(reason)
 
+    async def kept_tapes(self) -> list[KeptTape]:
+        return [KeptTape(file.name, file.stat().st_size, 0.0) for file in self.tape_files]
+
+    async def kept_tape(self, name: str) -> bytes:
+        return next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
+
     def own_tape(self, router: str) -> list[bytes]:
         return []
 
@@ -98,6 +105,7 @@ class FakeApi:
     replica: EngineReplica
     channel: TokenChannel
     telemetry: Telemetry
+    pool: LocalPool
 
     async def post(self, route: str, **body: Any) -> httpx.Response:
         return await self.client.post(f"/v1/{route}", json=body)
@@ -152,10 +160,10 @@ async def fake_api(
     limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000,
               "ttft_s": None}  # fmt: skip
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
-    models = {}
+    models, pool = {}, LocalPool(replica)
     for name in names:
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
-        parts = text_model or tokenizer(), LocalPool(replica), channel, telemetry
+        parts = text_model or tokenizer(), pool, channel, telemetry
         models[name] = ServedModel(model_info, *parts, images)
     model = models[names[0]]
     app = http_app(models, telemetry, auth, batches, store)
@@ -165,7 +173,7 @@ async def fake_api(
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://fake") as client,
         ):
-            yield FakeApi(client, model, engine, replica, channel, telemetry)
+            yield FakeApi(client, model, engine, replica, channel, telemetry, pool)
     finally:
         engine.stop()
         for task in tasks:

@@ -22,7 +22,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import PoolTapes, ReplicaStatus
+from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
@@ -61,6 +61,12 @@ class Replicas:
         return PoolTapes([], [])
 
     async def keep_tapes(self, reason: str) -> None: ...
+
+    async def kept_tapes(self) -> list[KeptTape]:
+        return []
+
+    async def kept_tape(self, name: str) -> bytes:
+        return b""
 
     def own_tape(self, router: str) -> list[bytes]:
         return []
