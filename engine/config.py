@@ -436,11 +436,7 @@ class EngineConfig:
         "Folder for the tapes of engines that failed, hung or were killed, or whose first tokens were late. Default: "
         "`manta-tapes-UID` in the folder for temporary files.",
     )
-    max_kept_tapes: int = option(
-        8,
-        "Maximum number of files in `tape_dir` of each kind: of engines that failed, of those that ended or hung, of "
-        "late first tokens. The newest stay.",
-    )
+    max_kept_tapes: int = option(8, "Maximum number of files in `tape_dir` for each cause; the newest stay.")
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
         None, "Options for image handoffs, in an engine whose images may be encoded by encode replicas."
