@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from redis.asyncio import Redis
@@ -45,7 +44,7 @@ class RedisStore(KeyValueStore):
         await self._run("delete", key)
 
     async def settled(self) -> None:
-        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - asyncio.get_running_loop().time()))
 
     async def close(self) -> None:
         await self._run("aclose")
@@ -58,7 +57,7 @@ class RedisStore(KeyValueStore):
             self._away = True
             raise self.unavailable(f"{type(error).__name__}: {error}") from error
         if self._away:
-            self._away, self._back_at = False, time.monotonic()
+            self._away, self._back_at = False, asyncio.get_running_loop().time()
         return result
 
 

@@ -335,15 +335,12 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state: free, cached or used."""
-        free, cached = set(self._free), set(self._cached)
-        used = {block for block, count in enumerate(self._ref_counts) if count > 0}
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & cached or free & used or cached & used), "a block is in two states"
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
-        assert min(free | cached | used) >= self._first, "the null block is in use"
-        assert all(self._hash[block] is None for block in free), "a free block has a hash"
-        assert all(self._hash[block] is not None for block in cached), "a cached block has no hash"
+        used = [block for block, count in enumerate(self._ref_counts) if count]
+        found = sorted([*self._free, *self._cached, *used])
+        assert found == [*range(self._first, self._first + self.num_blocks)], "a block is lost, or in two states"
+        assert {self._hash[block] for block in self._free} <= {None}, "a free block has a hash"
+        assert None not in {self._hash[block] for block in self._cached}, "a cached block has no hash"
         hashed = {block_hash: block for block, block_hash in enumerate(self._hash) if block_hash is not None}
         assert hashed == self._by_hash, "hashes and blocks disagree"
         assert all(self._hash[block] is None for block in self._invalid), "an invalid block can be matched"
-        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
+        assert min(self._ref_counts) >= 0, "a reference count is negative"

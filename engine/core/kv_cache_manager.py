@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -264,9 +263,13 @@ class KVCacheManager:
     def check(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every block is free, cached, or held by these requests."""
         self.pool.check()
-        tables = [request.tables[self._group] for request in holders if request.tables]
-        held = Counter(block for table in tables for block in table.held) + self.pool.pinned + self.pool.held
-        assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks are lost"
+        ref_counts = self.pool.ref_counts()
+        for table in [request.tables[self._group] for request in holders if request.tables]:
+            for block in table.held:
+                ref_counts[block] -= 1
+        for block, count in (*self.pool.pinned.items(), *self.pool.held.items()):
+            ref_counts[block] -= count
+        assert not any(ref_counts), "blocks are lost"
 
     def _has(self, block_hash: bytes, below: Below) -> bool:
         return self.pool.has(block_hash) or below(self._group, block_hash)

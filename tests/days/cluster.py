@@ -5,46 +5,33 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import msgspec
 
-from deployments.frontend.admission import Admission, AdmissionLimits
-from deployments.frontend.availability import Availability
-from deployments.frontend.inboxes import Inboxes
-from deployments.frontend.sequence import SequenceContext
-from deployments.observability.stats import IngressStats, ModelStats
-from deployments.observability.timeline import RequestTimelines
 from deployments.replicas.departure import depart
-from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import rebalance
-from deployments.replicas.remote_dispatcher import PoolState
-from deployments.routing.balancer import Balancer
-from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.prompt_digest import PromptDigest, PromptDigester
-from deployments.routing.routing_context import CallOutcome, RoutingContext
-from deployments.routing.stats import RoutingStats
-from deployments.routing.subscriptions import Subscriptions
+from deployments.replicas.remote_dispatcher import PoolState, RemotePool
+from deployments.routing.config import Role
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.server import POLL_MS
-from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import EngineUpdate, GenerateRequest, Notice, PeerPool, TokenBatch
-from engine.wire.remote_request import RemoteRequest
-from tests.days.engine import Engine, Report
+from engine.errors import EngineUnavailable
+from engine.wire.messages import Notice, PeerPool
+from tests.days.engine import Engine
+from tests.days.ingress import Ingress
+from tests.days.keys import Computation
 from tests.days.loop import VirtualLoop
-from tests.days.model import TOKENIZER
 from tests.days.network import Network
+from tests.days.router import PromptPool, Router
+from tests.days.store import Redis
 
 STATUS_TIMEOUT_S = 3.0  # of ServePool
 EXIT_S = 0.2  # of EngineDeployment
 DRAIN_S = 20.0
-BATCH, UPDATE = msgspec.msgpack.Decoder(TokenBatch), msgspec.msgpack.Decoder(EngineUpdate)
 NOTICE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Notice)
 
 
@@ -75,7 +62,13 @@ class Size:
     """To read a block of another engine."""
     stalls: float = 0.01
     """Share of the blocks whose read stalls, for almost as long as a read may."""
+    host: int = 0
+    """Blocks of host memory below the KV cache of each engine."""
+    disk: int = 0
+    """The same on its disk."""
+    tier_ttl_s: float | None = None
 
+    @cache  # noqa: B019 - sizes are few, and small
     def config(self, role: Role) -> EngineConfig:
         return EngineConfig(
             block_size=4,
@@ -98,7 +91,6 @@ class Size:
 class Cluster:
     def __init__(self, loop: VirtualLoop, rng: random.Random, size: Size):
         self.loop, self.rng, self.size = loop, rng, size
-        self.poll_s = POLL_MS / 1000  #: longest wait of an engine's step loop
         self.network = Network(loop, random.Random(rng.getrandbits(64)))
         self.seen = self.network.seen
         self.log: list[str] = []
@@ -110,6 +102,9 @@ class Cluster:
         self.deployments = {"decode": Deployment(self, "decode", size.decode + size.prefill * size.roles)}
         if size.prefill and not size.roles:
             self.deployments["prefill"] = Deployment(self, "prefill", size.prefill)
+        self.redis = Redis(self)
+        self.store_fails = False  #: whether it has been away
+        self.computations: list[Computation] = []  #: of answers with an idempotency key
         self.ingresses = [Ingress(self, f"i{i}") for i in range(size.ingresses)]
 
     def start(self) -> None:
@@ -117,6 +112,24 @@ class Cluster:
             deployment.start()
         if self.size.roles:
             self.deployments["decode"].replicas[0].switch_role()
+
+    async def an_ingress(self, number: int) -> Ingress:
+        """Return the ingress with this number, or another one if it is not up, as a proxy does."""
+        while not (up := [ingress for ingress in self.ingresses if ingress.up]):
+            await asyncio.sleep(0.05)
+        ingress = self.ingresses[number % len(self.ingresses)]
+        return ingress if ingress.up else up[number % len(up)]
+
+    def kill_ingress(self, ingress: Ingress) -> None:
+        """End the process of an ingress, and start another one some time later."""
+        if ingress.up:
+            ingress.die()
+            number = self.ingresses.index(ingress)
+
+            def replace() -> None:
+                self.ingresses[number] = Ingress(self, f"{ingress.node}'")
+
+            self.loop.call_later(self.rng.uniform(1.0, 4.0), replace)
 
     def note(self, what: str) -> None:
         self.log.append(f"{self.loop.time():9.4f} {what}")
@@ -153,7 +166,7 @@ class Replica(EngineControl):
         peers: dict[PeerPool, RemotePool] = {}
         if deployment.role == "decode" and size.prefill:
             pool = deployment if size.roles else cluster.deployments["prefill"]
-            peers["prefill"] = RemotePool(Router(pool, self.node, f"{self.engine_id}>p", "prefill"))
+            peers["prefill"] = PromptPool(Router(pool, self.node, f"{self.engine_id}>p", "prefill"))
         super().__init__(10.0, peers, self.node)
         self.calls: set[asyncio.Task[Any]] = set()
         self.status_to = f"control:{self.engine_id}"
@@ -234,6 +247,20 @@ class Deployment:
         for _ in range(self.num_replicas):
             self._start_one()
 
+    def scale(self, num_replicas: int) -> None:
+        """Start replicas, or let some of them depart."""
+        self.num_replicas = num_replicas
+        self._start_missing()
+        for replica in [replica for replica in self.replicas if not replica.stopping][num_replicas:]:
+            replica.stopping = True
+            replica.tasks.append(asyncio.ensure_future(replica.depart()))
+
+    def _start_missing(self) -> None:
+        there = sum(not replica.stopping for replica in self.replicas) + self._starting
+        for _ in range(self.num_replicas - there):
+            self._starting += 1
+            self.cluster.loop.call_later(self.cluster.rng.uniform(1.0, 4.0), self._replace)
+
     def _start_one(self) -> None:
         replica = Replica(self, self._count)
         self._count += 1
@@ -243,13 +270,13 @@ class Deployment:
 
     def lost(self, replica: Replica) -> None:
         self.replicas.remove(replica)
-        self._starting += 1
-        self.cluster.loop.call_later(self.cluster.rng.uniform(1.0, 4.0), self._replace)
+        self._start_missing()
         self.cluster.loop.call_later(self.cluster.rng.uniform(0.05, 1.0), self.changed)
 
     def _replace(self) -> None:
         self._starting -= 1
-        self._start_one()
+        if sum(not replica.stopping for replica in self.replicas) < self.num_replicas:
+            self._start_one()
 
     def engine_died(self, engine: Engine, reason: str) -> None:
         for replica in self.replicas:
@@ -291,234 +318,3 @@ class Deployment:
 
     async def statuses_of_pool(self) -> list[ReplicaStatus]:
         return await self.statuses("controller")
-
-
-class Router(Subscriptions):
-    """A handle's router, as EngineRouter and Serve are together."""
-
-    def __init__(self, deployment: Deployment, node: str, name: str, role: Role):
-        """role: of the calls."""
-        super().__init__(self._apply)
-        self.deployment, self.cluster = deployment, deployment.cluster
-        cluster, self.node, self.name, self.role = deployment.cluster, node, name, role
-        self.address = f"router:{name}"
-        self.open = True
-        self.replicas: dict[str, Replica] = {}
-        self.balancer = Balancer(
-            RoutingConfig(policy=cluster.size.routing),  # type: ignore[arg-type]
-            role,
-            4,
-            random.Random(cluster.rng.getrandbits(64)),
-        )
-        cluster.addresses[self.address] = node, self._take
-        deployment.routers.append(self)
-        self._renewing = asyncio.ensure_future(self.renew())
-        self.update([r for r in deployment.replicas if not r.stopping])
-
-    def send(self, address: str, message: bytes) -> None:
-        self.cluster.send(self.node, self.name, address, message)
-
-    def forget(self, address: str) -> None:
-        pass
-
-    def close(self) -> None:
-        self.open = False
-        self._renewing.cancel()
-        self.deployment.routers.remove(self)
-
-    def update(self, replicas: Sequence[Replica]) -> None:
-        self.replicas = {replica.engine_id: replica for replica in replicas}
-        self.balancer.keep(self.replicas, asyncio.get_running_loop().time())
-        self.subscribe({name: replica.engine.address for name, replica in self.replicas.items()})
-
-    def _take(self, report: Report) -> None:
-        """Apply an update, and check that no request counts twice: in the load that the engine reports, and as one that
-        is on its way there."""
-        if not self.open:
-            return
-        update, placements = UPDATE.decode(report), self.balancer.placements
-        self.handle(update)
-        placements.check()
-        record = placements.engine(update.engine_id)
-        if record.last_update == update.number:
-            twice = record.pending.keys() & report.live
-            assert not twice, "a router counts a request twice"
-
-    def _apply(self, update: EngineUpdate) -> bool:
-        self.cluster.seen["snapshot" if update.snapshot else "update"] += 1
-        return self.balancer.update(update)
-
-    def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:
-        self.balancer.end(request_id, confirmed=outcome == "answered")
-        if outcome == "lost":
-            self.balancer.mark_unhealthy(engine_id)
-
-    async def call(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
-        """A Serve call, as ServePool._answer sees it."""
-        outcome: CallOutcome = "ended"
-        try:
-            await self._call(requests, context)
-            outcome = "answered"
-        except EngineUnavailable:
-            outcome = "lost"
-            raise
-        finally:
-            context.close(outcome)
-
-    async def _call(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
-        network, loop = self.cluster.network, self.cluster.loop
-        while not self.replicas:
-            await asyncio.sleep(0.05)
-        roles = self.balancer.roles
-        fitting = [name for name in self.replicas if roles.get(name, self.role) == self.role] or list(self.replicas)
-        engines = [name for name in fitting if name not in context.avoid] or fitting
-        decision = self.balancer.choose(context.prompt, engines)
-        context.holder = decision.holder
-        best = decision.engines[0]
-        context.placed(partial(self._end, context.prompt.request_id, best))
-        replica = self.replicas[best]
-        self.cluster.note(f"{self.name}: {requests[0].request_id} to {best}: {decision.reason}")
-        if context.holder is not None and self.role == "decode":
-            requests = [request.with_holder(context.holder) for request in requests]
-        answer: asyncio.Future[None] = loop.create_future()
-        call = Call(self, replica, requests, answer)
-        network.send(self.node, replica.node, f"call {self.name}", call.arrive)
-        try:
-            await answer
-        except asyncio.CancelledError:
-            network.send(self.node, replica.node, f"call {self.name}", call.cancel)
-            raise
-        except EngineUnavailable:
-            if not replica.up and self.open:  # Serve's router notices a dead actor when its call fails
-                self.update([other for other in self.replicas.values() if other is not replica])
-            raise
-
-
-class Call:
-    """One call of a replica's method."""
-
-    def __init__(self, router: Router, replica: Replica, requests: list[EncodedRequest], answer: asyncio.Future[None]):
-        self._router, self._replica, self._requests, self._answer = router, replica, requests, answer
-        self._task: asyncio.Task[None] | None = None
-        self._cancelled = False
-        self._watch()
-
-    def _watch(self) -> None:
-        """The caller learns that the replica's process is gone, at some time."""
-        if not self._answer.done():
-            if self._replica.up:
-                self._router.cluster.loop.call_later(0.25, self._watch)
-            else:
-                delay_s = self._router.cluster.rng.uniform(0.0, 0.7)
-                self._router.cluster.loop.call_later(delay_s, self._settle, EngineUnavailable("the replica is gone"))
-
-    def arrive(self) -> None:
-        if self._replica.up and not self._cancelled:
-            self._task = asyncio.ensure_future(self._replica.run_requests(self._requests))
-            self._replica.calls.add(self._task)
-            self._task.add_done_callback(self._done)
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._replica.calls.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, ServingError):
-            self._router.cluster.loop.fail(error)
-        if self._replica.up and not task.cancelled():
-            router = self._router
-            router.cluster.network.send(self._replica.node, router.node, f"answer {router.name}", self._settle, error)
-
-    def _settle(self, error: BaseException | None) -> None:
-        if not self._answer.done():
-            if error is None:
-                self._answer.set_result(None)
-            else:
-                self._answer.set_exception(error)
-
-
-class RemotePool:
-    """As ServeRemotePool."""
-
-    def __init__(self, router: Router):
-        self.routing, self.router, self._prompts = RoutingStats(), router, PromptDigester(4)
-
-    async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
-        prompt = self._prompts.digest(remote_request.handoff_id, remote_request.token_ids, remote_request.cache_salt)
-        context = RoutingContext(prompt, self.routing, avoid=avoid, role="prefill")
-        await self.router.call([EncodedRequest.of(remote_request)], context)
-
-    async def statuses(self) -> list[ReplicaStatus]:
-        return await self.router.deployment.statuses(self.router.node)
-
-    async def state(self) -> PoolState:
-        return self.router.deployment.state()
-
-
-class Pool:
-    """As ServePool."""
-
-    def __init__(self, router: Router):
-        self.routing, self.router, self._prompts = RoutingStats(), router, PromptDigester(4)
-
-    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
-        first = requests[0]
-        prompt: PromptDigest = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
-        context = RoutingContext(prompt, self.routing, avoid, first.model)
-        await self.router.call([EncodedRequest.of(request) for request in requests], context)
-
-    async def statuses(self) -> list[ReplicaStatus]:
-        found = await self.router.deployment.statuses(self.router.node)
-        if not found:
-            raise EngineUnavailable("no replica is up and healthy")
-        return found
-
-    async def asleep(self) -> bool:
-        return False
-
-    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        return {}
-
-
-class TokenInboxes(Inboxes):
-    def __init__(self, cluster: Cluster, node: str, stats: IngressStats):
-        super().__init__(stats)
-        self._cluster, self._node = cluster, node
-        self.address = f"tokens:{node}"
-        cluster.addresses[self.address] = node, lambda data: self.dispatch(BATCH.decode(data))
-
-    def send(self, address: str, message: bytes) -> None:
-        self._cluster.send(self._node, self.address, address, message)
-
-
-class Ingress:
-    def __init__(self, cluster: Cluster, node: str):
-        self.node, size = node, cluster.size
-        self.stats, self.ingress_stats = ModelStats(), IngressStats(node)
-        self.inboxes = TokenInboxes(cluster, node, self.ingress_stats)
-        self.router = Router(cluster.deployments["decode"], node, f"{node}>d", "decode")
-        limits = AdmissionLimits(
-            max_num_seqs=size.max_num_seqs,
-            num_engines=size.decode,
-            num_ingresses=size.ingresses,
-            max_waiting=size.max_waiting,
-            max_waiting_tokens=10_000,
-        )
-        pool: Any = Pool(self.router)
-        self.admission = Admission(pool, limits, self.stats, Availability("m"))
-        self.context = SequenceContext(
-            model="m",
-            tokenizer=TOKENIZER,
-            channel=self.inboxes,
-            pool=pool,
-            admission=self.admission,
-            stats=self.stats,
-            timelines=RequestTimelines(node),
-            max_replays=3,
-        )
-
-
-__all__ = ["Cluster", "Counter", "Overloaded", "Size"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import msgspec
 
 from deployments.frontend.generation import TIMEOUT_GRACE_S, LiveGeneration
 from deployments.frontend.retry import TokensLost
+from deployments.jobs import job as job_module
 from deployments.routing.prefix_index import block_keys
 from engine.core.request import State
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
@@ -23,9 +25,12 @@ from engine.wire import timeline
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.days.cluster import Cluster, Ingress, Replica, Size
+from tests.days.cluster import Cluster, Replica, Size
+from tests.days.ingress import Ingress
+from tests.days.keys import Computation, KeyedClient, check_jobs
 from tests.days.loop import VirtualLoop
 from tests.days.model import alone
+from tests.days.tiers import check_content
 
 FEW = 0.05  # share of datagrams that may be lost without anybody noticing, since each is repeated some five times
 SETTLE_S = 20.0  # after the last request: longer than a lease
@@ -47,17 +52,24 @@ THEMES = (
     ("lose updates", "lose updates", "slow answers", "slow answers", "freeze"),
     ("reset cache", "reset cache", "move", "freeze"),
     ("switch role", "switch role", "switch role", "move", "pause", "kill node"),
+    ("kill ingress", "kill ingress", "kill engine", "move"),
+    ("kill ingress", "store away", "store away", "kill node"),
+    ("scale", "scale", "move", "kill node", "pause"),
+    ("suspend",),
+    ("suspend", "suspend", "move", "kill replica"),
 )  # fmt: skip
 
 
 # losses of tokens or engines
-LOSSES = ("kill engine", "kill replica", "kill node", "pause", "freeze", "cut", "lose tokens", "drain")
+LOSSES = ("kill ingress", "kill engine", "kill replica", "kill node", "pause", "freeze", "suspend", "cut",
+          "lose tokens", "drain", "scale")  # fmt: skip
 # moments at which a fault may strike, as soon as one of the engines is there
 MOMENTS = {
     "kill engine": ("reads", "leases"),
     "kill node": ("reads", "leases"),
     "pause": ("reads", "leases"),
     "freeze": ("reads", "reads", "leases"),
+    "suspend": ("reads", "reads", "reads"),
     "cut": ("reads", "leases"),
     "datagrams": ("reads",),
     "move": ("runs",),
@@ -73,7 +85,8 @@ WATCH_S = 0.1  # between two looks at the queues of the ingresses
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client asks for. leaves_after: seconds; None if it waits for the end. slow_s: between two looks."""
+    """What a client asks for. leaves_after: seconds; None if it waits for the end. slow_s: between two looks. key: the
+    idempotency key, with which it connects again after it has left."""
 
     at: float
     ingress: int
@@ -81,6 +94,7 @@ class Ask:
     requests: tuple[GenerateRequest, ...]
     leaves_after: float | None = None
     slow_s: float = 0.0
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,7 @@ class Day:
     @classmethod
     def of(cls, seed: int) -> Day:
         rng = random.Random(seed)
+        mood, kinds = rng.random(), rng.choice(THEMES)
         size = Size(
             ingresses=rng.choice([1, 2, 2]),
             decode=rng.choice([1, 2, 2, 3]),
@@ -129,18 +144,26 @@ class Day:
             lease_s=rng.choice([10.0, 1.0, 0.3]),
             block_s=rng.choice([0.0005, 0.004, 0.03]),
             stalls=rng.choice([0.01, 0.01, 0.2]),
+            host=rng.choice([0, 0, 0, 6, 30]),
+            disk=rng.choice([0, 0, 0, 20, 200]),
+            tier_ttl_s=rng.choice([None, None, 3.0]),
         )
         if size.prefill and rng.random() < 0.2:
             size = replace(size, roles=True)
+        if "suspend" in kinds:  # it matters while reads outlive leases
+            lease_s = rng.choice([1.0, 0.3])
+            size = replace(size, prefill=size.prefill or 1, policy="always", lease_s=lease_s, block_s=0.03, stalls=0.2)
         length_s = rng.choice([2.0, 6.0, 15.0])
         longest = rng.choice([40, 60])
         prefixes = [tuple(rng.randrange(1, 64) for _ in range(rng.randrange(0, longest))) for _ in range(3)]
         asks = tuple(_ask(rng, i, length_s, prefixes, size) for i in range(rng.choice([6, 15, 30])))
-        mood, kinds = rng.random(), rng.choice(THEMES)
+        if "kill ingress" in kinds:
+            asks = tuple(other for ask in asks for other in _keyed(rng, ask))
         calm, lossy = mood < 0.15, 0.15 <= mood < 0.3
         if lossy:
             kinds = ("move", "move", "move", "reset cache", "switch role")
-        faults = tuple(_fault(rng, asks, kinds, size) for _ in range(0 if calm else rng.choice([2, 6, 12])))
+        count = 0 if calm else rng.choice([12, 24]) if lossy else rng.choice([2, 6, 12])
+        faults = tuple(_fault(rng, asks, kinds, size) for _ in range(count))
         loss, repeats = rng.choice([0.0, 0.0, 0.02, 0.3]), rng.choice([0.0, 0.05, 0.3])
         if calm:
             return cls(seed, size, asks, (), 0.0, repeats, 0.01)
@@ -169,12 +192,13 @@ class Day:
 def _fault(rng: random.Random, asks: tuple[Ask, ...], kinds: tuple[str, ...], size: Size) -> Fault:
     kind = rng.choice(kinds)
     lease_s = rng.uniform(0.5, 3.0) * size.lease_s  # some faults just outlive a lease
+    seconds = rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16), min(16.0, lease_s)])
     return Fault(
         rng.choice(asks).at + rng.uniform(0, 80 * size.step_s),
         kind,
         rng.randrange(100),
         rng.randrange(100),
-        rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16), min(16.0, lease_s)]),
+        lease_s if kind == "suspend" else seconds,
         rng.choice(["", *MOMENTS.get(kind, ())]),
     )
 
@@ -219,6 +243,22 @@ def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[
     )
 
 
+def _keyed(rng: random.Random, ask: Ask) -> list[Ask]:
+    """Give most requests an idempotency key, and send some of them twice."""
+    if rng.random() < 0.3:
+        return [ask]
+    requests = tuple(
+        msgspec.structs.replace(request, timeout_s=None if request.timeout_s is None else 60.0)
+        for request in ask.requests
+    )
+    leaves_after = rng.choice([None, rng.uniform(0.0, 2.0)])
+    first = replace(ask, requests=requests, key=f"k{requests[0].request_id}", leaves_after=leaves_after, slow_s=0.0)
+    if rng.random() < 0.5:
+        return [first]
+    late_s = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 5)])
+    return [first, replace(first, at=ask.at + late_s, ingress=ask.ingress + 1, client="w")]
+
+
 def _predicted(rng: random.Random, max_model_len: int, request: GenerateRequest) -> GenerateRequest:
     """Give some requests a prediction of their output, from which tokens are drafted."""
     if rng.random() < 0.6:
@@ -253,7 +293,11 @@ def run(day: Day) -> Outcome:
     """Live through a day."""
     loop, outcome = VirtualLoop(), Outcome()
     asyncio.set_event_loop(loop)
-    with mock.patch.object(timeline, "time", SimpleNamespace(time=loop.time)):
+    gc.disable()  # a day is short
+    with (
+        mock.patch.object(timeline, "time", SimpleNamespace(time=loop.time)),
+        mock.patch.object(job_module, "LiveGeneration", Computation),
+    ):
         world = World(loop, day, outcome)
         try:
             loop.run_until(asyncio.ensure_future(world.live(), loop=loop))
@@ -268,6 +312,7 @@ def run(day: Day) -> Outcome:
             _end(loop)
             asyncio.set_event_loop(None)
             loop.close()
+            gc.enable()
     return outcome
 
 
@@ -286,6 +331,7 @@ class World:
     def __init__(self, loop: VirtualLoop, day: Day, outcome: Outcome):
         self.loop, self.day, self.outcome = loop, day, outcome
         self.cluster: Cluster | None = None
+        self._alone: dict[tuple[str, str], tuple[list[int], str, str]] = {}
 
     async def live(self) -> None:
         rng = random.Random(self.day.seed + 1)
@@ -295,7 +341,10 @@ class World:
         cluster.network.busy = self.day.busy
         cluster.only_losses = self.day.only_losses
         cluster.start()
-        clients = [asyncio.ensure_future(self._client(ask)) for ask in self.day.asks]
+        clients = [
+            asyncio.ensure_future(KeyedClient(self, ask).live() if ask.key else self._client(ask))
+            for ask in self.day.asks
+        ]
         watch = asyncio.ensure_future(self._watch())
         for fault in self.day.faults:
             self.loop.call_at(fault.at, self._strike, fault)
@@ -308,12 +357,22 @@ class World:
         watch.cancel()
         cluster.network.loss = cluster.network.repeats = cluster.network.busy = 0.0
         await asyncio.sleep(max(0.0, self.day.last_at - self.loop.time()))
-        cluster.poll_s = 1.0
         forgets = self.day.seed % 8 == 0
         await asyncio.sleep(SETTLE_S + FORGET_S * forgets)
         self._check_that_nothing_is_left(forgets)
         if self.day.is_calm:
             self._check_that_nothing_failed()
+
+    def rng_of(self, ask: Ask) -> random.Random:
+        """Return random numbers that do not depend on other requests."""
+        return random.Random(f"{self.day.seed} {ask.key} {ask.client} {ask.at}")
+
+    def alone(self, name: str, request: GenerateRequest) -> tuple[list[int], str, str]:
+        """Return what `alone` does, computed once. name: of the request."""
+        key = name, request.request_id
+        if key not in self._alone:
+            self._alone[key] = alone(request, self.day.size.max_model_len)
+        return self._alone[key]
 
     async def _watch(self) -> None:
         while True:
@@ -323,7 +382,7 @@ class World:
     def _check_queues(self) -> None:
         """Check that no request waits in an ingress that may send it."""
         assert self.cluster is not None
-        for ingress in self.cluster.ingresses:
+        for ingress in [ingress for ingress in self.cluster.ingresses if ingress.up]:
             queue = ingress.admission._queue
             waits = queue.num_waiting and queue.num_running < queue.window
             assert not waits, "a request waits although it may start"
@@ -333,23 +392,26 @@ class World:
     async def _client(self, ask: Ask) -> None:
         assert self.cluster is not None
         await asyncio.sleep(ask.at)
-        ingress = self.cluster.ingresses[ask.ingress]
+        ingress = await self.cluster.an_ingress(ask.ingress)
         name, began = ask.requests[0].request_id, self.loop.time()
         requests = [_addressed(request, ingress) for request in ask.requests]
         with_errors: ServingError | None = None
-        listening = asyncio.ensure_future(self._listen(ask, requests, ingress))
-        with suppress(asyncio.CancelledError):
-            try:
-                await asyncio.wait_for(listening, ask.leaves_after)
-                return
-            except TimeoutError:
-                self.cluster.note(f"client of {name} has left")
-                self.cluster.seen["client left"] += 1
-                if self.day.is_calm:
-                    await self._check_that_it_ends({request.request_id for request in requests})
-                return
-            except ServingError as error:
-                with_errors = error
+        listening = ingress.handle(self._listen(ask, requests, ingress))
+        try:
+            await asyncio.wait_for(listening, ask.leaves_after)
+            return
+        except TimeoutError:
+            self.cluster.note(f"client of {name} has left")
+            self.cluster.seen["client left"] += 1
+            if self.day.is_calm:
+                await self._check_that_it_ends({request.request_id for request in requests})
+            return
+        except asyncio.CancelledError:
+            assert not ingress.up, f"{name} is cancelled"
+            self.cluster.seen["a client loses its ingress"] += 1
+            return
+        except ServingError as error:
+            with_errors = error
         self.cluster.note(f"{name} ends with {with_errors!r}")
         self.cluster.seen[f"ended {type(with_errors).__name__}"] += 1
         waited = self.loop.time() - began
@@ -411,6 +473,9 @@ class World:
         finally:
             await chunks.aclose()
         assert len(ended) == len(requests), "a request ended without an end"
+        usage = generation.usage
+        assert usage.completion_tokens == sum(map(len, tokens)), "a request pays for other tokens than it has got"
+        assert usage.cached_tokens <= usage.prompt_tokens, "more tokens of a prompt were cached than it has"
         assert self.cluster is not None
         self.cluster.note(f"{requests[0].request_id} ends: {ended[0]}, {len(tokens[0])} tokens")
         self.cluster.seen["ended well"] += 1
@@ -433,6 +498,11 @@ class World:
         cluster.seen[f"fault {fault.kind}{fault.moment and ' while it '}{fault.moment}"] += 1
         engine, later = replica.engine, cluster.loop.call_later
         match fault.kind:
+            case "kill ingress":
+                cluster.kill_ingress(ingress)
+            case "store away":
+                cluster.store_fails = True
+                cluster.redis.go_away(fault.seconds, forgets=fault.number % 2 == 0)
             case "kill engine":
                 cluster.engine_ended(engine, "rank 0 died")
             case "kill replica":
@@ -443,6 +513,12 @@ class World:
             case "pause" | "freeze":
                 engine.pause(reads_go_on=fault.kind == "freeze")
                 later(fault.seconds, engine.resume)
+            case "suspend":
+                engine.pause(reads_go_on=True)
+                later(fault.seconds, engine.resume)
+                now, lease_s = self.loop.time(), cluster.size.lease_s
+                start = now + fault.other / 200 * lease_s
+                cluster.network.deafen(replica.node, start, now + fault.seconds + fault.number / 50 * lease_s)
             case "cut":
                 node = ingress.node if replica is other else other.node
                 if fault.moment:
@@ -474,6 +550,9 @@ class World:
             case "drain":
                 if not replica.stopping:
                     replica.tasks.append(asyncio.ensure_future(replica.depart()))
+            case "scale":
+                if not cluster.size.roles:
+                    replica.deployment.scale(1 + fault.number % 3)
             case "reset cache":
                 with suppress(EngineUnavailable):
                     replica.reset_prefix_cache()
@@ -482,7 +561,10 @@ class World:
 
     def _check_that_nothing_is_left(self, forgotten: bool) -> None:
         assert self.cluster is not None
+        check_jobs(self.cluster)
         for ingress in self.cluster.ingresses:
+            _nothing(f"{ingress.node}: handlers", ingress.tasks)
+            _nothing(f"{ingress.node}: jobs", ingress.jobs._live)
             _nothing(f"{ingress.node}: inboxes", ingress.inboxes._inboxes)
             _nothing(f"{ingress.node}: engines of requests", ingress.inboxes._working)
             _nothing(f"{ingress.node}: admitted", ingress.admission.num_running + ingress.admission.num_waiting)
@@ -502,6 +584,7 @@ class World:
                 if not replica.engine.alive or replica.engine.paused:
                     continue
                 core.scheduler.check()
+                assert sum(core.ledger.ns.values()) == core.ledger.wall_ns, "time is lost"
                 _nothing(f"{name}: work", core.scheduler.has_work)
                 _nothing(f"{name}: live requests", core.scheduler.queue.live)
                 _nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)
@@ -511,6 +594,7 @@ class World:
                 _nothing(f"{name}: opened handoffs", core.scheduler.handoffs._opened_at)
                 _nothing(f"{name}: deltas", replica.engine.endpoint._deltas)
                 _nothing(f"{name}: ended", replica.engine.endpoint._ended)
+                check_content(replica.engine)
                 for block, key in enumerate(core.scheduler.kv_cache.pool._hash):
                     if key is not None:
                         kv = replica.engine.runner.content(block)
@@ -518,7 +602,8 @@ class World:
                 for router in [] if replica.stopping else deployment.routers:
                     record = router.balancer.placements.engine(name)
                     _nothing(f"{router.name}: load of {name}", record.load.sequences + record.load.queued_tokens)
-                    there = set(block_keys(b"".join(core.scheduler.kv_cache.pool.block_hashes())))
+                    names = [*core.scheduler.kv_cache.pool.block_hashes(), *core.scheduler.offloading.hashes.all()]
+                    there = set(block_keys(b"".join(names)))
                     _nothing(f"{router.name}: blocks of {name}", there ^ record.prefixes.stored.to_set())
                 protocol = channel.endpoint._protocol
                 _nothing(f"{name}: decode handoffs", protocol.decode_handoffs)

@@ -22,6 +22,7 @@ from engine.core.features.block_events import NoKVEvents
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.core.features.kv_offloading import NoOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
@@ -33,7 +34,6 @@ from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import NoMoves
 from engine.errors import EngineUnavailable
-from engine.kv_offload.group_tiers import NoTiers
 from engine.kv_transfer.endpoint import HandoffEndpoint
 from engine.kv_transfer.protocol.messages import (
     Attach,
@@ -55,6 +55,7 @@ from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
 from tests.days.grammars import Grammars, Pauses
 from tests.days.model import EOS, VOCAB, Runner, StepClock, chain
+from tests.days.tiers import NoModelledTiers, Tiers, make_offloading
 
 if TYPE_CHECKING:
     from tests.days.cluster import Cluster
@@ -78,10 +79,11 @@ class Names(BlockObserver):
         self._named_kv, self._size = named_kv, size
 
     def describe(self, request: Request, first: int, end: int) -> None:
-        if first < end:
-            kv = chain(request.tokens[: end * self._size])
-            for index, name in enumerate(request.hashes(end, self._size)[:end]):
-                self._named_kv[name] = kv[index * self._size : (index + 1) * self._size]
+        size, named_kv = self._size, self._named_kv
+        names = request.hashes(end, size) if first < end else []
+        for index in range(first, end):
+            before = named_kv[names[index - 1]][-1] if index else 0
+            named_kv[names[index]] = chain(request.tokens[index * size : (index + 1) * size], before)
 
 
 @dataclass(eq=False)
@@ -139,11 +141,14 @@ class Engine:
             policy = RemotePrefillPolicy(handoff, times.by_tokens, self.channel.quarantined)
         role: Role | None = "decode" if policy and handoff.switch_roles else None
         handoffs = HandoffManager(policy, self.channel.peer, "print", role)
+        offloading = make_offloading(cluster.size, kv_cache, times, clock)
+        self.tiers = NoModelledTiers() if isinstance(offloading, NoOffloading) else Tiers(self)
         fetching = None
         if handoff.enable_prefix_fetching and handoff.role != "prefill":
             fetching = KVFetching(
                 kv_cache,
                 handoffs,
+                offloading,
                 peer=self.channel.peer,
                 times=times,
                 timeout_s=handoff.fetch_timeout_s,
@@ -160,6 +165,7 @@ class Engine:
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
+            offloading=offloading,
             fetching=fetching,
             speculation=speculation,
             token_limits=[MicroBatches(stages)] if stages > 1 else [],
@@ -174,10 +180,16 @@ class Engine:
             scheduler=scheduler,
             grammars=Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
             step_times=times,
-            ledger=CostLedger(times, [kv_cache.pool], [size * 1000], clock.monotonic()),
+            ledger=CostLedger(
+                times,
+                [kv_cache.pool],
+                [size * 1000],
+                clock.monotonic(),
+                [usage for tier in offloading.tiers for usage in tier.usages],
+            ),
             adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
             experts=NoMoves(),
-            tiers=NoTiers(),
+            tiers=self.tiers,  # type: ignore[arg-type]
             kv_events=NoKVEvents(),
             kv_workers=ExitStack(),
             broadcaster=NoBroadcaster(),
@@ -215,20 +227,26 @@ class Engine:
         self._turn = None
         if not self.alive or self.paused:
             return
-        was_idle = self.core.idle and not self.inbox
+        news = bool(self.inbox or self.channel.endpoint._events or self.tiers.answered)
+        core, before = self.core, self._progress()
         try:
             while self.inbox:
                 self.endpoint.handle(COMMAND.decode(self.inbox.popleft()))
-            self.endpoint.send(self.core.step())
+            events = core.step()
+            self.endpoint.send(events)
         except EngineUnavailable as error:
             self.cluster.note(f"{self.engine_id} ends: {error}")
             self.cluster.seen["an engine ends itself"] += 1
             self.cluster.engine_ended(self, str(error))
             return
-        if not (was_idle and self.core.idle):
-            self.core.scheduler.check()
+        if news or events or self._progress() != before:
+            core.scheduler.check()
         self._released, self._release_at = False, self.loop.time() + self.clock.lead
         self.loop.call_at(self._release_at, self._release)
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Return what changes with every step that does something, besides what comes from outside."""
+        return self.core._num_launched, len(self.core._in_flight), len(self.core._reserved)
 
     def _release(self) -> None:
         """The world has caught up."""
@@ -240,8 +258,9 @@ class Engine:
         for send in outbox:
             send()
         if self.core.idle and not self.inbox:
+            due_s = self.endpoint._status_due - self.clock.monotonic()  # at other times, nothing would happen
             wait_s = self.endpoint.wait_s()
-            self._schedule(max(WAKE_S, self.cluster.poll_s if wait_s is None else min(self.cluster.poll_s, wait_s)))
+            self._schedule(max(WAKE_S, due_s if wait_s is None else min(due_s, wait_s)))
         else:
             self._schedule(WAKE_S)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.machinery
 import logging
 import subprocess
@@ -47,7 +48,7 @@ ROWS = [
     ("a cancelled call does not reach the engine", "deployments/replicas/engine_control.py", "        except asyncio.CancelledError:\n            self.send(request.cancel)\n            raise", "        except asyncio.CancelledError:\n            raise"),
     ("a request that leaves the queue keeps its place", "engine/fairness/fair_queue.py", "            client.num_running -= 1\n            self.num_running -= queued.sequences", "            client.num_running -= 1"),
     ("the ingress's queue never looks at its engines again", "deployments/frontend/admission.py", "            self._queue.leave(queued)\n            self._start()", "            self._queue.leave(queued)"),
-    ("a router counts a request twice after a lost update", "engine/core/serving/kv_events.py", "            admitted=list(live),\n", "            admitted=list(self._prefilling),\n"),
+    ("a router counts a request twice after a lost update", "engine/core/serving/kv_events.py", "            admitted=list(live),\n", "            admitted=[],\n"),
     ("a placement stays after its request", "deployments/routing/placements.py", "        reports = self.records[placement.engine].last_update is not None and request_id not in self._missed\n", "        reports = self.records[placement.engine].last_update is not None\n"),
 ]  # fmt: skip
 FAULTS = [Fault(*row, ()) for row in ROWS]
@@ -69,17 +70,18 @@ def plant(fault: Fault) -> None:
 
 
 def hunt(fault: Fault, days: int) -> str:
-    """Return which day finds a fault, and how."""
+    """Return which day finds a fault, after how much CPU time, and how."""
     plant(fault)
     from tests.days.day import Day, run
 
     logging.disable(logging.CRITICAL)
-    began = time.monotonic()
+    gc.freeze()
+    began = time.process_time()
     for seed in range(days):
         outcome = run(Day.of(seed))
         if outcome.error is not None:
-            return f"seed {seed} | {time.monotonic() - began:.1f} s | {outcome.kind}"
-    return f"not found in {days} days | {time.monotonic() - began:.1f} s |"
+            return f"seed {seed} | {time.process_time() - began:.1f} s | {outcome.kind}"
+    return f"not found in {days} days | {time.process_time() - began:.1f} s |"
 
 
 def main() -> None:

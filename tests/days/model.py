@@ -25,9 +25,9 @@ def link(kv: int, token: int) -> int:
     return mixed ^ mixed >> 29
 
 
-def chain(tokens: list[int]) -> list[int]:
-    """Return the KV of these tokens."""
-    found, kv = [], 0
+def chain(tokens: list[int], kv: int = 0) -> list[int]:
+    """Return the KV of these tokens. kv: that of the token before them."""
+    found = []
     for token in tokens:
         found.append(kv := link(kv, token))
     return found

@@ -11,6 +11,7 @@ from tests.days.loop import VirtualLoop
 
 MIN_S, MAX_S = 0.0002, 0.003  # usual delay of a message
 BUSY_S = 0.6  # longest delay of an answer of a busy replica
+DEAF = 0.9  # share of the datagrams that a node loses for a while
 LATE = 0.01  # share of other messages that take up to `late_s`
 
 
@@ -28,6 +29,7 @@ class Network:
         self._cut: dict[frozenset[str], float] = {}  # two nodes -> until when they do not hear each other
         self._broken: dict[tuple[str, str, str], float] = {}  # connections that lose messages -> until when
         self._slow: dict[tuple[str, str, str], float] = {}  # connections whose messages do not arrive -> until when
+        self._deaf: dict[str, tuple[float, float]] = {}  # node -> from when and until when it loses most datagrams
         self.loss = self.repeats = 0.0  #: shares of datagrams
         self.busy = 0.0  #: share of the reports to routers that a full queue drops, and of the answers that are late
         self.late_s, self.late = 1.0, LATE  #: longest delay, and the share of datagrams that are late
@@ -42,6 +44,14 @@ class Network:
     def stop_link(self, source: str, target: str, kind: str, seconds: float) -> None:
         """Let what is sent meanwhile arrive only then."""
         self._slow[source, target, kind] = self._loop.time() + seconds
+
+    def deafen(self, node: str, start: float, end: float) -> None:
+        """Let most datagrams from and to a node get lost meanwhile, as when a machine moves to another host."""
+        self._deaf[node] = start, end
+
+    def _is_deaf(self, *nodes: str) -> bool:
+        spans = [self._deaf.get(node, (0.0, 0.0)) for node in nodes]
+        return any(start <= self._loop.time() < end for start, end in spans) and self._rng.random() < DEAF
 
     def healed_at(self, a: str, b: str) -> float:
         """Return when two nodes hear each other again, or a time that has passed."""
@@ -67,7 +77,7 @@ class Network:
 
     def datagram(self, source: str, target: str, call: Callable[..., Any], *args: Any) -> None:
         now = self._loop.time()
-        if self.healed_at(source, target) > now or self._rng.random() < self.loss:
+        if self.healed_at(source, target) > now or self._rng.random() < self.loss or self._is_deaf(source, target):
             self.seen["lost datagram"] += 1
             return
         self._loop.call_at(now + self.delay(self.late), call, *args)

@@ -105,7 +105,10 @@ class KVEventPublisher:
 
     def _changes(self, load: EngineLoad, held: bytes | None) -> EngineUpdate:
         self._number += 1
-        stored, removed = self._blocks.take()
+        stored, evicted = self._blocks.take()
+        removed = self._below.gone(evicted)
+        gone = set(removed)
+        stored += [each for each in evicted if each not in gone]  # in a tier; it may have come since the last update
         admitted, self._admitted = self._admitted, []
         prefilled, self._prefilled = self._prefilled, []
         return EngineUpdate(
@@ -114,7 +117,7 @@ class KVEventPublisher:
             snapshot=False,
             load=load,
             stored=b"".join(stored),
-            removed=b"".join(self._below.gone(removed)),
+            removed=b"".join(removed),
             admitted=admitted,
             prefilled=prefilled,
             held=held,

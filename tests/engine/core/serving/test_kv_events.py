@@ -15,6 +15,7 @@ from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
+from tests.fake_tiers import TierHarness
 
 
 def split(hashes: bytes) -> list[bytes]:
@@ -251,3 +252,17 @@ def test_holds_are_told_when_they_begin_and_end_and_to_those_who_come_late():
     assert [update.held for update in harness.send(late, after_s=0)] == [end]
     harness.scheduler.holds.clear()
     assert [update.held for update in harness.send(early)] == [b""]
+
+
+def test_a_block_that_has_come_and_gone_since_the_last_update_is_announced_if_a_tier_has_it():
+    """Seed 10 of tests.days."""
+    harness, reader = TierHarness(num_blocks=8, max_model_len=32, disk_blocks=100), Reader("r")
+    events = KVEventPublisher("e", harness.scheduler)
+    events.subscribe(Subscribe("r", resync=True), 0.0)
+    assert all(reader.take(update) for update, _ in events.messages(0.0))
+    harness.add("first", list(range(1, 21)), max_tokens=4)
+    harness.run()
+    harness.drain()
+    harness.scheduler.kv_cache.clear_cache()
+    assert all(reader.take(update) for update, _ in events.messages(UPDATE_PERIOD_S))
+    assert reader.hashes == set(harness.offloading.hashes.all()) != set()

@@ -1,0 +1,118 @@
+"""Ingresses of a simulated cluster: admission, inboxes, retries and jobs. They can die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.frontend.admission import Admission, AdmissionLimits
+from deployments.frontend.availability import Availability
+from deployments.frontend.inboxes import Inboxes
+from deployments.frontend.sequence import SequenceContext
+from deployments.jobs.jobs import Jobs
+from deployments.observability.stats import IngressStats, ModelStats
+from deployments.observability.timeline import RequestTimelines
+from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.pools import ReplicaStatus
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
+from deployments.routing.routing_context import RoutingContext
+from deployments.routing.stats import RoutingStats
+from engine.errors import EngineUnavailable
+from engine.wire.messages import GenerateRequest, PeerPool, TokenBatch
+from tests.days.keys import TTL_S
+from tests.days.model import TOKENIZER
+from tests.days.router import Router
+from tests.days.store import open_store
+
+if TYPE_CHECKING:
+    from tests.days.cluster import Cluster
+
+BATCH = msgspec.msgpack.Decoder(TokenBatch)
+
+
+class Pool:
+    """As ServePool."""
+
+    def __init__(self, router: Router):
+        self.routing, self.router, self._prompts = RoutingStats(), router, PromptDigester(4)
+
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
+        first = requests[0]
+        prompt: PromptDigest = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
+        context = RoutingContext(prompt, self.routing, avoid, first.model)
+        await self.router.call([EncodedRequest.of(request) for request in requests], context)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        found = await self.router.deployment.statuses(self.router.node)
+        if not found:
+            raise EngineUnavailable("no replica is up and healthy")
+        return found
+
+    async def asleep(self) -> bool:
+        return False
+
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
+
+
+class TokenInboxes(Inboxes):
+    def __init__(self, ingress: Ingress, stats: IngressStats):
+        super().__init__(stats)
+        self.ingress, self.address = ingress, f"tokens:{ingress.node}"
+        ingress.cluster.addresses[self.address] = ingress.node, lambda data: self.dispatch(BATCH.decode(data))
+
+    def send(self, address: str, message: bytes) -> None:
+        if self.ingress.up:
+            self.ingress.cluster.send(self.ingress.node, self.address, address, message)
+
+
+class Ingress:
+    """The process of one ingress."""
+
+    def __init__(self, cluster: Cluster, node: str):
+        self.cluster, self.node, self.up, size = cluster, node, True, cluster.size
+        self.tasks: set[asyncio.Task[Any]] = set()  #: handlers of requests
+        self.stats, self.ingress_stats = ModelStats(), IngressStats(node)
+        self.inboxes = TokenInboxes(self, self.ingress_stats)
+        self.router = Router(cluster.deployments["decode"], node, f"{node}>d", "decode")
+        limits = AdmissionLimits(
+            max_num_seqs=size.max_num_seqs,
+            num_engines=size.decode,
+            num_ingresses=size.ingresses,
+            max_waiting=size.max_waiting,
+            max_waiting_tokens=10_000,
+        )
+        pool: Any = Pool(self.router)
+        self.admission = Admission(pool, limits, self.stats, Availability("m"))
+        self.context = SequenceContext(
+            model="m",
+            tokenizer=TOKENIZER,
+            channel=self.inboxes,
+            pool=pool,
+            admission=self.admission,
+            stats=self.stats,
+            timelines=RequestTimelines(node),
+            max_replays=3,
+        )
+        self.jobs = Jobs(open_store(cluster, node, lambda: self.up), TTL_S)
+
+    def handle(self, answer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin to handle a request. The task is cancelled when this process dies."""
+        task = asyncio.ensure_future(answer)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def die(self) -> None:
+        """End the process at once. Its tasks are cancelled, but whatever they do then reaches nobody."""
+        self.up = False
+        self.cluster.note(f"ingress {self.node} is gone")
+        del self.cluster.addresses[self.inboxes.address]
+        self.router.close()
+        for job in list(self.jobs._live.values()):
+            job.cancel()
+        for task in [*self.tasks, *filter(None, [self.admission._watch])]:
+            task.cancel()
