@@ -340,7 +340,6 @@ class BlockPool:
         assert found == [*range(self._first, self._first + self.num_blocks)], "a block is lost, or in two states"
         assert {self._hash[block] for block in self._free} <= {None}, "a free block has a hash"
         assert None not in {self._hash[block] for block in self._cached}, "a cached block has no hash"
-        hashed = {block_hash: block for block, block_hash in enumerate(self._hash) if block_hash is not None}
-        assert hashed == self._by_hash, "hashes and blocks disagree"
+        assert self._by_hash == {h: block for block, h in enumerate(self._hash) if h is not None}, "hashes disagree"
         assert all(self._hash[block] is None for block in self._invalid), "an invalid block can be matched"
         assert min(self._ref_counts) >= 0, "a reference count is negative"

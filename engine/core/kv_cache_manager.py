@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
@@ -263,12 +264,10 @@ class KVCacheManager:
     def check(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every block is free, cached, or held by these requests."""
         self.pool.check()
+        tables = [request.tables[self._group].held for request in holders if request.tables]
         ref_counts = self.pool.ref_counts()
-        for table in [request.tables[self._group] for request in holders if request.tables]:
-            for block in table.held:
-                ref_counts[block] -= 1
-        for block, count in (*self.pool.pinned.items(), *self.pool.held.items()):
-            ref_counts[block] -= count
+        for block in chain(*tables, self.pool.pinned.elements(), self.pool.held.elements()):
+            ref_counts[block] -= 1
         assert not any(ref_counts), "blocks are lost"
 
     def _has(self, block_hash: bytes, below: Below) -> bool:

@@ -106,9 +106,8 @@ class KVEventPublisher:
     def _changes(self, load: EngineLoad, held: bytes | None) -> EngineUpdate:
         self._number += 1
         stored, evicted = self._blocks.take()
-        removed = self._below.gone(evicted)
-        gone = set(removed)
-        stored += [each for each in evicted if each not in gone]  # in a tier; it may have come since the last update
+        removed = dict.fromkeys(self._below.gone(evicted))
+        stored += [each for each in evicted if each not in removed]  # in a tier; perhaps new since the last update
         admitted, self._admitted = self._admitted, []
         prefilled, self._prefilled = self._prefilled, []
         return EngineUpdate(
