@@ -15,7 +15,7 @@ import msgspec
 
 from deployments.billing.bill import Bill, Used
 from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
-from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
+from deployments.quotas.leased_quota import PLACE_PAUSE_S, Charge, LeasedQuota, Needs
 from deployments.quotas.limits import KeyLimits, Limit, Unit
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
@@ -25,6 +25,8 @@ SYNC_TIMEOUT_S = 0.25
 """Seconds for which a request may wait for the store. Then the ingress spends its part of what is left by itself."""
 RETRY_S = 1.0
 """Seconds without the store, after it has not answered."""
+PLACE: Needs = {"parallel": 1.0}
+NO_COSTS: dict[Unit, float] = {"money": 0.0, "engine_seconds": 0.0}
 TRIES = 16  # to write before another ingress does
 TTL_S = 100 * 86400.0  # of a key's record: longer than any usual budget
 FADES = 0.05  # weight of a request in the means from which the next one is estimated
@@ -95,7 +97,7 @@ class Means:
     def of(self, demand: Demand) -> dict[Unit, float]:
         output = self.output_tokens if demand.max_tokens is None else min(self.output_tokens, demand.max_tokens)
         tokens = demand.prompt_tokens + demand.sequences * output
-        return {"tokens": tokens, **{unit: each * tokens for unit, each in self.per_token.items()}}
+        return {"tokens": tokens, **NO_COSTS, **{unit: each * tokens for unit, each in self.per_token.items()}}
 
     def observe(self, demand: Demand, used: Used) -> None:
         self.output_tokens += self._weight * (used.output_tokens / demand.sequences - self.output_tokens)
@@ -129,6 +131,7 @@ class KeyQuota:
         self._all = limits.all()
         self.leased = LeasedQuota(holder, self._all, num_holders, wall())
         self._asking = asyncio.Lock()
+        self._giving_back: asyncio.Task[bool] | None = None
         self._num_proposals = 0
         self._reached = True
         self._retry_at = 0.0
@@ -143,11 +146,11 @@ class KeyQuota:
 
     def estimate(self, demand: Demand) -> dict[Unit, float]:
         """Return what a request probably needs. What is only expected is at most half of a limit: otherwise a key whose
-        requests were once large would never run again. Other ingresses reserve the other half at most. Costs that are
-        counted while the request runs are not expected."""
+        requests were once large would never run again. Costs that are counted while the request runs are not
+        expected."""
         needs = self.means.of(demand)
         if self.ends_running:
-            needs = {"tokens": needs["tokens"]}
+            needs |= NO_COSTS
         for limit in self._all:
             if limit.unit in needs:
                 needs[limit.unit] = min(needs[limit.unit], limit.value / 2)
@@ -177,6 +180,24 @@ class KeyQuota:
             raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
         raise self._exceeded(short[0])
 
+    async def take_place(self) -> Charge:
+        """Charge a request with one of the places of max_parallel_requests. Waits if another ingress may give one back.
+        Raises QuotaExceeded, and StoreUnavailable if nothing is known of the places."""
+        began_at = time.monotonic()
+        while True:
+            try:
+                return await self.take(PLACE)
+            except QuotaExceeded:
+                if time.monotonic() >= began_at + self.leased.place_wait_s:
+                    raise
+            await asyncio.sleep(PLACE_PAUSE_S)
+
+    def leave_place(self, charge: Charge) -> None:
+        """Settle what `take_place` or `begin` has returned. If few places are left, other ingresses get it at once."""
+        self.settle(charge, {})
+        if self.leased.has_scarce_places and (self._giving_back is None or self._giving_back.done()):
+            self._giving_back = asyncio.create_task(self.sync())
+
     def begin(self, needs: Needs) -> Charge:
         """Charge a request that another ingress had admitted, whatever is left of the limits."""
         return self.leased.charge(needs, self._wall())
@@ -192,7 +213,7 @@ class KeyQuota:
         costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
         self.leased.raise_to(charge, costs, self._wall())
         for limit in self._all:
-            if limit.unit in costs and self.leased.remaining(limit) <= 0 and not self.leased.is_unknown(limit):
+            if limit.is_cost and self.leased.remaining(limit) <= 0 and not self.leased.is_unknown(limit):
                 raise BudgetSpent(self.name, limit.name, limit.value)
 
     def check(self, needs: Needs) -> None:
@@ -242,8 +263,7 @@ class KeyQuota:
 
     def _exceeded(self, limit: Limit) -> QuotaExceeded:
         wait_s = 1.0 if limit.duration is None else max(1.0, self.leased.ends_at(limit) - self._wall())
-        budget = limit.unit in ("money", "engine_seconds")
-        return QuotaExceeded(self.name, limit.name, limit.value, wait_s, budget)
+        return QuotaExceeded(self.name, limit.name, limit.value, wait_s, limit.is_cost)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
         """See NoQuota.headers."""
@@ -292,7 +312,7 @@ class RequestQuota(NoQuota):
         return max(priority, self._key.limits.priority) if priority else self._key.limits.priority
 
     def check(self) -> None:
-        self._key.check({"requests": 1, "parallel": 1, "tokens": 1})
+        self._key.check({"requests": 1, "tokens": 1, **NO_COSTS})
 
     def check_prompt(self, tokens: int) -> None:
         self._key.check_prompt(tokens)
@@ -303,11 +323,10 @@ class RequestQuota(NoQuota):
             self._key.check_prompt(demand.prompt_tokens)
         counts, self._counted = not self._counted and not demand.resumes, True
         needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.estimate(demand)}
-        slot: dict[Unit, float] = {"parallel": 1.0}
         self._num_running += 1
         try:
             if self._has_slots and self._num_running == 1:
-                self._slot = self._key.begin(slot) if demand.resumes else await self._key.take(slot)
+                self._slot = self._key.begin(PLACE) if demand.resumes else await self._key.take_place()
             charge = self._key.begin({}) if demand.resumes else await self._key.take(needs)
             try:
                 yield BudgetWatch(self._key, charge, bill) if self.watches_cost else NO_WATCH
@@ -316,7 +335,7 @@ class RequestQuota(NoQuota):
         finally:
             self._num_running -= 1
             if not self._num_running and self._slot is not None:
-                self._key.settle(self._slot, {})
+                self._key.leave_place(self._slot)
                 self._slot = None
 
     def _settle(self, charge: Charge, demand: Demand, used: Used, counts: bool) -> None:

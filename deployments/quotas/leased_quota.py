@@ -19,7 +19,14 @@ IDLE_S = 5.0
 """Seconds without a request after which an ingress reserves nothing."""
 PAUSE_S = 0.25
 """Seconds after which an ingress asks again for what it did not get."""
-LEAST = 1e-9  # cost that each request needs, since nothing else may be known of its cost
+PLACE_PAUSE_S = 0.05
+"""The same for a place, which may be free again at any time."""
+PLACE_WAIT_S = 1.25
+"""Seconds for which a request waits for places that other ingresses have reserved: longer than RENEW_S."""
+AHEAD_PARTS, PLACE_PARTS = 8, 2
+"""All ingresses together reserve ahead at most one of so many parts of what is left. So the less is left, the less is
+reserved where nobody needs it. Of places it may be more, since requests hold them for long."""
+LEAST = 1e-9  # of a cost: a request may begin as long as anything is left
 
 Needs = Mapping[Unit, float]
 
@@ -53,6 +60,8 @@ class Tally:
     used_at: float = 0.0
     """When the store was told the last time that something was spent."""
     refused_until: float = 0.0
+    others_reserve: float = 0.0
+    """What other ingresses had reserved when the store was asked the last time."""
     granted_alone: bool = False
     """Whether it has taken a part of `free` without the store."""
     written: Share = field(default_factory=lambda: Share(0.0, 0.0))
@@ -125,7 +134,7 @@ class LeasedQuota:
         return [
             limit
             for name, limit in self._limits.items()
-            if (need := _need(limit, needs)) and self._tallies[name].reserve < need
+            if (need := _least(limit, needs)) and self._tallies[name].reserve < need
         ]
 
     def refused(self, needs: Needs, now: float) -> Limit | None:
@@ -139,6 +148,23 @@ class LeasedQuota:
         for name, limit in self._limits.items():
             tally = self._tallies[name]
             tally.wanted = max(0.0, tally.wanted + sign * _need(limit, needs))
+
+    @property
+    def place_wait_s(self) -> float:
+        """Seconds for which a request should wait for a place before it is refused. A place that has just come free
+        elsewhere is known in a moment; one that others have reserved without need, when they write the next time."""
+        if self._num_holders == 1:
+            return 0.0
+        return PLACE_WAIT_S if any(tally.others_reserve for tally in self._places()) else PAUSE_S
+
+    @property
+    def has_scarce_places(self) -> bool:
+        """Whether this ingress has free places that others should get at once, since they can take few without it."""
+        few = PLACE_PARTS * (self._num_holders - 1)
+        return any(tally.reserve >= 1 and (tally.free or 0.0) < few for tally in self._places())
+
+    def _places(self) -> list[Tally]:
+        return [self._tallies[name] for name, limit in self._limits.items() if limit.duration is None]
 
     def is_unknown(self, limit: Limit) -> bool:
         """Return whether the store was never asked about a limit."""
@@ -197,7 +223,8 @@ class LeasedQuota:
             if tally.used:
                 tally.used_at = now
             left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
-            wish = 0.0 if leaving else self._wish(tally, left / (2 * num_live), now)
+            fair = left / ((AHEAD_PARTS if limit.duration else PLACE_PARTS) * num_live)
+            wish = 0.0 if leaving else self._wish(tally, fair, now)
             reserved = min(left, math.floor(wish) if limit.is_whole else wish)
             # the rest must no longer be spent, even if the answer of the store is lost
             tally.reserve = min(tally.reserve, reserved)
@@ -221,11 +248,12 @@ class LeasedQuota:
             share = window.shares[self._holder]
             tally.written, tally.granted_alone = share, False
             tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
+            tally.others_reserve = sum(other.reserved for other in window.shares.values()) - share.reserved
             tally.reserve += more[name]
             decay = 0.5 ** max(0.0, now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
-            if tally.wanted > tally.reserve:
-                tally.refused_until = min(tally.end, now + PAUSE_S)
+            if tally.wanted and tally.reserve < (LEAST if limit.is_cost else tally.wanted):
+                tally.refused_until = min(tally.end, now + (PAUSE_S if limit.duration else PLACE_PAUSE_S))
         self._asked_at, self._seen = now, record.encode()
 
     def _record(self, stored: bytes | None, now: float) -> QuotaRecord:
@@ -275,5 +303,13 @@ class LeasedQuota:
 
 
 def _need(limit: Limit, needs: Needs) -> float:
-    need = needs.get(limit.unit, 0.0)
-    return max(need, LEAST) if limit.unit in ("money", "engine_seconds") else need
+    """Return what a request is charged with at first."""
+    need = needs.get(limit.unit)
+    if need is None:
+        return 0.0
+    return max(need, LEAST) if limit.is_cost else need
+
+
+def _least(limit: Limit, needs: Needs) -> float:
+    """Return what must be reserved for a request to begin."""
+    return min(_need(limit, needs), LEAST) if limit.is_cost else _need(limit, needs)

@@ -98,6 +98,11 @@ class Limit:
         """Whether it counts whole numbers."""
         return self.unit in ("requests", "parallel")
 
+    @property
+    def is_cost(self) -> bool:
+        """Whether it limits what requests cost, which is known only once they have run."""
+        return self.unit in ("money", "engine_seconds")
+
     def window(self, now: float) -> tuple[float, float]:
         """Return the time that is counted together: its start and its end, in seconds since 1970. All time is one
         window if nothing is used up."""

@@ -14,7 +14,7 @@ import pytest
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
-from deployments.quotas import key_quota
+from deployments.quotas import key_quota, leased_quota
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits
@@ -363,6 +363,46 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
         await key.sync(leaving=True)
         (used,) = decode(await key._store.get(record_key("small")) or b"").windows.values()
         assert used.taken("nobody") == pytest.approx(13.0)
+
+    run(scenario())
+
+
+def shared_keys(limits: KeyLimits, names: str) -> list[KeyQuota]:
+    """The same key in several ingresses, whose clock runs."""
+    store, began = open_store(StoreConfig()), time.monotonic()
+    keys = [KeyQuota("small", limits, store, name, len(names)) for name in names]
+    for key in keys:
+        key._wall = lambda: NOON + min(50.0, time.monotonic() - began)
+    return keys
+
+
+def test_one_place_serves_requests_that_come_through_one_ingress_after_the_other():
+    async def scenario() -> None:
+        keys = shared_keys(KeyLimits(max_parallel_requests=1), "abc")
+        for i in range(30):
+            async with RequestQuota(keys[i % 3]).charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+                if i == 10:  # it really is taken
+                    with pytest.raises(QuotaExceeded, match="max_parallel_requests of 1"):
+                        await keys[0].take_place()
+
+    run(scenario())
+
+
+def test_a_request_waits_for_a_place_until_the_ingress_that_has_reserved_it_writes_the_next_time(monkeypatch):
+    monkeypatch.setattr(leased_quota, "PLACE_WAIT_S", 60.0)
+
+    async def scenario() -> None:
+        one, two = shared_keys(KeyLimits(max_parallel_requests=8), "ab")
+        places = [await one.take_place() for _ in range(6)]
+        for place in places:
+            one.settle(place, {})
+        for _ in range(2):
+            await two.take_place()
+        waiting = asyncio.create_task(two.take_place())
+        await until(lambda: two.leased.place_wait_s == 60.0)
+        assert not waiting.done()
+        await one.sync()
+        await waiting
 
     run(scenario())
 

@@ -10,14 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
+from deployments.quotas.leased_quota import IDLE_S, PAUSE_S, Charge, LeasedQuota, Needs
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
 from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, decode
 from tests.examples import examples
 
 MINUTE, HOLDERS = 60.0, 3
 START = 1_800_000_000.0 // MINUTE * MINUTE
-LIMITS = KeyLimits(rpm_limit=20, tpm_limit=100, max_parallel_requests=4)
+BUDGET = BudgetLimit(budget_duration="1m", max_engine_seconds=50.0)
+LIMITS = KeyLimits(rpm_limit=20, tpm_limit=100, max_parallel_requests=4, budget_limits=(BUDGET,))
 
 
 @dataclass(slots=True)
@@ -72,20 +73,52 @@ class Ingresses(RuleBasedStateMachine):
                 ingress.exchange = None
                 self.exchange(ingress)
 
-    @rule(number=st.integers(0, HOLDERS - 1), tokens=st.integers(1, 30), asks=st.booleans())
-    def request(self, number: int, tokens: int, asks: bool) -> None:
+    @rule(
+        number=st.integers(0, HOLDERS - 1),
+        tokens=st.integers(1, 30),
+        seconds=st.integers(0, 9),
+        asks=st.booleans(),
+    )
+    def request(self, number: int, tokens: int, seconds: int, asks: bool) -> None:
+        self.begin(number, tokens, seconds, asks)
+
+    def begin(self, number: int, tokens: int, seconds: int, asks: bool) -> bool:
+        """Return whether a request may begin."""
         ingress = self.live[number]
-        needs: dict = {"requests": 1.0, "tokens": float(tokens), "parallel": 1.0}
-        charge = ingress.quota.take(needs, self.now)
+        needs: dict = {"requests": 1.0, "tokens": float(tokens), "parallel": 1.0, "engine_seconds": float(seconds)}
+        charge = self.take(ingress, needs)
         if charge is None and asks and ingress.exchange is None:
             ingress.quota.want(needs)
             self.exchange(ingress)
             ingress.quota.want(needs, -1)
-            charge = ingress.quota.take(needs, self.now)
+            charge = self.take(ingress, needs)
         if charge is not None:
             ingress.requests.append(Open(charge, needs, self.window))
             for unit, amount in needs.items():
                 self.used[self.window if unit != "parallel" else 0.0, unit] += amount
+        return charge is not None
+
+    def take(self, ingress: Ingress, needs: dict[str, float]) -> Charge | None:
+        """A request may begin as long as anything is left of a budget, and then exceeds it by the rest of its cost."""
+        ingress.quota.short_of({}, self.now)  # begins new windows
+        left = ingress.quota._tallies["max_engine_seconds/1m"].reserve
+        charge = ingress.quota.take(needs, self.now)
+        if charge is not None:
+            self.excess[self.window, "engine_seconds"] += max(0.0, needs["engine_seconds"] - left)
+        return charge
+
+    @rule(number=st.integers(0, HOLDERS - 1), tokens=st.integers(1, 30), seconds=st.integers(0, 9))
+    def nobody_is_refused_what_is_left(self, number: int, tokens: int, seconds: int) -> None:
+        """Once all have written: the others have at most an eighth of it in reserve, and no place in vain."""
+        self.all_write_and_nothing_that_was_spent_is_lost()
+        record, live = decode(self.store or b""), {ingress.name for ingress in self.live}
+        needs = {"requests": 1.0, "tokens": float(tokens), "parallel": 1.0, "engine_seconds": 1e-6}
+        enough = True
+        for limit in self.limits:
+            shares = record.windows[limit.name].shares
+            left = limit.value - sum(s.spent + s.reserved * (name not in live) for name, s in shares.items())
+            enough = enough and needs[limit.unit] <= (left if limit.is_whole else 7 / 8 * left)
+        assert self.begin(number, tokens, seconds, True) or not enough
 
     @rule(number=st.integers(0, HOLDERS - 1), which=st.integers(0, 9), tokens=st.integers(0, 60))
     def request_ends(self, number: int, which: int, tokens: int) -> None:
@@ -93,12 +126,14 @@ class Ingresses(RuleBasedStateMachine):
         if not ingress.requests:
             return
         ended = ingress.requests.pop(which % len(ingress.requests))
-        more = tokens - ended.needs["tokens"]
-        ingress.quota.settle(ended.charge, {"requests": 1.0, "tokens": float(tokens)}, self.now)
+        used: dict = {"requests": 1.0, "tokens": float(tokens), "engine_seconds": tokens / 10}
+        ingress.quota.settle(ended.charge, used, self.now)
         self.used[0.0, "parallel"] -= 1
-        if ended.start == self.window or more > 0:
-            self.used[self.window, "tokens"] += more
-            self.excess[self.window, "tokens"] += max(0.0, more)
+        for unit in ("tokens", "engine_seconds"):
+            more = used[unit] - ended.needs[unit]
+            if ended.start == self.window or more > 0:
+                self.used[self.window, unit] += more
+                self.excess[self.window, unit] += max(0.0, more)
 
     @rule(number=st.integers(0, HOLDERS - 1))
     def exchange_begins(self, number: int) -> None:
@@ -221,7 +256,7 @@ def test_what_a_dead_ingress_had_reserved_counts_as_spent_after_its_lease_and_it
     assert had > 60, "a has also reserved some"
     shared.now += LEASE_S + 1
     assert shared.take("b", needs(1)) is not None
-    assert shared.take("b", needs(6)) is None, "a may have spent what it had reserved"
+    assert shared.take("b", needs(39)) is None, "a may have spent what it had reserved"
 
 
 def test_an_ingress_that_was_only_silent_gets_back_what_it_had_not_spent():
@@ -260,6 +295,51 @@ def test_a_budget_that_is_used_up_refuses_requests_of_which_nothing_is_known():
     assert shared.take("a", {"money": 0.0}) is None
     shared.now += 86400
     assert shared.take("a", {"money": 0.0}) is not None, "the debt is forgotten with the day in which it was made"
+
+
+def test_a_budget_is_used_to_its_end_also_by_requests_that_are_expected_to_cost_more_than_is_left():
+    shared = Shared(KeyLimits(budget_limits=(BudgetLimit(budget_duration="1mo", max_engine_seconds=1.0),)), "abc")
+    spent, refused = 0.0, 0
+    for i in range(100):
+        name = "abc"[i % 3]
+        charge = shared.take(name, {"engine_seconds": 0.3})
+        refused += charge is None
+        if charge is not None:
+            shared.quotas[name].settle(charge, {"engine_seconds": 0.07}, shared.now)
+            spent += 0.07
+    assert 1.0 <= spent < 1.0 + 3 * 0.07
+    assert refused == 100 - round(spent / 0.07)
+
+
+def test_less_and_less_is_reserved_the_less_is_left():
+    shared = Shared(KeyLimits(tpm_limit=1000), "ab")
+    while shared.take("a", {"tokens": 10.0}) is not None:
+        shared.now += 0.1
+        shared.exchange("a")
+        assert shared.value is not None
+        share = decode(shared.value).windows["tpm_limit/1m"].shares["a"]
+        assert share.reserved <= (1000 - share.spent) / 8
+    assert shared.taken("tpm_limit/1m") == 1000
+
+
+def test_a_request_waits_for_a_place_only_if_another_ingress_may_give_one_back():
+    shared, alone = Shared(KeyLimits(max_parallel_requests=8)), Shared(KeyLimits(max_parallel_requests=1), "a")
+    charges = [shared.take("a", {"parallel": 1.0}) for _ in range(4)]
+    shared.exchange("a")
+    shared.now += IDLE_S + 1
+    shared.exchange("a")
+    for _ in range(4):
+        assert shared.take("b", {"parallel": 1.0}) is not None
+    assert shared.take("b", {"parallel": 1.0}) is None, "all places are taken"
+    assert shared.quotas["b"].place_wait_s == PAUSE_S, "one may come free at this moment"
+    shared.exchange("a")
+    for charge in charges:
+        assert charge is not None
+        shared.quotas["a"].settle(charge, {}, shared.now)
+    assert shared.quotas["a"].has_scarce_places
+    shared.exchange("a")
+    assert shared.take("b", {"parallel": 1.0}) is not None
+    assert alone.quotas["a"].place_wait_s == 0.0, "there is no other ingress"
 
 
 def test_a_clock_that_is_behind_uses_the_window_of_the_others():
