@@ -65,8 +65,8 @@ class FakeEngine:
     step_ms: the time of a step, in which clients can leave and tests can intervene.
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
-    refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined, costs: what it reports of
-    itself.
+    refusal: if given, the answer to new requests. failure: if given, it ends those that run.
+    step_age_s, fingerprints, quarantined, costs: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
     cost: of every request; its last delta tells it, and with `report_cost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
@@ -77,6 +77,7 @@ class FakeEngine:
     def __init__(self, status_to: str, script: Script | None = None, step_ms: int = POLL_MS):
         self.paused, self.silent = threading.Event(), threading.Event()
         self.refusal: ErrorInfo | None = None
+        self.failure: ErrorInfo | None = None
         self.step_age_s = 0.0
         self.cost: SequenceCost | None = None
         self.costs: dict[str, float] = {}
@@ -180,6 +181,10 @@ class FakeEngine:
         self._steps += 1
         self._ended += [remote_request.handoff_id for remote_request in self.remote_requests]
         for request, answer in list(self._live.values()):
+            if self.failure is not None:
+                failed = TokenDelta(request_id=request.request_id, finish_reason="error", error=self.failure)
+                self._send(request, failed)
+                continue
             if request.pooling is not None:
                 delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")
                 self._send(request, delta)

@@ -117,9 +117,12 @@ class Job:
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, leased: bool
     ) -> None:
         try:
-            resumes = not leased  # whoever added it has charged for its prompt
-            leased = leased or await self._take_over()
+            resumes = False
+            if not leased:
+                leased = await self._take_over()
+                resumes = not self.record.failed  # else whoever added it has charged for its prompt
             if leased:
+                await self._set_failed(False)
                 self._generation = LiveGeneration(frontend, prompts, client, self._note, resumes=resumes)
                 await self._compute(self._generation)
             self._log.end()
@@ -141,7 +144,7 @@ class Job:
         while True:
             await self._store.settled()
             leased = await self._lease.take()
-            record = await JobRecord.load(self._store, self.job_id) or self.record
+            record = self.record = await JobRecord.load(self._store, self.job_id) or self.record
             for choice, delta in enumerate(record.outputs or []):
                 self._note(choice, delta)
             if leased or record.outputs is not None:
@@ -155,6 +158,11 @@ class Job:
         async with self._lease.kept(taken), aclosing(generation.chunks()) as chunks:
             async for _ in chunks:
                 pass
+
+    async def _set_failed(self, failed: bool) -> None:
+        if self.record.failed is not failed:
+            self.record.failed = failed
+            await self._store.set(self._key, self.record.encode(), self._ttl_s)
 
     async def _restore(self) -> None:
         await self._store.add(self._key, self.record.encode(), self._ttl_s)
@@ -177,8 +185,8 @@ class Job:
             self._log.end(error)
         try:
             if await self._lease.holds():
-                if not self._log.entries and not isinstance(error, LeaseLost):
-                    await self._store.delete(self._key)
+                if not isinstance(error, LeaseLost):
+                    await (self._set_failed(True) if self._log.entries else self._store.delete(self._key))
                 await self._lease.release()
         except StoreUnavailable as unavailable:
             logger.warning("lease not released job_id=%s error=%s", self.job_id, unavailable)

@@ -34,6 +34,8 @@ class JobRecord(msgspec.Struct):
     """Fingerprint of the model that began it (ModelInfo)."""
     adapter: Adapter | None = None
     """Adapter that its request named, even if the name belongs to another adapter now; None for no adapter."""
+    failed: bool = False
+    """Whether its newest computation has failed after some tokens. The next one is charged as a new request."""
     outputs: list[TokenDelta] | None = None
     """Output of each choice, once all have ended."""
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from typing import Protocol
+from weakref import WeakSet
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
@@ -87,6 +88,10 @@ class LiveSource:
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
+        return self.part(frontend, prompts, client)
+
+    def part(self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str) -> LiveGeneration:
+        """Return the generation of a part of the answer, which is computed in parts."""
         return LiveGeneration(frontend, prompts, client)
 
 
@@ -96,7 +101,7 @@ class DerivedSource(LiveSource):
 
     def __init__(self, record: JobRecord):
         self.created, self._record = record.created, record
-        self._generation: LiveGeneration | None = None
+        self._running = WeakSet[LiveGeneration]()
 
     def hex_id(self, name: str) -> str:
         return self._record.hex_id(name)
@@ -104,14 +109,18 @@ class DerivedSource(LiveSource):
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
-        self._generation = LiveGeneration(frontend, self._record.seeded(prompts), client)
-        return self._generation
+        return self.part(frontend, self._record.seeded(prompts), client)
+
+    def part(self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str) -> LiveGeneration:
+        generation = super().part(frontend, prompts, client)
+        self._running.add(generation)
+        return generation
 
     def leave(self) -> None:
         """Let another ingress compute the answer as if nothing had been computed here. Call it before the request is
-        cancelled."""
-        if self._generation is not None:
-            self._generation.computed_again = self._generation.charged_again = True
+        cancelled. A part of it that has ended stays billed."""
+        for generation in self._running:
+            generation.computed_again = generation.charged_again = True
 
 
 class JobSource:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from deployments.http.context import RequestContext
+from deployments.jobs.source import LiveSource
 from deployments.openai.served_model import ServedModel
 from deployments.pooling.pooling import PackedPrompt, Pooling
 from deployments.pooling.request_bodies import (
@@ -152,7 +153,8 @@ class PooledModel:
         self, prompts: Sequence[PackedPrompt], body: PoolingBody, context: RequestContext
     ) -> tuple[list[bytes], PoolingUsage]:
         request = self._model.new_request(context, body.priority, body.cache_salt)
-        pooling = Pooling(self._model.frontend, request, context.client)
+        assert isinstance(context.source, LiveSource), "embeddings and scores are not kept"
+        pooling = Pooling(self._model.frontend, request, context.client, context.source)
         pooled = await pooling.run(prompts)
         return pooled, PoolingUsage.of(pooling.usage, with_cost=body.reports_cost)
 

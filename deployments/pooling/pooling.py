@@ -13,6 +13,7 @@ import msgspec
 
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
 from deployments.quotas.key_quota import current_quota
 from engine.errors import RequestTimeout
@@ -37,9 +38,9 @@ class PackedPrompt:
 class Pooling:
     """Computes the prompts in parts, each of which passes admission separately."""
 
-    def __init__(self, context: SequenceContext, request: GenerateRequest, client: str):
+    def __init__(self, context: SequenceContext, request: GenerateRequest, client: str, source: LiveSource):
         """request: request with the fields that all prompts share. client: client to whom admission charges them."""
-        self._context, self._request, self._client = context, request, client
+        self._context, self._request, self._client, self._source = context, request, client, source
         self._timeout_s = request.timeout_s or 0.0
         self._deadline_at = time.monotonic() + self._timeout_s
         self.usage = Usage(prices=context.prices)
@@ -60,7 +61,7 @@ class Pooling:
                     await slots.acquire()
                     requests = [[self._request_of(i, prompts[i])] for i in part]
                     context = replace(self._context, pool=SharedCall(self._context.pool, len(part)))
-                    generation = LiveGeneration(context, requests, self._client)
+                    generation = self._source.part(context, requests, self._client)
                     task = tasks.create_task(self._collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
                     await generation.admitted.wait()  # so that at most one part waits

@@ -304,6 +304,22 @@ def test_a_job_that_is_taken_away_is_billed_only_if_nobody_else_computes_it(tmp_
     run(scenario())
 
 
+def test_a_key_that_is_sent_again_after_its_answer_has_failed_is_charged_as_a_new_request():
+    async def scenario() -> None:
+        async with fake_api(auth=limited(rpm_limit=2), prices=PRICES) as api:
+            headers = KEY | {"Idempotency-Key": "once"}
+            asked = asyncio.create_task(api.client.post("/v1/completions", json=ASKED, headers=headers))
+            await until(lambda: any(sequence.output_tokens for sequence in api.telemetry.timelines.newest(1)))
+            api.engine.failure = ErrorInfo("engine_error", "broken", 500, retryable=False, type="internal_error")
+            assert (await asked).status_code == 500
+            api.engine.failure = None
+            assert (await api.client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200
+            assert (await api.client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200, "kept"
+            assert (await api.client.post("/v1/completions", json=ASKED, headers=KEY)).status_code == 429
+
+    run(scenario())
+
+
 def test_an_answer_that_is_kept_tells_what_all_of_its_attempts_have_cost(monkeypatch):
     monkeypatch.setattr("deployments.frontend.retry.BACK_OFF_S", 0.01)
 
@@ -352,16 +368,20 @@ def test_a_batch_that_another_ingress_goes_on_with_is_paid_for_once(tmp_path):
     run(scenario())
 
 
-def test_lines_of_a_batch_that_is_taken_away_are_paid_for_where_they_are_computed_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/embeddings"])
+def test_lines_of_a_batch_that_is_taken_away_are_paid_for_where_they_are_computed_again(
+    endpoint, tmp_path, monkeypatch
+):
     monkeypatch.setattr("deployments.jobs.lease.RENEW_S", 0.01)
-    lines = jsonl(line("a", prompt="abcd", max_tokens=8))
+    asked = {"prompt": "abcd", "max_tokens": 8} if endpoint == "/v1/completions" else {"input": "abcd"}
+    lines = jsonl(line("a", url=endpoint, **asked))
     folder, auth = BatchConfig(folder=str(tmp_path / "batches")), AuthConfig(api_keys=ALICE)
 
     async def scenario() -> None:
         async with fake_api(auth=auth, batches=folder, store=StoreConfig(url=f"sqlite://{tmp_path}/store")) as api:
             api.engine.cost = COST
             api.engine.paused.set()
-            batch = await start(client_of(api, "sk-alice"), lines)
+            batch = await start(client_of(api, "sk-alice"), lines, endpoint)
             await until(lambda: api.engine.num_live)
             values = open_store(StoreConfig(url=f"sqlite://{tmp_path}/store"))
             await values.set(lease_key(batch.id), b"another", 60.0)
