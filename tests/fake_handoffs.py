@@ -60,7 +60,7 @@ class DecodeHarness(Harness):
         super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, OpenHandoff] = {}
         self.reserved: deque[tuple[int, OpenHandoff]] = deque()  # with the number of steps that must end first
-        self.cancelled: set[str] = set()
+        self.cancelled: dict[str, int] = {}  # with what is paid
         self.forgotten: set[str] = set()
 
     def plan(self) -> StepPlan | None:
@@ -76,12 +76,12 @@ class DecodeHarness(Harness):
         super().commit()
         self._forward()
 
-    def receive(self, handoff_id: str, cached: int = 0) -> None:
+    def receive(self, handoff_id: str, cached: int = 0, byte_ns: float = 0.0) -> None:
         handoff = self.open.pop(handoff_id)
         tokens = handoff.remote_request.token_ids
         self._write(handoff, len(tokens))
         token = first_token(handoff.remote_request)
-        self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
+        self.handle(Received(handoff_id, FirstToken(token, None, b"", cached), byte_ns))
 
     def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
         """verified_blocks: of those that were to come; less if there are no so many whole ones, and none before all are
@@ -117,8 +117,8 @@ class DecodeHarness(Harness):
                         assert len(others) == len(self.runner.specs)
                         assert len(others[-1]) == (border_handed_over(remote_request, self) > 0)
                     self.reserved.append((planned, action))
-                case CancelHandoff(handoff_id):
-                    self.cancelled.add(handoff_id)
+                case CancelHandoff(handoff_id, paid_ns):
+                    self.cancelled[handoff_id] = paid_ns
                 case CancelDispatch(handoff_id):
                     self.forgotten.add(handoff_id)
                 case DispatchRemote(remote_request):
@@ -193,13 +193,16 @@ class PrefillHarness(Harness):
         super().abort(name)
         self.read()
 
-    def close(self, name: str, reason: str = "released") -> None:
+    def close(self, name: str, reason: str = "released", paid_ns: int = 0) -> None:
         del self.remote_requests[name]
-        (event,) = self.scheduler.handle(Closed(name, reason), now=0.0)
+        (event,) = self.scheduler.handle(Closed(name, reason, paid_ns), now=0.0)
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
         self.ledger.report([event])
         self.ended.add(event.delta.request_id)
         self.check()
+        if reason != "released" or name in self.firsts:
+            told = self.reports[name].cost.compute_ns if reason == "released" else paid_ns
+            assert self.ledger.of(event.request) == told
 
     def settle(self) -> None:
         self.close(next(iter(self.scheduler.handoffs.leased)))
@@ -211,6 +214,7 @@ class PrefillHarness(Harness):
                     before = self.reports.get(handoff_id)
                     assert before is None or (before.upto <= upto and before.blocks == blocks[: len(before.blocks)])
                     self.reports[handoff_id] = action
+                    self._check_cost(action)
                 case FinishPrefill(handoff_id, first):
                     remote_request = self.remote_requests[handoff_id]
                     assert first.token == first_token(remote_request)
@@ -239,3 +243,14 @@ class PrefillHarness(Harness):
                 seen = tuple(remote_request.token_ids[:border])
                 assert self.runner.snapshots[next(blocks)] == seen, "another state would be read"
             assert next(blocks, None) is None
+
+    def _check_cost(self, report: ReportProgress) -> None:
+        """What the other engine is told is what the books of this one say."""
+        request = self.scheduler.queue.live[report.handoff_id]
+        assert report.cost.compute_ns == self.ledger.of(request)
+        if report.at_ns == self.ledger.wall_ns:  # the start of this engine is 0
+            pools = [manager.pool for manager in self.scheduler.kv_cache.groups]
+            held = [table.held for table in request.tables] + [request.states.held]
+            exact = sum(pool.block_time(request.cost.blocks[i], held[i]) for i, pool in enumerate(pools))
+            fractions = sum(map(len, held))  # of a nanosecond, which a block owes to whom it leaves last
+            assert abs(report.cost.byte_ns / 2**30 - exact) <= fractions, report.cost.byte_ns / 2**30 - exact

@@ -420,7 +420,7 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         self.take_answers()
-        self.ledger.advance(self.tick())
+        self.ledger.spent("idle", self.tick())
         plan = self.scheduler.schedule(now=self.now)
         if not self.prepared:
             self.submit()
@@ -442,7 +442,6 @@ class Harness:
             self.ledger.step(
                 StepWork.of(self.scheduler.planned[0][0]), *self.scheduler.planned[0], self.clock - 0.0001, self.tick()
             )
-            self.ledger.advance(self.clock)
             self.record(self.scheduler.commit(result, now=self.now))
             self.submit()
 

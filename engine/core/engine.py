@@ -269,7 +269,6 @@ class EngineCore:
         now = self._now()
         if self.idle:
             self.ledger.spent(self._waits, now)
-        self.ledger.advance(now)
         self.idle = False
         self._take_tier_answers(now)
         events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
@@ -294,7 +293,6 @@ class EngineCore:
         self.last_step_at = self._now()
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
-        self.ledger.advance(self.last_step_at)
         events = self.scheduler.commit(result, self.last_step_at)
         self._submit_handoffs()
         self._broadcaster.committed(result)

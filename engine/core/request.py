@@ -11,6 +11,7 @@ from engine.core.block_usage import BlockAccount, KVCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
+from engine.wire.handoff import NO_COST, PromptCost
 from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -182,7 +183,13 @@ class RequestCost:
     wasted_ns: int = 0
     """Its share of the steps' time for tokens that had been computed before."""
     remote_ns: int = 0
-    """What another engine has spent on its prompt."""
+    """What other engines have spent on its prompt."""
+    remote_byte_ns: float = 0.0
+    """Bytes of KV cache that its prompt has used there, times nanoseconds."""
+    coming: PromptCost = NO_COST
+    """The same, of the engine that computes its prompt now, so far."""
+    paid_ns: int = 0
+    """What is paid of a prompt for another engine, although that has not read the KV."""
     known: int = 0
     """Leading tokens that have been computed before, here or in an engine that was lost."""
     reported: bool = False

@@ -25,8 +25,16 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prompt_hash: bytes  #: hash of the prompt's last block, full or not; it covers all tokens of the prompt
     cached: int  #: prompt tokens that prefill had in its cache
     timeline: list[TimelineEvent] = []  #: events of the prompt in the prefill engine
-    compute_ns: int = 0  #: time that the prefill engine has spent on the prompt
 
+
+class PromptCost(msgspec.Struct, frozen=True, array_like=True):
+    """What the prefill engine has spent on a prompt so far."""
+
+    compute_ns: int = 0  #: the prompt's share of steps
+    byte_ns: float = 0.0  #: bytes of KV cache times nanoseconds
+
+
+NO_COST = PromptCost()
 
 NO_TOKEN = -1
 """Placeholder for the token after fetched KV: the engine that fetches computes this token itself."""
@@ -65,6 +73,7 @@ class CancelHandoff:
     """
 
     handoff_id: str
+    paid_ns: int = 0  #: what the client pays of PromptCost.compute_ns
 
 
 # -- actions of prefill ----------------------------------------------------------------------------------
@@ -92,6 +101,10 @@ class ReportProgress:
     handoff_id: str
     upto: int
     blocks: list[int]
+    cost: PromptCost = NO_COST
+    num_bytes: float = 0.0
+    """Bytes of KV cache that the prompt uses from `at_ns` on; of a shared block, its share."""
+    at_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +193,7 @@ class Received:
 
     handoff_id: str
     first: FirstToken
+    byte_ns: float = 0.0  #: PromptCost.byte_ns until decode has read the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +213,15 @@ class Closed:
 
     handoff_id: str
     reason: str  #: `released`, `cancelled` or `expired`
+    paid_ns: int = 0  #: as in CancelHandoff
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Decode: what the prefill engine has spent on a prompt so far."""
+
+    handoff_id: str
+    cost: PromptCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,4 +245,4 @@ class BlocksAsked:
         return self.remote_request.handoff_id
 
 
-HandoffEvent = Received | Failed | Closed | Noted | BlocksAsked
+HandoffEvent = Received | Failed | Closed | Spent | Noted | BlocksAsked

@@ -42,7 +42,7 @@ class EngineMeter(NoMeter):
     def __init__(self, times: StepTimes, kv_cache: KVCacheManager, block_bytes: Sequence[int], now: float):
         """times: step times that the engine learns. block_bytes: bytes of a block of each KV cache group."""
         self.ledger = CostLedger(times, [manager.pool for manager in kv_cache.groups], block_bytes, now)
-        self.kv_gib_s = 0.0  # of the engine's own requests that have ended
+        self.kv_gib_s = 0.0  # of requests that have ended, and of prompts that other engines have read
         self._prompt_ns = 0
         self._first: list[Request] = []  # that get their first token in the newest step
         self._resting: CostLine | None = "idle"
@@ -57,7 +57,6 @@ class EngineMeter(NoMeter):
         if self._resting is not None:
             self.ledger.spent(self._resting, now)
             self._resting = None
-        self.ledger.advance(now)
 
     def rest(self, line: CostLine) -> None:
         self._resting = line
@@ -65,19 +64,18 @@ class EngineMeter(NoMeter):
     def step(self, plan: StepPlan, requests: list[Request], began_at: float, ended_at: float) -> None:
         self._end_prompts()
         self.ledger.step(StepWork.of(plan), plan, requests, began_at, ended_at)
-        self.ledger.advance(ended_at)
         pairs = zip(requests, plan.samples, strict=True)
         self._first = [request for request, samples in pairs if samples and not request.num_output]
 
     def decodes(self, requests: list[Request], began_at: float, ended_at: float) -> None:
         self._end_prompts()
         self.ledger.step(StepWork(len(requests), 0, 0), ONE_TOKEN_EACH, [*requests], began_at, ended_at)
-        self.ledger.advance(ended_at)
 
     def report(self, events: list[Event]) -> None:
         for event in self.ledger.report([*events]):
             cost = event.delta.cost
-            if event.delta.finish_reason is not None and cost is not None and not event.request.asked_by:
+            reason = event.delta.finish_reason
+            if cost is not None and (reason == "length" if event.request.asked_by else reason is not None):
                 self.kv_gib_s += cost.kv_gib_s
 
     def stop(self, now: float) -> None:

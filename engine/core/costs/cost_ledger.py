@@ -48,9 +48,9 @@ class CostLedger:
         now: float,
         tiers: Sequence[TierUsage] = (),
     ):
-        """pools: the pool of each KV cache group, whose block time is measured by the same clock. block_bytes: bytes of
-        a block of each group, on all ranks together. now: seconds, as in all other methods. tiers: the usage of the
-        tiers below, measured likewise."""
+        """pools: the pool of each KV cache group. block_bytes: bytes of a block of each group, on all ranks together.
+        now: seconds, as in all other methods. tiers: the usage of the tiers below. The time of blocks is measured by
+        the same clock: it is that of the newest call of `spent` or `step`."""
         self._times, self._pools, self.block_bytes = times, pools, block_bytes
         self._usages: list[BlockUsage | TierUsage] = [*(pool.usage for pool in pools), *tiers]
         self._started_ns = self._mark_ns = nanoseconds(now)
@@ -59,24 +59,20 @@ class CostLedger:
         #: What one decode had cost since the start when each of them joined.
         self._joined: dict[Request, int] = {}
         self._per_decode_ns = self._carried_ns = 0
-        self.advance(now)
+        self.spent("idle", now)
 
     @property
     def wall_ns(self) -> int:
         """Nanoseconds from the start to the newest time that has been accounted for."""
         return self._mark_ns - self._started_ns
 
-    def advance(self, now: float) -> None:
-        """Let the pools measure from `now` on."""
-        self._now_ns = nanoseconds(now)
-        for usage in self._usages:
-            usage.now_ns = self._now_ns
-
     def spent(self, line: CostLine, until: float) -> int:
         """Account for the time until `until`, and return it in nanoseconds."""
         now_ns = max(self._mark_ns, nanoseconds(until))
         elapsed, self._mark_ns = now_ns - self._mark_ns, now_ns
         self.ns[line] += elapsed
+        for usage in self._usages:
+            usage.now_ns = now_ns
         return elapsed
 
     def step(self, work: StepWork, plan: StepPlan, requests: list[Request], began_at: float, ended_at: float) -> None:
@@ -133,16 +129,18 @@ class CostLedger:
             self._decodes = None
         of_other_engine = request.asked_by is not None and request.asked_by.decode is not NOBODY  # else it only moves
         if of_other_engine and not cost.closed and event.delta.finish_reason != "length":
-            self._move("handoff", cost.compute_ns)
-            cost.wasted_ns, cost.compute_ns = cost.wasted_ns + cost.compute_ns, 0
+            unpaid_ns = max(0, cost.compute_ns - cost.paid_ns)
+            self._move("handoff", unpaid_ns)
+            cost.wasted_ns, cost.compute_ns = cost.wasted_ns + unpaid_ns, cost.compute_ns - unpaid_ns
         cost.closed = True
 
     def _with_cost(self, event: Event) -> Event:
         request, cost = event.request, event.request.cost
         if event.delta.finish_reason or len(request.tokens) >= cost.kv.next_sum:
             self._sum_kv(request)
-        byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._now_ns - cost.kv.at_ns)
-        compute_s = (self.of(request) + cost.remote_ns) / 1e9
+        byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._mark_ns - cost.kv.at_ns)
+        byte_ns += cost.remote_byte_ns + cost.coming.byte_ns
+        compute_s = (self.of(request) + cost.remote_ns + cost.coming.compute_ns) / 1e9
         below = sum(account.block_ns for account in cost.tiers.values()) / GIB_NS if cost.tiers else 0.0
         paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns / GIB_NS, below)
         return Event(request, msgspec.structs.replace(event.delta, cost=paid))
@@ -159,7 +157,7 @@ class CostLedger:
             num_bytes += self.block_bytes[group] * pool.share(held)
             num_blocks += len(held)
         next_sum = len(request.tokens) + 1 + num_blocks // SUMS
-        request.cost.kv = KVCost(byte_ns, num_bytes, self._now_ns, next_sum)
+        request.cost.kv = KVCost(byte_ns, num_bytes, self._mark_ns, next_sum)
 
     # -- shares --------------------------------------------------------------------------------------------
 
@@ -197,6 +195,8 @@ class CostLedger:
             share -= wasted
         cost.known = max(cost.known, min(start + count, len(request.tokens)))
         cost.compute_ns += share
+        if request.asked_by:
+            self._sum_kv(request)  # the other engine is told what its prompt has cost
 
     def _decode(self, requests: list[Request], share: int, new: set[Request]) -> None:
         """Charge requests with one token each, in equal parts. new: those of them that have just joined."""
@@ -205,6 +205,7 @@ class CostLedger:
         for request in new:
             if request.asked_by:  # the rest of its prompt was one token
                 self._leave(request)
+                self._sum_kv(request)
                 self._decodes = None
 
     def _join(self, requests: list[Request]) -> set[Request]:

@@ -10,7 +10,17 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import ServingError
-from engine.wire.handoff import BlocksAsked, Closed, Failed, FirstToken, HandoffEvent, Noted, Received
+from engine.wire.handoff import (
+    NO_COST,
+    BlocksAsked,
+    Closed,
+    Failed,
+    FirstToken,
+    HandoffEvent,
+    Noted,
+    Received,
+    Spent,
+)
 from engine.wire.messages import FinishReason, TokenLogprob
 
 
@@ -46,6 +56,10 @@ class HandoffProgress:
             self._loading.handle(event, now)
             return None
         match event:
+            case Spent(handoff_id, cost):
+                if handoff_id in self._handoffs.receiving:
+                    self._handoffs.receiving[handoff_id].cost.coming = cost
+                return None
             case Noted():
                 if noted := self._queue.live.get(event.request_id):
                     noted.timeline.append(event.what)
@@ -68,7 +82,9 @@ class HandoffProgress:
         if not self._keep(request, verified):
             return None
         request.timeline += first.timeline
-        request.cost.remote_ns += first.compute_ns
+        request.cost.remote_ns += request.cost.coming.compute_ns
+        request.cost.remote_byte_ns += event.byte_ns
+        request.cost.coming = NO_COST
         request.computed, request.in_flight = verified, 1
         request.prefix.num_cached = max(request.prefix.num_cached, first.cached)
         return Arrived(request, first)
@@ -77,6 +93,7 @@ class HandoffProgress:
         request = self._handoffs.failed(event, now)
         if not self._keep(request, event.verified):
             return None
+        request.cost.coming = NO_COST
         self._kv_cache.invalidate(request, request.tables[0].num_cached)  # the other engine's logits may not be finite
         self._kv_cache.release(request)
         error = self._handoffs.final_error(request, event)

@@ -27,6 +27,7 @@ from engine.wire.handoff import (
     HeldBlocks,
     HoldRequest,
     OpenHandoff,
+    PromptCost,
     Received,
     RefusePrefill,
     ReportProgress,
@@ -193,7 +194,7 @@ class HandoffManager:
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
         written."""
-        self.actions.append(CancelHandoff(request.remote.handoff_id))
+        self.actions.append(CancelHandoff(request.remote.handoff_id, request.cost.coming.compute_ns))
         if request.remote.source is None:
             self.actions.append(CancelDispatch(request.remote.handoff_id))
 
@@ -284,12 +285,14 @@ class HandoffManager:
         groups = handed_over(request, asked_by.skip, block_size)
         blocks = [block for group in groups for block in group] if whole else groups[0]
         upto_blocks = None if whole else (upto - asked_by.skip) // block_size
-        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks]))
+        cost, kv = request.cost, request.cost.kv
+        so_far = PromptCost(cost.compute_ns, kv.byte_ns)
+        blocks = blocks[:upto_blocks]
+        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks, so_far, kv.num_bytes, kv.at_ns))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None
         first = self._first(request, token, logprob, block_size)
-        first = msgspec.structs.replace(first, compute_ns=request.cost.compute_ns)
         self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
 
     def _first(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> FirstToken:
@@ -321,6 +324,7 @@ class HandoffManager:
         if request.asked_by.decode is NOBODY:
             self.moves[event.reason] += 1
             return "abort"  # it ends elsewhere
+        request.cost.paid_ns = event.paid_ns
         return "length" if event.reason == "released" else "abort"
 
 

@@ -28,7 +28,7 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.receive_state import ReceiveState
-from engine.wire.handoff import Failed, Received
+from engine.wire.handoff import Failed, Received, Spent
 from engine.wire.remote_request import Peer, RemoteRequest
 
 READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, since the link is too slow to be useful
@@ -109,14 +109,17 @@ class DecodeHandoff:
         self._sent = self._echo = 0  # numbers of the last heartbeat sent, and of the last one echoed
         self._accepted_at = self._first_at = self._released_at = now
         self._claimed, self._names = claimed, names
+        self._spent_ns = self._paid_ns = 0
         self._claim()
 
     # -- from the step loop --------------------------------------------------------------------------------
 
-    def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
-        """Abandon the handoff. `Failed` follows once nothing is being read. Only the first reason counts."""
+    def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None, paid_ns: int = 0) -> None:
+        """Abandon the handoff. `Failed` follows once nothing is being read. Only the first reason counts. paid_ns: as
+        in CancelHandoff."""
         if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
+        self._paid_ns = paid_ns
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
         self._note(f"fails: {reason} {detail}".rstrip())
         if self.reading is None:
@@ -139,6 +142,9 @@ class DecodeHandoff:
         if problem := self.receive_state.update(message):
             self.fail("protocol", now, problem)
             return
+        if message.cost.compute_ns > self._spent_ns:
+            self._spent_ns = message.cost.compute_ns
+            self._out.events.append(Spent(self.remote_request.handoff_id, message.cost))
         if self.receive_state.first is not None and not knew_first:
             self._first_at = now
             self._out.counters.phase("compute", now - self._accepted_at)
@@ -158,7 +164,7 @@ class DecodeHandoff:
             return
         assert self.receive_state.first is not None
         self.state = DecodeHandoffState.OVER
-        self._out.events.append(Received(self.remote_request.handoff_id, self.receive_state.first))
+        self._out.events.append(Received(self.remote_request.handoff_id, self.receive_state.first, message.byte_ns))
         self._out.counters.ended("received", "")
         self._out.counters.phase("release", now - self._released_at)
         self._out.counters.phase("total", now - self.opened_at)
@@ -304,7 +310,7 @@ class DecodeHandoff:
         reason, detail, retry = self.failure
         self.state = DecodeHandoffState.OVER
         if self.source is not None:
-            self._send(Cancel(self.remote_request.handoff_id, self.lease))
+            self._send(Cancel(self.remote_request.handoff_id, self.lease, self._paid_ns))
         # after a doubtful failure, keep not even validated blocks: something unknown may be wrong
         verified = self.remote_request.skip if reason in DOUBTFUL else self.receive_state.verified
         self._out.events.append(Failed(self.remote_request.handoff_id, reason, verified, retry, detail))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.handoff import FirstToken
+from engine.wire.handoff import NO_COST, FirstToken, PromptCost
 from engine.wire.remote_request import Peer
 
 # -- prefill to decode -------------------------------------------------------------------------------------
@@ -29,6 +29,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     upto: int
     first: FirstToken | None  #: set once the prompt is computed
     echo: int  #: newest heartbeat received, 0 before the first; the blocks belonged to the handoff at that time
+    cost: PromptCost = NO_COST
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -45,6 +46,7 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
     lease: int
     held: bool  #: whether the blocks belonged to the handoff until this release, so that the KV read is correct
+    byte_ns: float = 0.0  #: PromptCost.byte_ns until then
 
 
 # -- decode to prefill -------------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
     handoff_id: str
     lease: int
+    paid_ns: int = 0  #: as in CancelHandoff
 
 
 Message = Progress | Refused | Released | Claim | Fetch | Heartbeat | Release | Cancel

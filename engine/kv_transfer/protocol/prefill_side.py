@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import Claim, Progress, Refused
-from engine.wire.handoff import Closed, FirstToken, HoldBlocks, HoldRequest
+from engine.wire.handoff import NO_COST, Closed, FirstToken, HoldBlocks, HoldRequest, ReportProgress
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 
 RESEND_HEARTBEATS = 1.5  # silence, in heartbeats, before Progress is sent again: decode may never have received it
@@ -37,6 +37,7 @@ class PrefillHandoff:
         self._blocks: list[int] = []
         self._upto = remote_request.skip
         self._first: FirstToken | None = None
+        self._cost, self._num_bytes, self._cost_at_ns = NO_COST, 0.0, 0
         self._refused: str | None = None
         self._echo = 0
         self._resend_at = now
@@ -53,9 +54,10 @@ class PrefillHandoff:
 
     # -- from the step loop --------------------------------------------------------------------------------
 
-    def report(self, upto: int, blocks: list[int], now: float) -> None:
-        assert blocks[: len(self._blocks)] == self._blocks, "blocks of a handoff must not change"
-        self._upto, self._blocks = upto, blocks
+    def report(self, progress: ReportProgress, now: float) -> None:
+        assert progress.blocks[: len(self._blocks)] == self._blocks, "blocks of a handoff must not change"
+        self._upto, self._blocks = progress.upto, progress.blocks
+        self._cost, self._num_bytes, self._cost_at_ns = progress.cost, progress.num_bytes, progress.at_ns
         self._tell(now)
 
     def finish(self, first: FirstToken, now: float) -> None:
@@ -113,6 +115,7 @@ class PrefillHandoff:
                 upto=self._upto,
                 first=self._first,
                 echo=self._echo,
+                cost=self._cost,
             )
         self._send(message)
 
@@ -120,9 +123,13 @@ class PrefillHandoff:
         if self.decode is not NOBODY:
             self._out.messages.append((self.decode, message))
 
-    def close(self, reason: str, now: float) -> None:
+    def byte_ns(self, now: float) -> float:
+        """Return PromptCost.byte_ns until now, if as many others have shared the blocks since the newest report."""
+        return self._cost.byte_ns + self._num_bytes * max(0, int(now * 1e9) - self._cost_at_ns)
+
+    def close(self, reason: str, now: float, paid_ns: int = 0) -> None:
         self.over = True
-        self._out.events.append(Closed(self.remote_request.handoff_id, reason))
+        self._out.events.append(Closed(self.remote_request.handoff_id, reason, paid_ns))
         self._out.counters.ended("closed", reason)
         if self._first is not None:
             self._out.counters.phase("held", now - self._finished_at)

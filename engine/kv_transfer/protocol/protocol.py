@@ -108,7 +108,8 @@ class HandoffProtocol:
         self._reads: dict[int, DecodeHandoff] = {}
         self._leases = count(1)
         self._asked: set[str] = set()  # handoffs of a Fetch that the step loop has not answered
-        self._released: dict[int, tuple[Peer, float]] = {}  # lease -> (its decode engine, when to forget the lease)
+        #: lease -> (its decode engine, the answer, when to forget the lease)
+        self._released: dict[int, tuple[Peer, Released, float]] = {}
         self._quarantined: dict[str, float] = {}  # engine -> until when
         self._idle_sources: dict[int, float] = {}  # epoch -> when to forget it
 
@@ -127,8 +128,8 @@ class HandoffProtocol:
         match action:
             case OpenHandoff():
                 self._open(action, now)
-            case CancelHandoff(handoff_id):
-                self._fail(handoff_id, "cancelled", now)
+            case CancelHandoff(handoff_id, paid_ns):
+                self._fail(handoff_id, "cancelled", now, paid_ns=paid_ns)
             case RemoteRequestFailed(handoff_id, reason, retry):
                 self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
             case AcceptPrefill(remote_request):
@@ -146,9 +147,9 @@ class HandoffProtocol:
             case HoldBlocks(remote_request):
                 self._asked.discard(remote_request.handoff_id)
                 self._accept(remote_request, now, action)
-            case ReportProgress(handoff_id, upto, blocks):
+            case ReportProgress(handoff_id):
                 if handoff := self.prefill_handoffs.get(handoff_id):
-                    handoff.report(upto, blocks, now)
+                    handoff.report(action, now)
             case FinishPrefill(handoff_id, first):
                 if handoff := self.prefill_handoffs.get(handoff_id):
                     handoff.finish(first, now)
@@ -197,7 +198,7 @@ class HandoffProtocol:
         for leased in list(self.prefill_handoffs.values()):
             leased.tick(now)
             self._drop_if_over(leased)
-        for lease in [n for n, (_, until) in self._released.items() if now >= until]:
+        for lease in [n for n, (_, _, until) in self._released.items() if now >= until]:
             del self._released[lease]
         for engine_id in [e for e, until in self._quarantined.items() if now >= until]:
             del self._quarantined[engine_id]
@@ -295,11 +296,12 @@ class HandoffProtocol:
         if isinstance(message, Heartbeat):
             handoff.on_heartbeat(message.number, now)
         elif isinstance(message, Release):
+            released = Released(message.handoff_id, message.lease, held=True, byte_ns=handoff.byte_ns(now))
             handoff.close("released", now)
-            self._released[message.lease] = (sender, now + REMEMBER_S)
-            self.out.messages.append((sender, Released(message.handoff_id, message.lease, held=True)))
+            self._released[message.lease] = (sender, released, now + REMEMBER_S)
+            self.out.messages.append((sender, released))
         else:
-            handoff.close("cancelled", now)
+            handoff.close("cancelled", now, message.paid_ns)
         self._drop_if_over(handoff)
 
     def _claimed(self, sender: Peer, message: Claim, now: float) -> None:
@@ -335,13 +337,16 @@ class HandoffProtocol:
         if not held:
             self.out.counters.stale_messages += 1
         if isinstance(message, Release):
-            self.out.messages.append((sender, Released(message.handoff_id, message.lease, held)))
+            not_held = Released(message.handoff_id, message.lease, held=False)
+            self.out.messages.append((sender, released[1] if released is not None and held else not_held))
         elif isinstance(message, Heartbeat) and not held:  # a late heartbeat of a released handoff needs no answer
             self.out.messages.append((sender, Refused(message.handoff_id, message.lease, "unknown")))
 
-    def _fail(self, handoff_id: str, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
+    def _fail(
+        self, handoff_id: str, reason: str, now: float, detail: str = "", retry: bool | None = None, paid_ns: int = 0
+    ) -> None:
         if handoff := self.decode_handoffs.get(handoff_id):
-            handoff.fail(reason, now, detail, retry)
+            handoff.fail(reason, now, detail, retry, paid_ns)
             self._conclude(handoff, now)
 
     def _new_read(self, handoff_id: str) -> int:

@@ -31,9 +31,11 @@ from engine.wire.handoff import (
     HoldBlocks,
     HoldRequest,
     OpenHandoff,
+    PromptCost,
     Received,
     RefusePrefill,
     ReportProgress,
+    Spent,
 )
 from engine.wire.messages import RemoteRequestFailed
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
@@ -90,6 +92,7 @@ class Engine:
     cached: dict[bytes, int] = field(default_factory=dict)  # block by name
     asked: deque[BlocksAsked] = field(default_factory=deque)  # by others, not yet answered
     lent: dict[str, list[int]] = field(default_factory=dict)  # blocks held for others, by handoff
+    spent: dict[str, int] = field(default_factory=dict)  # on its prompts by other engines, by handoff
 
     def __post_init__(self):
         self.peer = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
@@ -271,7 +274,8 @@ class Engine:
         for i, block in enumerate(job.blocks):
             self.memory[0, block] = tuple(tokens[: min(job.computed, skip + (i + 1) * BLOCK)])
         named = job.blocks[: -(-(job.computed - skip) // BLOCK)]
-        self.protocol.apply(ReportProgress(handoff_id, job.computed, named), self.now)
+        spent, at_ns = PromptCost(10 * (job.computed - skip), 1.0), int(self.now * 1e9)
+        self.protocol.apply(ReportProgress(handoff_id, job.computed, named, spent, len(job.blocks), at_ns), self.now)
         if job.computed == len(tokens):
             prompt_hash = b"wrong" if wrong_prompt_hash else hash_prompt(job.remote_request, BLOCK)
             first = FirstToken(sum(tokens), None, prompt_hash, 0)
@@ -308,6 +312,10 @@ class Engine:
         if isinstance(event, BlocksAsked):
             self.asked.append(event)
             return
+        if isinstance(event, Spent):
+            assert event.cost.compute_ns > self.spent.get(event.handoff_id, 0)
+            self.spent[event.handoff_id] = event.cost.compute_ns
+            return
         assert event.handoff_id not in self.results, "told twice"
         self.results[event.handoff_id] = event
         self.world.outcomes[f"{type(event).__name__} {getattr(event, 'reason', '')}"] += 1
@@ -327,6 +335,8 @@ class Engine:
         elif isinstance(event, Received):
             assert event.first.token == sum(tokens)
             verified = len(tokens)
+            spent = self.spent.get(event.handoff_id, 0)  # none for a request that moves
+            assert spent in (0, 10 * (len(tokens) - remote_request.skip)) and (event.byte_ns > 0) == (spent > 0)
         else:
             assert isinstance(event, Failed)
             verified = event.verified

@@ -170,9 +170,9 @@ def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(
     assert decode.workers[0].has_read.wait(WAIT_S)
     (info,) = decode.channel.snapshot()
     assert (info.handoff_id, info.request_id, info.peer, info.state) == ("h", "r", "p", "reading")
-    decode.channel.submit(CancelHandoff("h"))
+    decode.channel.submit(CancelHandoff("h", paid_ns=7))
     assert decode.wait_for_event() == Failed("h", "cancelled", 0, False)
-    assert prefill.wait_for_event() == Closed("h", "cancelled")
+    assert prefill.wait_for_event() == Closed("h", "cancelled", paid_ns=7)
     assert decode.workers[0].memory == {}
 
 

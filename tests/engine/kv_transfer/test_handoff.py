@@ -46,7 +46,8 @@ def test_a_prompt_computed_in_chunks_is_received_whole_and_both_sides_give_their
     for _ in range(6):
         w.prefill.compute(h, 6)
         w.advance(1.0)
-    assert w.decode.results[h] == Received(h, w.decode.results[h].first)
+    received = w.decode.results[h]
+    assert received == Received(h, received.first, received.byte_ns)
     assert w.prefill.results[h] == Closed(h, "released")
     assert all_free(w)
     assert w.decode.protocol.stats().results == {"received": {"": 1}}
@@ -132,7 +133,9 @@ def test_a_repeated_release_gets_the_same_answer():
     w.settle()
     assert isinstance(w.decode.results[h], Received)
     w.prefill.protocol.receive(Envelope(w.decode.peer, w.prefill.peer.epoch, Release(h, 1)), w.prefill.now)
-    assert [message for _, message in w.prefill.protocol.out.messages] == [Released(h, 1, held=True)]
+    assert [message for _, message in w.prefill.protocol.out.messages] == [
+        Released(h, 1, True, w.decode.results[h].byte_ns)
+    ]
 
 
 def test_nobody_but_the_decode_engine_itself_can_release_its_handoff():

@@ -213,6 +213,29 @@ def test_a_prompt_computed_elsewhere_gives_the_same_log_probabilities(fresh):
     assert [p.logprob for p in remote] == pytest.approx([p.logprob for p in local], abs=1e-4)
 
 
+def test_answers_cost_together_what_both_engines_have_spent(fresh):
+    """Also the prompt of a client that leaves while the other engine computes it."""
+    ledgers = [engine.server._core.ledger for engine in (fresh.decode, fresh.prefill)]
+    spent = [-ledger.ns["requests"] for ledger in ledgers]
+    kv = [-ledger.kv_gib_s for ledger in ledgers]
+    names = ["costs 300", "costs 64", "leaves"]
+    for name, length in zip(names[:2], (300, 64), strict=True):
+        fresh.ingress.add(name, prompt(length, 9))
+        fresh.ingress.last(name)
+        fresh.settle()
+    decode_kv, prefill_kv = (start + ledger.kv_gib_s for start, ledger in zip(kv, ledgers, strict=True))
+    assert decode_kv < sum(fresh.ingress.last(name).cost.kv_gib_s for name in names[:2]) <= decode_kv + prefill_kv
+    remote_requests = len(fresh.remote_requests)
+    fresh.ingress.add("leaves", prompt(500, 9), max_tokens=200)
+    fresh.wait_for(lambda: len(fresh.remote_requests) > remote_requests)
+    fresh.ingress.send(Abort("leaves"))
+    billed = sum(fresh.ingress.last(name).cost.compute_s for name in names)
+    fresh.settle()
+    spent = [start + ledger.ns["requests"] for start, ledger in zip(spent, ledgers, strict=True)]
+    assert min(spent) > 0
+    assert billed * 1e9 == pytest.approx(sum(spent), abs=100)
+
+
 # -- ends --------------------------------------------------------------------------------------------------
 
 

