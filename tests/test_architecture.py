@@ -161,7 +161,7 @@ OTHER_MODELS = """
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
-    core/block_usage.py
+    core/block_usage.py core/request_cost.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
     core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from engine.core.block_usage import BlockAccount, KVCost
+from engine.core.request_cost import RequestCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
-from engine.wire.handoff import NO_COST, PromptCost
 from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -172,36 +171,6 @@ class RemotePrompt:
     """Whether a handoff failed in a way that a retry cannot fix."""
     handoff_at: tuple[float, float] | None = None
     """Start and end of its newest handoff, in seconds on the caller's clock."""
-
-
-@dataclass(slots=True)
-class RequestCost:
-    """What one request has cost this engine (CostLedger, BlockUsage)."""
-
-    compute_ns: int = 0
-    """Its share of the steps' time."""
-    wasted_ns: int = 0
-    """Its share of the steps' time for tokens that had been computed before."""
-    remote_ns: int = 0
-    """What other engines have spent on its prompt."""
-    remote_byte_ns: float = 0.0
-    """Bytes of KV cache that its prompt has used there, times nanoseconds."""
-    coming: PromptCost = NO_COST
-    """The same, of the engine that computes its prompt now, so far."""
-    paid_ns: int = 0
-    """What is paid of a prompt for another engine, although that has not read the KV."""
-    known: int = 0
-    """Leading tokens that have been computed before, here or in an engine that was lost."""
-    reported: bool = False
-    """Whether every delta tells the cost."""
-    closed: bool = False
-    """Whether the request has ended, so that it is charged no more."""
-    blocks: dict[int, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
-    """Its block time, by KV cache group."""
-    kv: KVCost = field(default_factory=KVCost)
-    """The same in bytes, as it was reported."""
-    tiers: dict[str, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
-    """Bytes times nanoseconds of its client's holds in tiers, by tier (HoldTable)."""
 
 
 @dataclass(slots=True)

@@ -10,17 +10,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import ServingError
-from engine.wire.handoff import (
-    NO_COST,
-    BlocksAsked,
-    Closed,
-    Failed,
-    FirstToken,
-    HandoffEvent,
-    Noted,
-    Received,
-    Spent,
-)
+from engine.wire.handoff import BlocksAsked, Closed, Failed, FirstToken, HandoffEvent, Noted, Received, Spent
 from engine.wire.messages import FinishReason, TokenLogprob
 
 
@@ -82,9 +72,7 @@ class HandoffProgress:
         if not self._keep(request, verified):
             return None
         request.timeline += first.timeline
-        request.cost.remote_ns += request.cost.coming.compute_ns
-        request.cost.remote_byte_ns += event.byte_ns
-        request.cost.coming = NO_COST
+        request.cost.received(event.byte_ns)
         request.computed, request.in_flight = verified, 1
         request.prefix.num_cached = max(request.prefix.num_cached, first.cached)
         return Arrived(request, first)
@@ -93,7 +81,7 @@ class HandoffProgress:
         request = self._handoffs.failed(event, now)
         if not self._keep(request, event.verified):
             return None
-        request.cost.coming = NO_COST
+        request.cost.failed()
         self._kv_cache.invalidate(request, request.tables[0].num_cached)  # the other engine's logits may not be finite
         self._kv_cache.release(request)
         error = self._handoffs.final_error(request, event)

@@ -27,7 +27,6 @@ from engine.wire.handoff import (
     HeldBlocks,
     HoldRequest,
     OpenHandoff,
-    PromptCost,
     Received,
     RefusePrefill,
     ReportProgress,
@@ -285,10 +284,8 @@ class HandoffManager:
         groups = handed_over(request, asked_by.skip, block_size)
         blocks = [block for group in groups for block in group] if whole else groups[0]
         upto_blocks = None if whole else (upto - asked_by.skip) // block_size
-        cost, kv = request.cost, request.cost.kv
-        so_far = PromptCost(cost.compute_ns, kv.byte_ns)
-        blocks = blocks[:upto_blocks]
-        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks, so_far, kv.num_bytes, kv.at_ns))
+        told = request.cost.told()
+        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks], *told))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None

@@ -25,7 +25,8 @@ from engine.core.features.holds.hold_table import Hold, PromptOfHold
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
 from engine.core.features.speculator import Speculator, any_number
-from engine.core.request import PrefixUse, Request, RequestCost
+from engine.core.request import PrefixUse, Request
+from engine.core.request_cost import RequestCost
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NO_TOKEN, ORDINARY, STAND_INS, Answers, NoDrafter, ReplayedChannel
 from engine.core.tape.inputs import lora_without_path, params_without_text

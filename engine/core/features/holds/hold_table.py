@@ -13,7 +13,7 @@ from engine.core.block_usage import BlockAccount
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import RequestCost
+from engine.core.request_cost import RequestCost
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
 

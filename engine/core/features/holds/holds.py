@@ -10,7 +10,8 @@ from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold,
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import Request, RequestCost, State
+from engine.core.request import Request, State
+from engine.core.request_cost import RequestCost
 from engine.wire.messages import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
