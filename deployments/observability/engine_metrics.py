@@ -25,8 +25,9 @@ Engines = Sequence[tuple[list[str], EngineStatus]]
 Row = tuple[Any, str, str, str | Callable[[Any], Any], *tuple[str, ...]]
 """A metric in a table: its kind, name and help text, how to read it from a report, and further labels.
 
-A field name or a function returns a number, a Histogram, or (count, sum) of a Summary; None for no sample. With further
-labels it returns nested dicts of these, one level per label, keyed by the label's values.
+A path of fields or a function returns a number, a Histogram, or (count, sum) of a Summary; None for no sample. With
+further labels it returns nested dicts of these, one level per label, keyed by the label's values, or lists, whose
+indices are the values. The fields after one that is None need not exist.
 """
 
 
@@ -43,21 +44,29 @@ def collect(table: Iterable[Row], labels: list[str], reports: Sequence[tuple[lis
     for kind, name, text, read, *own in table:
         metric = kind(name, text, labels=[*labels, *own])
         for values, report in reports:
-            value = getattr(report, read) if isinstance(read, str) else read(report)
+            value = _at(report, read) if isinstance(read, str) else read(report)
             for more, sample in _samples(value, len(own)):
                 metric.add_metric([*values, *more], *sample)
         yield metric
 
 
+def _at(report: Any, path: str) -> Any:
+    for field in path.split("."):
+        report = None if report is None else getattr(report, field)
+    return report
+
+
 def _samples(value: Any, num_labels: int) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
     """Yield label values, with the arguments that `add_metric` takes for them."""
+    if value is None:
+        return
     if num_labels:
-        for label, inner in value.items():
+        for label, inner in enumerate(value) if isinstance(value, list) else value.items():
             for labels, sample in _samples(inner, num_labels - 1):
                 yield [str(label), *labels], sample
     elif isinstance(value, Histogram):
         yield [], (_buckets(value), value.sum)
-    elif value is not None:
+    else:
         yield [], value if isinstance(value, tuple) else (value,)
 
 
@@ -94,18 +103,6 @@ def _overlap(stats: HandoffStats) -> float | None:
     return stats.bytes_overlapped / total if total else None
 
 
-def _spec_decode(field: str) -> Callable[[EngineStats], int | None]:
-    return lambda stats: None if stats.spec_decode is None else getattr(stats.spec_decode, field)
-
-
-def _accepted_per_position(stats: EngineStats) -> dict[int, int]:
-    return {} if stats.spec_decode is None else dict(enumerate(stats.spec_decode.num_accepted_tokens_per_pos))
-
-
-def _offload(field: str) -> Callable[[EngineStats], int | None]:
-    return lambda stats: None if stats.kv_offload is None else getattr(stats.kv_offload, field)
-
-
 def _tiers(field: str) -> Callable[[EngineStats], dict[str, Any]]:
     def read(stats: EngineStats) -> dict[str, Any]:
         tiers = {} if stats.kv_offload is None else stats.kv_offload.tiers
@@ -114,28 +111,12 @@ def _tiers(field: str) -> Callable[[EngineStats], dict[str, Any]]:
     return read
 
 
-def _holds(field: str) -> Callable[[EngineStats], Any]:
-    return lambda stats: None if stats.holds is None else getattr(stats.holds, field)
+def _stages(field: str) -> Callable[[EngineStats], list[float]]:
+    return lambda stats: [getattr(stage, field) for stage in stats.stages]
 
 
-def _hold_totals(field: str) -> Callable[[EngineStats], dict[str, int]]:
-    return lambda stats: {} if stats.holds is None else getattr(stats.holds, field)
-
-
-def _stages(field: str) -> Callable[[EngineStats], dict[int, float]]:
-    return lambda stats: {number: getattr(stage, field) for number, stage in enumerate(stats.stages)}
-
-
-def _shared(field: str) -> Callable[[EngineStats], float | None]:
-    return lambda stats: None if stats.shared is None else getattr(stats.shared, field)
-
-
-def _experts(field: str) -> Callable[[EngineStats], dict[int, float]]:
+def _experts(field: str) -> Callable[[EngineStats], dict[int, Any]]:
     return lambda stats: {experts.stage: getattr(experts, field) for experts in stats.experts}
-
-
-def _rank_tokens(stats: EngineStats) -> dict[int, dict[int, int]]:
-    return {experts.stage: dict(enumerate(experts.rank_tokens)) for experts in stats.experts}
 
 
 def _adapters_resident(stats: EngineStats) -> int | None:
@@ -164,13 +145,13 @@ REQUESTS: list[Row] = [
         Counter,
         "vllm:external_prefix_cache_queries",
         "Prompt tokens looked up in the tiers below the KV cache.",
-        _offload("queried_tokens"),
+        "kv_offload.queried_tokens",
     ),
     (
         Counter,
         "vllm:external_prefix_cache_hits",
         "Prompt tokens whose KV came from these tiers.",
-        _offload("hit_tokens"),
+        "kv_offload.hit_tokens",
     ),
     *histograms(
         {
@@ -186,24 +167,19 @@ REQUESTS: list[Row] = [
             "request_num_preemptions": "How often a request lost its KV blocks.",
         }
     ),
-    (Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified.", _spec_decode("num_drafts")),
-    (
-        Counter,
-        "vllm:spec_decode_num_draft_tokens",
-        "Draft tokens that were verified.",
-        _spec_decode("num_draft_tokens"),
-    ),
+    (Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified.", "spec_decode.num_drafts"),
+    (Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", "spec_decode.num_draft_tokens"),
     (
         Counter,
         "vllm:spec_decode_num_accepted_tokens",
         "Draft tokens that were accepted.",
-        _spec_decode("num_accepted_tokens"),
+        "spec_decode.num_accepted_tokens",
     ),
     (
         Counter,
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Draft tokens that were accepted, by their position in a draft.",
-        _accepted_per_position,
+        "spec_decode.num_accepted_tokens_per_pos",
         "position",
     ),
     (
@@ -231,22 +207,17 @@ LOAD: list[Row] = [
     ),
     (Gauge, "manta_adapters_resident", "LoRA adapters in slots.", _adapters_resident),
     (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
-    (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", _holds("holds")),
-    (Gauge, "manta_held_blocks", "KV blocks that holds keep.", _holds("blocks")),
-    (
-        Gauge,
-        "manta_max_held_blocks",
-        "Maximum number of KV blocks that holds keep, without tiers.",
-        _holds("max_blocks"),
-    ),
+    (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", "holds.holds"),
+    (Gauge, "manta_held_blocks", "KV blocks that holds keep.", "holds.blocks"),
+    (Gauge, "manta_max_held_blocks", "Maximum number of KV blocks that holds keep, without tiers.", "holds.max_blocks"),
     (
         Counter,
         "manta_holds_unused_block_seconds",
         "KV blocks on the device times the seconds for which holds kept them that no later request has used.",
-        _holds("unused_block_s"),
+        "holds.unused_block_s",
     ),
-    (Counter, "manta_holds_granted", "Holds that were granted.", _holds("granted")),
-    (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", _holds("restored")),
+    (Counter, "manta_holds_granted", "Holds that were granted.", "holds.granted"),
+    (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", "holds.restored"),
     (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
     (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found in the cache.", "encoder_cache_hits"),
 ]
@@ -269,8 +240,8 @@ LABELLED: list[Row] = [
         "where",
         "reason",
     ),
-    (Counter, "manta_holds_refused", "Holds that were refused, by reason.", _hold_totals("refused"), "reason"),
-    (Counter, "manta_holds_ended", "Holds that ended, by reason.", _hold_totals("ended"), "reason"),
+    (Counter, "manta_holds_refused", "Holds that were refused, by reason.", "holds.refused", "reason"),
+    (Counter, "manta_holds_ended", "Holds that ended, by reason.", "holds.ended", "reason"),
     (
         Counter,
         "manta_stage_busy_seconds",
@@ -296,7 +267,7 @@ LABELLED: list[Row] = [
         Counter,
         "manta_expert_tokens",
         "Tokens for which a rank computed one of its experts, over all layers.",
-        _rank_tokens,
+        _experts("rank_tokens"),
         "stage",
         "rank",
     ),
@@ -312,27 +283,22 @@ LABELLED: list[Row] = [
         Counter,
         "manta_shared_steps",
         "Steps with engines that share experts: own ones, and those in which an engine only served others.",
-        lambda stats: {} if stats.shared is None else stats.shared.steps,
+        "shared.steps",
         "kind",
     ),
     (
         Counter,
         "manta_shared_wait_seconds",
         "Seconds in which an engine waited for engines that share its experts to begin a step.",
-        _shared("wait_s"),
+        "shared.wait_s",
     ),
-    (Gauge, "manta_shared_engines", "Engines that share experts, without those that were lost.", _shared("engines")),
-    (
-        Gauge,
-        "manta_shared_generation",
-        "Engines that were lost, while others went on.",
-        _shared("generation"),
-    ),
+    (Gauge, "manta_shared_engines", "Engines that share experts, without those that were lost.", "shared.engines"),
+    (Gauge, "manta_shared_generation", "Engines that were lost, while others went on.", "shared.generation"),
     (
         Counter,
         "manta_shared_pause_seconds",
         "Seconds in which an engine took no steps because another was lost.",
-        _shared("pause_s"),
+        "shared.pause_s",
     ),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
     (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
@@ -362,8 +328,8 @@ TIERS: list[Row] = [
         "tier",
         "reason",
     ),
-    (Counter, "manta_kv_offload_not_stored", "Blocks evicted before they were copied.", _offload("not_stored")),
-    (Gauge, "manta_kv_offload_loading", "Requests that wait for KV from a tier.", _offload("loading")),
+    (Counter, "manta_kv_offload_not_stored", "Blocks evicted before they were copied.", "kv_offload.not_stored"),
+    (Gauge, "manta_kv_offload_loading", "Requests that wait for KV from a tier.", "kv_offload.loading"),
 ]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [
