@@ -27,10 +27,9 @@ import psutil
 import typer
 
 from benchmarks.simulator.traffic import grouped_trace
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, Outcome, fetch
 from cluster.cli.bench.prompts import trace_prompts
 from cluster.cli.bench.serve import send_all
-from cluster.cli.tape.fetch import fetch
 from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.what_if import Baseline, Figures, recorded_figures, simulated_figures
@@ -137,7 +136,7 @@ def serve_all(folder: Path, name: str, changes: dict[str, Any], loads: list[str]
             since, before = time.time(), cpu_seconds(server)
             outcomes = asyncio.run(send(server.url, load(one), seed=list(LOADS).index(one)))
             until, after = time.time(), cpu_seconds(server)
-            (folder / f"{name}, {one}.tape").write_bytes(fetch(server.url, None))
+            (folder / f"{name}, {one}.tape").write_bytes(fetch(server.url, "/debug/tape", None))
             others = (after[0] - before[0] - after[1] + before[1]) / (until - since)
             told = {"since": since, "until": until, "cores_of_others": round(others, 2), **client_figures(outcomes)}
             (folder / f"{name}, {one}.json").write_text(json.dumps(told, indent=1) + "\n")

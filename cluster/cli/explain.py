@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from urllib.parse import quote
-
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.bench.openai_client import OpenAIClient, error_message
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
-from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
 from engine.wire.messages import SequenceCost
-
-TIMEOUT_S = 30.0
-
-
-def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
-    """Return the server's answer: a RequestTimeline in JSON.
-
-    Raises RequestNotFound, InvalidApiKey, RequestError, or EngineUnavailable if there is no server.
-    """
-
-    async def get() -> tuple[int, bytes]:
-        async with OpenAIClient(url, api_key, TIMEOUT_S) as client:
-            return await client.get(f"/debug/requests/{quote(request_id, safe='')}")
-
-    status, body = asyncio.run(get())
-    match status:
-        case 200:
-            return body
-        case 401:
-            raise InvalidApiKey(f"{url}: {error_message(body)}")
-        case 404 if b"not_found_error" in body:
-            raise RequestNotFound(request_id)
-        case 404:
-            raise RequestError(f"{url} is not a Manta server: it has no /debug/requests")
-        case _:
-            raise EngineUnavailable(f"{url} answers {status}: {error_message(body)}")
 
 
 def show(body: bytes, console: Console) -> None:

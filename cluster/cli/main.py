@@ -232,9 +232,10 @@ def explain(
     """
     from rich.console import Console
 
-    from cluster.cli.explain import fetch, show
+    from cluster.cli.bench.openai_client import fetch
+    from cluster.cli.explain import show
 
-    body = fetch(url, request_id, api_key)
+    body = fetch(url, "/debug/requests", api_key, request_id)
     if as_json:
         print(body.decode())
     else:

@@ -10,13 +10,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
-from engine.errors import EngineUnavailable, InvalidApiKey, RequestError
+from engine.errors import EngineUnavailable, InvalidApiKey, NotPermitted, RequestError, RequestNotFound
 
 ERROR_CHARACTERS = 200
+FETCH_S = 120.0
 
 
 class Message(msgspec.Struct):
@@ -226,6 +228,33 @@ class OpenAIClient:
         except StreamFailed as e:
             outcome.error, outcome.e2el_s = str(e), time.perf_counter() - outcome.sent_at
         return outcome
+
+
+def fetch(url: str, path: str, api_key: str | None, name: str = "") -> bytes:
+    """Return what a server of Manta answers to GET `path`, or to GET `path`/`name`.
+
+    Raises InvalidApiKey, NotPermitted, RequestNotFound if the server knows no such name, RequestError if it has no such
+    path, or EngineUnavailable if there is no server.
+    """
+
+    async def get() -> tuple[int, bytes]:
+        async with OpenAIClient(url, api_key, FETCH_S) as client:
+            return await client.get(f"{path}/{quote(name, safe='')}" if name else path)
+
+    status, body = asyncio.run(get())
+    match status:
+        case 200:
+            return body
+        case 401:
+            raise InvalidApiKey(f"{url}: {error_message(body)}")
+        case 403:
+            raise NotPermitted(f"{url}: {error_message(body)}")
+        case 404 if name and b"not_found_error" in body:
+            raise RequestNotFound(name)
+        case 404:
+            raise RequestError(f"{url} is not a Manta server: it has no {path}")
+        case _:
+            raise EngineUnavailable(f"{url} answers {status}: {error_message(body)}")
 
 
 def error_message(body: bytes) -> str:

@@ -36,11 +36,11 @@ def save(
 
     Example: manta tape save monday.tape --url http://127.0.0.1:8000
     """
-    from cluster.cli.tape.fetch import fetch
+    from cluster.cli.bench.openai_client import fetch
     from cluster.simulator.recorded.tapes import read_routers
     from engine.core.tape.file import read_tapes
 
-    output.write_bytes(fetch(url, api_key))
+    output.write_bytes(fetch(url, "/debug/tape", api_key))
     tapes = read_tapes(output)
     what = f"{len(tapes)} engines and {len(read_routers([output]))} routers"
     print(f"{output} has the tapes of {what} ({output.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)

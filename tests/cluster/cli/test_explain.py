@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.cli.explain import fetch, show, summary_of
+from cluster.cli.bench.openai_client import fetch
+from cluster.cli.explain import show, summary_of
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
-from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
+from engine.errors import EngineUnavailable, InvalidApiKey, NotPermitted, RequestError, RequestNotFound
 from engine.wire.timeline import TimelineEvent
 
 TIMELINE = SequenceTimeline(
@@ -80,6 +81,7 @@ def test_moments_are_told_in_seconds_since_the_request_came_and_word_for_word():
         ),
         (404, '{"detail": "Not Found"}', RequestError, "is not a Manta server"),
         (401, '{"error": {"message": "who are you?"}}', InvalidApiKey, "who are you?"),
+        (403, '{"error": {"message": "only keys of ingress.admin_keys"}}', NotPermitted, "admin_keys"),
         (503, "", EngineUnavailable, "answers 503"),
     ],
 )
@@ -87,9 +89,9 @@ def test_what_a_server_answers_in_place_of_a_timeline_is_one_clear_error(server,
     url, answers = server
     answers["/debug/requests/a%2Fb%3F"] = status, body.encode()
     with pytest.raises(error, match=message):
-        fetch(url, "a/b?", None)
+        fetch(url, "/debug/requests", None, "a/b?")
 
 
 def test_where_there_is_no_server_it_is_said(server):
     with pytest.raises(EngineUnavailable, match=r"no server answers at http://127\.0\.0\.1:9: connection refused"):
-        fetch("http://127.0.0.1:9", "a", None)
+        fetch("http://127.0.0.1:9", "/debug/tape", None)
