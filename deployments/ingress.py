@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -31,9 +31,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
 from deployments.multimodal.config import ImageConfig
-from deployments.observability.stats import IngressStats
-from deployments.observability.telemetry import IngressUsage, Telemetry
-from deployments.observability.timeline import IngressOverview, SequenceTimeline
+from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
@@ -48,44 +46,33 @@ from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PEERS_TIMEOUT_S = 3.0
 READY_INTERVAL_S = 0.5  # between checks whether a request would be answered
 READY_TIMEOUT_S = 5.0  # of each check
 
 
-class IngressPeers:
+class IngressPeers(NoPeers):
     """All ingresses of the application. Those that do not answer in time are left out."""
 
-    async def stats(self) -> list[IngressStats]:
-        return [msgspec.msgpack.decode(answer, type=IngressStats) for answer in await self._ask("stats")]
-
-    async def timelines(self, name: str) -> list[SequenceTimeline]:
-        answers = await self._ask("timelines", name)
-        return [found for answer in answers for found in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])]
-
-    async def overviews(self) -> list[IngressOverview]:
-        return [msgspec.msgpack.decode(answer, type=IngressOverview) for answer in await self._ask("overview")]
-
-    async def usage(self) -> list[IngressUsage]:
-        return [msgspec.msgpack.decode(answer, type=IngressUsage) for answer in await self._ask("usage")]
+    async def ask(self, what: str, kind: type[T], *args: str) -> list[T]:
+        return [msgspec.msgpack.decode(answer, type=kind) for answer in await self._call("report", what, *args)]
 
     async def scaling_changes(self) -> list[ScalingChange]:
         found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
         return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
-    async def router_tapes(self, but: str) -> list[bytes]:
-        return [tape for answer in await self._ask("router_tapes", but) for tape in msgspec.msgpack.decode(answer)]
-
     async def adapters_changed(self) -> None:
         """Tell the other ingresses that an adapter was loaded or unloaded."""
-        await self._ask("adapters_changed")
+        await self._call("adapters_changed")
 
-    async def _ask(self, method: str, *args: Any) -> list[bytes]:
+    async def _call(self, *call: str) -> list[bytes]:
+        """Call a method of all ingresses."""
         handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)
-        answers = await ray_compat.broadcast(handle, method, PEERS_TIMEOUT_S, *args)
+        answers = await ray_compat.broadcast(handle, call[0], PEERS_TIMEOUT_S, *call[1:])
         found = [answer for answer in answers if isinstance(answer, bytes)]
         if not found:
-            logger.warning("no ingress answered within %.0f s when asked for its %s", PEERS_TIMEOUT_S, method)
+            logger.warning("no ingress answered within %.0f s when asked for its %s", PEERS_TIMEOUT_S, " ".join(call))
         return found
 
 
@@ -153,9 +140,10 @@ class Ingress:
             async for event in events:
                 yield event
 
-    async def stats(self) -> bytes:
-        """Return this ingress's counts: IngressStats in msgpack."""
-        return msgspec.msgpack.encode(self._telemetry.own_stats())
+    async def report(self, what: str, *args: str) -> bytes:
+        """Return one of this ingress's reports to the others (NoPeers.ask), in msgpack."""
+        own = self._router_tapes if what == "router_tapes" else getattr(self._telemetry, f"own_{what}")
+        return msgspec.msgpack.encode(own(*args))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the queue reports of all models. Serve calls it once a second if a model is autoscaled."""
@@ -164,24 +152,10 @@ class Ingress:
             numbers |= queue_report(name, model.admission.num_waiting, model.admission.waiting_tokens)
         return numbers
 
-    async def timelines(self, name: str) -> bytes:
-        """Return this ingress's timelines of a request (SequenceTimeline.is_of): list[SequenceTimeline] in msgpack."""
-        return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
-
-    async def overview(self) -> bytes:
-        """Return this ingress's part of the console: IngressOverview in msgpack."""
-        return msgspec.msgpack.encode(self._telemetry.own_overview())
-
-    async def usage(self) -> bytes:
-        """Return what this ingress has counted of keys: IngressUsage in msgpack."""
-        return msgspec.msgpack.encode(self._telemetry.own_usage())
-
-    async def router_tapes(self, but: str) -> bytes:
-        """Return the tapes of this ingress's routers, unless it has this id: list[bytes] in msgpack."""
+    def _router_tapes(self, but: str) -> list[bytes]:
+        """Return the tapes of this ingress's routers, unless it has this id."""
         own = self._telemetry.stats.ingress_id
-        pools = [] if own == but else [model.pool for model in self._models.values()]
-        tapes = [tape for pool in pools for tape in pool.own_tape(own)]
-        return msgspec.msgpack.encode(tapes)
+        return [] if own == but else [tape for model in self._models.values() for tape in model.pool.own_tape(own)]
 
     async def adapters_changed(self) -> bytes:
         """Note that another ingress has loaded or unloaded an adapter."""

@@ -7,7 +7,7 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,26 +40,21 @@ class IngressUsage(msgspec.Struct, frozen=True):
     lines: list[tuple[UsageLine, UsageTotals]]
 
 
-class Peers(Protocol):
-    """The ingresses of the application that answer; the asking one may be among them."""
+T = TypeVar("T")
+Report = TypeVar("Report", IngressStats, IngressOverview, IngressUsage)
 
-    async def stats(self) -> list[IngressStats]:
-        """Return the counts of each ingress."""
 
-    async def timelines(self, name: str) -> list[SequenceTimeline]:
-        """Return the timelines of a request from all ingresses (RequestTimelines.of)."""
+class NoPeers:
+    """The other ingresses of an application that has only one."""
 
-    async def overviews(self) -> list[IngressOverview]:
-        """Return the overview of each ingress (Telemetry.own_overview)."""
-
-    async def usage(self) -> list[IngressUsage]:
-        """Return what each ingress has counted (Telemetry.own_usage)."""
+    async def ask(self, what: str, kind: type[T], *args: str) -> list[T]:
+        """Return the reports of all ingresses that answer; the asking one may be among them. what: a method
+        Telemetry.own_*, or `router_tapes`. kind: type of a report."""
+        return []
 
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest scaling changes of all pools, oldest first."""
-
-    async def router_tapes(self, but: str) -> list[bytes]:
-        """Return the tapes of the routers in all ingresses but the one with this id (PoolTapes.routers)."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class Telemetry:
         self,
         ingress_id: str,
         tracing: Tracing | None = None,
-        peers: Peers | None = None,
+        peers: NoPeers | None = None,
         *,
         node: str = "",
         keeps_texts: bool = False,
@@ -102,7 +97,7 @@ class Telemetry:
         self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
-        self._peers = peers
+        self._peers = peers or NoPeers()
 
     def close(self) -> None:
         """Send the remaining traces. Takes up to two seconds."""
@@ -116,8 +111,7 @@ class Telemetry:
 
     async def all_stats(self) -> list[IngressStats]:
         """Return the counts of this ingress and of every other one that answers."""
-        others = await self._peers.stats() if self._peers is not None else []
-        return [self.own_stats(), *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
+        return [self.own_stats(), *await self._others("stats", IngressStats)]
 
     def own_overview(self) -> IngressOverview:
         waiting = {name: model.waiting for name, model in self.stats.models.items()}
@@ -125,9 +119,7 @@ class Telemetry:
 
     async def overviews(self) -> list[IngressOverview]:
         """Return the overview of this ingress and of every other one that answers."""
-        own = self.own_overview()
-        others = await self._peers.overviews() if self._peers is not None else []
-        return [own, *(overview for overview in others if overview.ingress_id != own.ingress_id)]
+        return [self.own_overview(), *await self._others("overview", IngressOverview)]
 
     def own_usage(self) -> IngressUsage:
         usage = self.usage_files.usage
@@ -135,19 +127,23 @@ class Telemetry:
 
     async def all_usage(self) -> list[tuple[UsageLine, UsageTotals]]:
         """Return the lines of this ingress and of every other one that answers."""
-        own = self.own_usage()
-        others = await self._peers.usage() if self._peers is not None else []
-        return [
-            line for each in (own, *others) if each is own or each.ingress_id != own.ingress_id for line in each.lines
-        ]
+        return [line for each in (self.own_usage(), *await self._others("usage", IngressUsage)) for line in each.lines]
+
+    async def _others(self, what: str, kind: type[Report]) -> list[Report]:
+        found = await self._peers.ask(what, kind)
+        return [report for report in found if report.ingress_id != self.stats.ingress_id]
 
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest changes of all pools, oldest first."""
-        return [] if self._peers is None else await self._peers.scaling_changes()
+        return await self._peers.scaling_changes()
 
     async def router_tapes(self, own: list[bytes]) -> list[bytes]:
         """Return the tapes of the routers in all ingresses that answer. own: those in this ingress."""
-        return [*own, *(await self._peers.router_tapes(self.stats.ingress_id) if self._peers is not None else [])]
+        others = await self._peers.ask("router_tapes", list[bytes], self.stats.ingress_id)
+        return [*own, *(tape for tapes in others for tape in tapes)]
+
+    def own_timelines(self, name: str) -> list[SequenceTimeline]:
+        return self.timelines.of(name)
 
     async def explain(self, name: str) -> RequestTimeline:
         """Return the timeline of a request, gathered from every ingress that answers. name: as in
@@ -155,8 +151,9 @@ class Telemetry:
 
         Raises RequestNotFound if none of them knows the request.
         """
-        others = await self._peers.timelines(name) if self._peers is not None else []
-        found = {timeline.request_id: timeline for timeline in [*others, *self.timelines.of(name)]}
+        others = await self._peers.ask("timelines", list[SequenceTimeline], name)
+        every = [*others, self.own_timelines(name)]
+        found = {timeline.request_id: timeline for timelines in every for timeline in timelines}
         if not found:
             raise RequestNotFound(name)
         return RequestTimeline(name, sorted(found.values(), key=lambda timeline: timeline.arrived_at))

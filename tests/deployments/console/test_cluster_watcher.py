@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.console.cluster_watcher import ClusterWatcher
-from deployments.observability.telemetry import Telemetry
+from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
@@ -17,10 +15,7 @@ from engine.wire.histogram import SECONDS, Histogram
 from engine.wire.messages import EngineStatus, PeerPool
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 @dataclass
@@ -44,13 +39,13 @@ class FakePool:
 
 
 @dataclass
-class FakePeers:
+class FakePeers(NoPeers):
     """Another ingress."""
 
     overview: IngressOverview
     changes: list[ScalingChange] = field(default_factory=list)
 
-    async def overviews(self) -> list[IngressOverview]:
+    async def ask(self, what: str, kind: type[Any], *args: str) -> list[Any]:
         return [self.overview]
 
     async def scaling_changes(self) -> list[ScalingChange]:
@@ -106,7 +101,7 @@ def test_requests_and_queues_of_all_ingresses_are_in_one_state():
     async def scenario() -> None:
         change = ScalingChange(at=1.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
         theirs = IngressOverview("other", {"m": 4}, [timeline("theirs", arrived_at=2.0)])
-        telemetry = Telemetry("i", peers=FakePeers(theirs, [change]))  # type: ignore[arg-type]  as much as is asked
+        telemetry = Telemetry("i", peers=FakePeers(theirs, [change]))
         telemetry.stats.model("m").waiting = 3
         telemetry.timelines.begin(timeline("ours"))
         state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,18 +16,15 @@ from deployments.console.costs_view import MAX_ROWS, CostsView
 from deployments.console.engine_hours import HOUR_S, EngineHours, parts
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
-from deployments.observability.telemetry import IngressUsage, Telemetry
+from deployments.observability.telemetry import IngressUsage, NoPeers, Telemetry
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from engine.wire.messages import EngineStatus, SequenceCost
 from tests.deployments.fake_api import fake_api, says
 from tests.engine_stats import engine_stats
+from tests.scenarios import run
 
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC)
 HOUR = NOON.timestamp()
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def replicas(**costs: dict[str, float]) -> list[ModelReplicas]:
@@ -108,8 +103,8 @@ def test_a_table_has_so_many_rows_and_one_for_all_others():
     assert (rows[-1].name, rows[-1].used.sequences) == (OTHERS, 3 + 5)
 
 
-class OtherIngress:
-    async def usage(self) -> list[IngressUsage]:
+class OtherIngress(NoPeers):
+    async def ask(self, what: str, kind: type[Any], *args: str) -> list[Any]:
         now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         return [IngressUsage("other", [(UsageLine(now, "bob", "fake", ""), UsageTotals(1, compute_s=9.0))])]
 
@@ -121,7 +116,7 @@ def test_admins_see_what_keys_have_used_in_all_ingresses():
         async with fake_api(says("hello"), auth=auth, prices=Prices(engine_hour=3600.0)) as api:
             await api.until_status()
             api.engine.cost = SequenceCost(2.0, 0.0, 0.0)
-            api.telemetry._peers = OtherIngress()  # type: ignore[assignment]  as much as is asked
+            api.telemetry._peers = OtherIngress()
             headers = {"authorization": "Bearer sk-alice"}
             await api.client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
             assert (await api.client.get("/console/costs", headers=headers)).status_code == 403
@@ -135,7 +130,7 @@ def test_admins_see_what_keys_have_used_in_all_ingresses():
 
 def test_an_ingress_counts_itself_once_among_all():
     async def scenario() -> None:
-        telemetry = Telemetry("other", peers=OtherIngress())  # type: ignore[arg-type]  as much as is asked
+        telemetry = Telemetry("other", peers=OtherIngress())
         assert await telemetry.all_usage() == []
 
     run(scenario())

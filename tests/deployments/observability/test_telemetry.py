@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 
 from deployments.observability.stats import IngressStats, ModelStats
-from deployments.observability.telemetry import MetricsMiddleware, Telemetry
-from deployments.observability.timeline import SequenceTimeline
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from deployments.observability.telemetry import MetricsMiddleware, NoPeers, Telemetry
+from tests.scenarios import run
 
 
 @dataclass
-class FakePeers:
-    found: list[IngressStats] = field(default_factory=list)
-    told: list[SequenceTimeline] = field(default_factory=list)
+class FakePeers(NoPeers):
+    found: list[IngressStats]
 
-    async def stats(self) -> list[IngressStats]:
+    async def ask(self, what: str, kind: type[Any], *args: str) -> list[Any]:
         return self.found
-
-    async def timelines(self, name: str) -> list[SequenceTimeline]:
-        return [timeline for timeline in self.told if timeline.is_of(name)]
 
 
 def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():

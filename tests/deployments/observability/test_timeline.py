@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
-from deployments.observability.telemetry import Telemetry
+from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -22,12 +21,9 @@ from tests.deployments.fake_api import fake_api, until
 from tests.deployments.real_api import real_api_with_prefill
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, ingress, listen
 from tests.models import make_model
+from tests.scenarios import run
 
 ASKED = {"prompt": "A secret prompt", "max_tokens": 4}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def timeline(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceTimeline:
@@ -197,13 +193,10 @@ def test_note_of_an_attempt_goes_to_its_live_sequence_once_and_none_to_others():
     assert len(one.events) == MAX_EVENTS
 
 
-class OtherIngress:
-    async def stats(self) -> list[Any]:
-        return []
-
-    async def timelines(self, name: str) -> list[SequenceTimeline]:
+class OtherIngress(NoPeers):
+    async def ask(self, what: str, kind: type[Any], *args: str) -> list[Any]:
         sent = msgspec.msgpack.encode([timeline("cmpl-x-1-0", 1.0), timeline("cmpl-x-2-0", 2.0, seconds=0.5)])
-        return msgspec.msgpack.decode(sent, type=list[SequenceTimeline])
+        return [msgspec.msgpack.decode(sent, type=kind)]
 
 
 def test_timelines_of_other_ingresses_are_told_too_and_the_own_ones_once_and_never_stale():
