@@ -59,6 +59,7 @@ HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
 ImageSection = _section_of(ImageConfig, without=set())
 PricesSection = _section_of(Prices, without=set())
+TracingSection = _section_of(TracingConfig, without=set())
 
 
 class PoolSection(Section):
@@ -511,14 +512,6 @@ class ModelSection(Section):
         return f"{role}.engine." if key in given(self.pools[role].engine) else "engine."
 
 
-class TracingSection(Section):
-    otlp_endpoint: str | None = None
-    """URL that takes traces by OTLP over HTTP: http://collector:4318/v1/traces; None for OTEL_EXPORTER_OTLP_ENDPOINT
-    from the environment."""
-    sampling_ratio: float | None = None
-    """Fraction of requests to trace, unless a `traceparent` header decides; None for OTEL_TRACES_SAMPLER."""
-
-
 class AppConfig(Section):
     """One application."""
 
@@ -526,7 +519,7 @@ class AppConfig(Section):
     ingress: IngressSection = IngressSection()  #: the HTTP API
     log_format: LogFormat = "text"  #: `json` writes one object per line
     log_level: LogLevel = "info"  #: `debug` also logs each stage of every request
-    tracing: TracingSection | None = None  #: OpenTelemetry, which needs the extra `otel`
+    tracing: TracingSection | None = None  # type: ignore[valid-type]  #: OpenTelemetry, which needs the extra `otel`
 
     @property
     def log(self) -> LogConfig:

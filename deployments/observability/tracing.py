@@ -9,7 +9,7 @@ slow the engine: its deltas carry the times that it keeps anyway, and the spans 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,20 +34,11 @@ CLOSE_S = 2.0  # to send the remaining spans when the ingress ends
 class TracingConfig:
     """Collector to which traces are sent, and fraction of requests that are traced."""
 
-    otlp_endpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces. Default: "
-            "OTEL_EXPORTER_OTLP_ENDPOINT and related variables in the environment of ingresses."
-        },
-    )
-    sampling_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Fraction of requests to trace; a client's `traceparent` takes precedence. Default: from "
-            "OTEL_TRACES_SAMPLER, or all."
-        },
-    )
+    otlp_endpoint: str | None = None
+    """URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces; None for
+    OTEL_EXPORTER_OTLP_ENDPOINT and related variables in the environment of ingresses."""
+    sampling_ratio: float | None = None
+    """Fraction of requests to trace, unless a client's `traceparent` decides; None for OTEL_TRACES_SAMPLER, or all."""
 
     def __post_init__(self) -> None:
         endpoint = self.otlp_endpoint
