@@ -22,7 +22,7 @@ from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
-from deployments.replicas.pools import EnginePool
+from deployments.replicas.pools import EngineClient
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
@@ -49,7 +49,7 @@ class SequenceContext:
     model: str
     tokenizer: TokenBytes
     channel: Inboxes
-    pool: EnginePool
+    pool: EngineClient
     admission: Admission
     stats: ModelStats
     timelines: RequestTimelines

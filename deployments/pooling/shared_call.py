@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from deployments.replicas.pools import EnginePool, KeptTape, PoolTapes, ReplicaStatus
-from engine.wire.lora import LoRARequest
-from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
+from deployments.replicas.pools import EngineClient
+from engine.wire.messages import GenerateRequest
 
 
 class SharedCall:
-    """EnginePool for the requests of one Generation. The first attempts of all requests share a call; each later
+    """EngineClient for the requests of one Generation. The first attempts of all requests share a call; each later
     attempt has its own call.
 
     The call is made once all requests have arrived. It ends for all of them together, and is cancelled when all of them
     are cancelled.
     """
 
-    def __init__(self, pool: EnginePool, num_requests: int):
+    def __init__(self, pool: EngineClient, num_requests: int):
         self._pool, self._num_missing = pool, num_requests
         self._requests: list[GenerateRequest] = []
         self._complete = asyncio.Event()
@@ -46,36 +45,3 @@ class SharedCall:
     async def _generate(self) -> None:
         await self._complete.wait()
         await self._pool.generate(*self._requests)
-
-    async def statuses(self) -> list[ReplicaStatus]:
-        return await self._pool.statuses()
-
-    async def asleep(self) -> bool:
-        return await self._pool.asleep()
-
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        return await self._pool.load_adapter(lora)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._pool.reset_prefix_cache()
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        await self._pool.release_holds(name, client)
-
-    async def tapes(self, key: bytes) -> PoolTapes:
-        return await self._pool.tapes(key)
-
-    async def keep_tapes(self, reason: str) -> None:
-        await self._pool.keep_tapes(reason)
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        return await self._pool.kept_tapes()
-
-    async def kept_tape(self, name: str) -> bytes:
-        return await self._pool.kept_tape(name)
-
-    def own_tape(self, router: str) -> list[bytes]:
-        return self._pool.own_tape(router)
-
-    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        return await self._pool.peer_statuses()

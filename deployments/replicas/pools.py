@@ -49,7 +49,7 @@ class KeptTape(msgspec.Struct, frozen=True):
     """Seconds since 1970."""
 
 
-class EnginePool(Protocol):
+class EngineClient(Protocol):
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         """Run requests in one engine, and return when all have ended there. Cancelling the call aborts them.
 
@@ -57,6 +57,8 @@ class EnginePool(Protocol):
         Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
         """
 
+
+class EnginePool(EngineClient, Protocol):
     async def statuses(self) -> list[ReplicaStatus]:
         """Return one status per healthy replica. Raises EngineUnavailable if there is none."""
 

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from deployments.pooling.shared_call import SharedCall
-from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest, PeerPool
+from engine.wire.messages import GenerateRequest
 from tests.deployments.fake_api import until
+from tests.scenarios import run
 
 
 class Pool:
@@ -23,19 +22,6 @@ class Pool:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls.append(([request.request_id for request in requests], end))
         await end
-
-    async def statuses(self) -> list[ReplicaStatus]:
-        return []
-
-    async def asleep(self) -> bool:
-        return False
-
-    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        return {}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def start(shared: SharedCall, *names: str) -> list[asyncio.Task[None]]:
