@@ -19,13 +19,18 @@ from engine.model.quantization.rows import RowFormat
 def fuse(model: nn.Module) -> None:
     """Fuse the packed layers of a model. The model must not have adapters, which need the rows unquantized."""
     for layer in model.modules():
-        if isinstance(layer, LlamaLayer) and type(layer).forward is LlamaLayer.forward:
+        if isinstance(layer, LlamaLayer) and is_plain(type(layer)):
             if isinstance(layer.self_attn, LlamaAttention):
                 fuse_norm(layer.input_layernorm, layer.self_attn.qkv_proj)
             if isinstance(layer.mlp, GatedMLP):
                 fuse_norm(layer.post_attention_layernorm, layer.mlp.gate_up_proj)
         if isinstance(layer, GatedMLP) and (format := input_format(layer.down_proj)) is not None:
             fuse_activation(layer, format)
+
+
+def is_plain(kind: type[LlamaLayer]) -> bool:
+    """Return whether only a layer's attention and MLP read what its norms write."""
+    return kind.forward is LlamaLayer.forward and kind.mix is LlamaLayer.mix
 
 
 def fuse_activation(mlp: GatedMLP, format: RowFormat) -> None:

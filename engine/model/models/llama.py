@@ -61,22 +61,32 @@ class LlamaLayer(nn.Module):
     The block's result is residual + x; the next norm computes this sum in its own kernel.
     """
 
-    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_type: ClassVar[type[nn.Module]] = LlamaAttention
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+    mlp_type: ClassVar[type[GatedMLP]] = GatedMLP
     moe_type: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
+    mlp_name: ClassVar[str] = "mlp"
+    """Name of the MLP in the checkpoint."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        self.self_attn = self.attention_type(cfg, tp, layer)
+        self.add_mixer(cfg, tp, layer)
         self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
-        self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.mlp")
+        mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else self.mlp_type
+        self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.{self.mlp_name}")
+
+    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
+        self.self_attn = self.attention_type(cfg, tp, layer)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         residual, normed = self.input_layernorm.add(residual, x)
-        residual, normed = self.post_attention_layernorm.add(residual, self.self_attn(normed, batch))
+        residual, normed = self.post_attention_layernorm.add(residual, self.mix(normed, batch))
         return self.mlp(normed), residual
+
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
+        """Apply attention, or what a family has instead: [tokens, hidden] -> [tokens, hidden]."""
+        return self.self_attn(x, batch)
 
 
 class LlamaForCausalLM(NativeNames, nn.Module):

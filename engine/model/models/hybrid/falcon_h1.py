@@ -11,10 +11,9 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.mamba2 import Mamba2
 from engine.model.layers.mlp import GatedMLP
-from engine.model.layers.norm import RMSNorm
 from engine.model.models.hybrid.bamba import BAMBA
 from engine.model.models.hybrid.layer import ScaledForCausalLM
-from engine.model.models.llama import LlamaAttention
+from engine.model.models.llama import LlamaAttention, LlamaLayer
 
 
 class FalconH1Attention(LlamaAttention):
@@ -38,25 +37,20 @@ class FalconH1MLP(GatedMLP):
         return self.down_proj(self.activation(gate_up)) * self.down
 
 
-class FalconH1Layer(nn.Module):
-    """A pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual)."""
+class FalconH1Layer(LlamaLayer):
+    attention_type = FalconH1Attention
+    mlp_type = FalconH1MLP
+    mlp_name = "feed_forward"
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__()
+    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
         self.multipliers = cfg.multipliers
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.recurrent = Mamba2(cfg, tp, layer, multipliers=cfg.multipliers.recurrent_parts)
-        self.self_attn = FalconH1Attention(cfg, tp, layer)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = FalconH1MLP(cfg, tp, f"layers.{layer}.feed_forward")
+        super().add_mixer(cfg, tp, layer)
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        residual, normed = self.input_layernorm.add(residual, x)
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
         m = self.multipliers
-        mixed = self.recurrent(normed * m.recurrent_in, batch) * m.recurrent_out
-        mixed = mixed + self.self_attn(normed * m.attention_in, batch) * m.attention_out
-        residual, normed = self.post_attention_layernorm.add(residual, mixed)
-        return self.mlp(normed), residual
+        mixed = self.recurrent(x * m.recurrent_in, batch) * m.recurrent_out
+        return mixed + self.self_attn(x * m.attention_in, batch) * m.attention_out
 
 
 class FalconH1ForCausalLM(ScaledForCausalLM):

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from engine.distributed.tp_group import TPGroup
-from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.mamba2 import MAMBA2, Mamba2
-from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM
+from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM, ScaledLayer
 from engine.model.models.llama import PACKED
-from engine.model.ops import activation
 
 SHARED = {
     "shared_mlp.gate_up_proj.gate": "shared_mlp.input_linear",
@@ -22,21 +20,8 @@ SHARED = {
 }
 
 
-class Granite4Layer(HybridLayer):
+class Granite4Layer(ScaledLayer, HybridLayer):
     recurrent_type = Mamba2
-
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__(cfg, tp, layer)
-        self.multiplier = cfg.multipliers.residual
-        norm = self.input_layernorm
-        self.scaled = activation.select_scaled(norm.dtype, norm.device)
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = super().forward(x, residual, batch)
-        return self.scaled(x, self.multiplier, x.dtype), residual
-
-    def mix(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.scaled(super().mix(x, batch), self.multiplier, x.dtype)
 
 
 class Granite4ForCausalLM(ScaledForCausalLM):

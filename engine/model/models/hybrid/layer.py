@@ -1,4 +1,4 @@
-"""Parts shared by families in which some layers are recurrent."""
+"""Parts shared by families with recurrent layers, or with factors on parts of the model."""
 
 from __future__ import annotations
 
@@ -9,48 +9,40 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.mlp import GatedMLP
-from engine.model.layers.moe import MixtureOfExperts
-from engine.model.layers.norm import RMSNorm
-from engine.model.models.llama import LlamaAttention, LlamaForCausalLM
+from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
+from engine.model.ops import activation
 
 
-class HybridLayer(nn.Module):
-    """A pre-norm residual block like Llama's, with attention or a recurrent layer: (x, residual), each [tokens, hidden]
-    -> (x, residual)."""
+class HybridLayer(LlamaLayer):
+    """A layer of Llama with a recurrent layer in place of attention, in the layers that the configuration names."""
 
-    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
-    attention_type: ClassVar[type[nn.Module]] = LlamaAttention
     recurrent_type: ClassVar[type[nn.Module]]
-    mlp_name: ClassVar[str] = "mlp"
-    """Name of the MLP in the checkpoint."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__()
-        self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        self.recurrent: nn.Module | None = None
-        self.self_attn: nn.Module | None = None
-        if cfg.recurrent is not None and layer in cfg.recurrent.layers:
+    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
+        self.is_recurrent = cfg.recurrent is not None and layer in cfg.recurrent.layers
+        if self.is_recurrent:
             self.recurrent = self.recurrent_type(cfg, tp, layer)
         else:
-            self.self_attn = self.attention_type(cfg, tp, layer)
-        self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = self.make_mlp(cfg, tp, layer)
-
-    def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
-        mlp_type = MixtureOfExperts if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
-        return mlp_type(cfg, tp, f"layers.{layer}.{self.mlp_name}")
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        residual, normed = self.input_layernorm.add(residual, x)
-        residual, normed = self.post_attention_layernorm.add(residual, self.mix(normed, batch))
-        return self.mlp(normed), residual
+            super().add_mixer(cfg, tp, layer)
 
     def mix(self, x: Tensor, batch: Batch) -> Tensor:
-        """Apply attention or the recurrent layer: [tokens, hidden] -> [tokens, hidden]."""
-        mixer = self.recurrent or self.self_attn
-        assert mixer is not None
-        return mixer(x, batch)
+        return self.recurrent(x, batch) if self.is_recurrent else super().mix(x, batch)
+
+
+class ScaledLayer(LlamaLayer):
+    """A layer whose outputs are scaled before they are added to the residual."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.multiplier, norm = cfg.multipliers.residual, self.input_layernorm
+        self.scaled = activation.select_scaled(norm.dtype, norm.device)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        x, residual = super().forward(x, residual, batch)
+        return self.scaled(x, self.multiplier, x.dtype), residual
+
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.scaled(super().mix(x, batch), self.multiplier, x.dtype)
 
 
 class ScaledForCausalLM(LlamaForCausalLM):
