@@ -13,7 +13,7 @@ from engine.device import Device, copy_to
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.spec_decode.draft_graphs import DraftGraphs, DraftRows
-from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.target import Target
 from engine.wire.plan import StepPlan
 
@@ -131,3 +131,25 @@ class DraftCache:
             single=start[:count],
             chunks=[],
         )
+
+
+class CachedDrafter(ModelDrafter):
+    """A drafter with a KV cache."""
+
+    def __init__(self, cfg: ModelConfig, target: Target):
+        """cfg: configuration of the drafter's layers."""
+        self._cache = DraftCache(cfg, target)
+        self.block_bytes = self._cache.block_bytes
+
+    def allocate(self, num_blocks: int) -> None:
+        self._cache.allocate(num_blocks)
+
+    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
+        self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
+
+    def follow(self, plan: StepPlan) -> None:
+        self._cache.follow(plan)
+
+    def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute a pass; see `Forward`."""
+        raise NotImplementedError

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from engine.device import Device, copy_to
+from engine.device import copy_to
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
-from engine.spec_decode.draft_cache import DraftCache
+from engine.spec_decode.draft_cache import CachedDrafter
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target, check_fits
 from engine.wire.plan import StepPlan
 
 
-class DraftModel:
+class DraftModel(CachedDrafter):
     """A drafter that computes every sequence from its first token on, even tokens that the target did not have to
     compute. It computes cached or received prompts in steps of `max_num_batched_tokens` tokens, and drafts once it has
     caught up."""
-
-    aux_layers: tuple[int, ...] = ()
-    reads_all = False
 
     def __init__(self, folder: Path, target: Target, max_num_batched_tokens: int):
         cfg = ModelConfig.from_folder(folder)
@@ -38,27 +34,18 @@ class DraftModel:
         check_fits(folder, cfg.vocab_size, target.config)
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
         cfg = replace(cfg, max_position_embeddings=longest, keeps_all_kv=True)
+        super().__init__(cfg, target)
         self._model = build_model(cfg, TPGroup.single(), target.dtype, target.device)
         target.load(self._model, folder)
-        self._cache, self._budget = DraftCache(cfg, target), max_num_batched_tokens
-        self.block_bytes = self._cache.block_bytes
+        self._budget = max_num_batched_tokens
         self._computed: dict[int, int] = {}  # computed tokens by slot; the newest may be rejected drafts
 
-    def allocate(self, num_blocks: int) -> None:
-        self._cache.allocate(num_blocks)
-
     def follow(self, plan: StepPlan) -> None:
-        self._cache.follow(plan)
+        super().follow(plan)
         self._computed |= {new.slot: 0 for new in plan.added}
         for slot, first in zip(plan.slots, plan.starts, strict=True):
             # a sequence that has caught up recomputes its newest token: the KV before that token is correct
             self._computed[slot] = min(self._computed.get(slot, 0), first)
-
-    def first_pass(self, max_tokens: int) -> None:
-        """Return None: the rows of a pass are not the rows of the target's step."""
-
-    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
-        self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute a pass; see `Forward`. It does not use `hidden`, the hidden states of the previous pass."""

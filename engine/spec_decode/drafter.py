@@ -79,15 +79,16 @@ class FirstPass:
     kv_cache: Tensor
 
 
-class ModelDrafter(Protocol):
-    """A drafter with weights. It runs on rank 0 with the target; the other ranks get its drafts with the next plan."""
+class ModelDrafter:
+    """A drafter with weights. It runs on rank 0 with the target; the other ranks get its drafts with the next plan. The
+    defaults are those of a drafter that keeps no KV, and whose proposals are one pass."""
 
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...] = ()
     """Layers of the target whose inputs it needs (DraftInputs.aux_hidden)."""
-    block_bytes: int
+    block_bytes: int = 0
     """Device memory that it needs per KV block of the target; the size of the KV cache accounts for it."""
 
-    reads_all: bool
+    reads_all: bool = False
     """Whether it computes something for every token of the target, and so runs even after steps without proposals."""
 
     def allocate(self, num_blocks: int) -> None:
@@ -96,6 +97,7 @@ class ModelDrafter(Protocol):
     def first_pass(self, max_tokens: int) -> FirstPass | None:
         """Return the first pass of a proposal, over up to `max_tokens` rows, if its batch is that of the target's step;
         else None."""
+        return None
 
     def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
         """Capture the passes of a proposal after the first as graphs, for these numbers of sequences. max_blocks: most
@@ -106,3 +108,4 @@ class ModelDrafter(Protocol):
 
     def propose(self, step: DraftInputs) -> Tensor:
         """Return [n, plan.num_drafts] int64: guesses of the tokens after each entry's newest token."""
+        raise NotImplementedError

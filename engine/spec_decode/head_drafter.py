@@ -7,19 +7,16 @@ target's step. So its KV lacks only tokens that this engine did not compute beca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.device import Device
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.spec_decode.draft_cache import DraftCache
+from engine.spec_decode.draft_cache import CachedDrafter
 from engine.spec_decode.drafter import DraftInputs, FirstPass
 from engine.spec_decode.target import Target
-from engine.wire.plan import StepPlan
 
 
 class Head(Protocol):
@@ -41,22 +38,15 @@ def tile_shape(cfg: ModelConfig) -> tuple[int, int, int]:
     return cfg.num_heads // spec.num_kv_heads, spec.head_dim, spec.parts
 
 
-class HeadDrafter:
+class HeadDrafter(CachedDrafter):
     reads_all = True
 
     def __init__(self, head: Head, cfg: ModelConfig, target: Target, aux_layers: tuple[int, ...] = ()):
         """cfg: configuration of the head's layers."""
-        self.aux_layers = aux_layers
-        self._head, self._cache = head, DraftCache(cfg, target)
-        self.block_bytes, self._size = self._cache.block_bytes, cfg.hidden_size
+        super().__init__(cfg, target)
+        self.aux_layers, self._head, self._size = aux_layers, head, cfg.hidden_size
         # a graph's tiles are made for the heads of the target
         self._tiles_alike = tile_shape(cfg) == tile_shape(target.config)
-
-    def allocate(self, num_blocks: int) -> None:
-        self._cache.allocate(num_blocks)
-
-    def follow(self, plan: StepPlan) -> None:
-        self._cache.follow(plan)
 
     def first_pass(self, max_tokens: int) -> FirstPass | None:
         if not self._tiles_alike:
@@ -82,9 +72,6 @@ class HeadDrafter:
             return rows.new_empty(len(rows), 0)
         first, positions = self._head.best(out[rows]), step.batch.positions[rows]
         return self._cache.continue_drafts(step, step.entries, first, hidden[rows], positions, self._forward)
-
-    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
-        self._cache.capture(device, self._forward, sizes, max_blocks, num_drafts, budget)
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         out, hidden = self._head(ids, hidden, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.checkpoint.folder import read_json
@@ -19,9 +17,8 @@ from engine.model.layers.embedding import LMHead
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.loader import tensors_by_file
 from engine.model.models.registry import build
-from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.target import Target, check_fits
-from engine.wire.plan import StepPlan
 
 # In the authors' checkpoints `0.0.linear.weight` is the first layer of head 0, and `0.1.weight` its output layer.
 AUTHORS = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
@@ -73,10 +70,7 @@ class MedusaHeads(nn.Module):
         return None if name.startswith("lm_heads.") and not len(self.lm_heads) else name
 
 
-class MedusaDrafter:
-    aux_layers: tuple[int, ...] = ()
-    block_bytes, reads_all = 0, False
-
+class MedusaDrafter(ModelDrafter):
     def __init__(self, folder: Path, target: Target, num_tokens: int):
         """Load the heads in `folder`. num_tokens: tokens to draft per sequence. Raises ConfigError or ModelFolderError
         if the heads do not fit the target, or if there are fewer than `num_tokens`."""
@@ -101,18 +95,6 @@ class MedusaDrafter:
         )
         target.load(self._heads, folder)
         self._vocabulary = target.vocabulary() if shares else None
-
-    def allocate(self, num_blocks: int) -> None:
-        """Do nothing: heads keep no KV."""
-
-    def first_pass(self, max_tokens: int) -> None:
-        """Return None: a proposal is a few products."""
-
-    def capture(self, device: Device, sizes: Sequence[int], max_blocks: int, num_drafts: int, budget: int) -> None:
-        """Do nothing: a proposal is one pass."""
-
-    def follow(self, plan: StepPlan) -> None:
-        """Do nothing: heads keep no state of sequences."""
 
     def propose(self, step: DraftInputs) -> Tensor:
         count = step.plan.num_drafts
