@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ from engine.wire.messages import ErrorInfo
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.jobs.test_jobs import change_record, events_of
+from tests.scenarios import run
 
 OPEN = AuthConfig(allow_lora_updating=True)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture(scope="module")

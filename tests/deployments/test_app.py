@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -15,13 +13,10 @@ from deployments.openai.chat_body import ChatBody
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import fake_api, says, tokenizer, until
+from tests.scenarios import run
 
 HELLO = [{"role": "user", "content": "hello"}]
 TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_chat_answers_with_the_engines_text_and_counts_its_tokens():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
+from tests.scenarios import run
 
 ASKED: Any = {"model": "tiny", "prompt": "The fox jumps over the lazy dog", "temperature": 0.0, "max_tokens": 12}
 COST: Any = {"usage": {"include": True}, "ignore_eos": True}
@@ -27,10 +26,6 @@ COST: Any = {"usage": {"include": True}, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def openai_client(api: RealApi) -> AsyncOpenAI:

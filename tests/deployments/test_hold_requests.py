@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -16,14 +14,11 @@ from engine.wire.messages import HoldMark, HoldOutcome, ReleaseHolds, TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer
+from tests.scenarios import run
 
 HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
 MINUTES: Any = {"type": "ephemeral"}
 ASKED: Any = {"model": "fake", "max_tokens": 5}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def openai_client(api: FakeApi, key: str = "none") -> AsyncOpenAI:

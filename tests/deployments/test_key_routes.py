@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
 from tests.deployments.fake_api import FakeApi, fake_api, says
+from tests.scenarios import run
 
 ADMIN, USER = {"authorization": "Bearer sk-admin"}, {"authorization": "Bearer sk-user"}
 BUDGETS = (BudgetLimit(budget_duration="1d", max_engine_seconds=5.0),)
@@ -35,10 +36,6 @@ AUTH = AuthConfig(
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(managed_keys, "POLL_S", 0.01)
     monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @asynccontextmanager

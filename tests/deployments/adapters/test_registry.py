@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, Inva
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import ErrorInfo
 from tests.adapter_folders import write_adapter
+from tests.scenarios import run
 
 
 class Pool:
@@ -62,10 +62,6 @@ class DyingPool(Pool):
 def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: Any) -> AdapterRegistry:
     given = AdapterSources(**{"max_rank": 16, **config})
     return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool())  # type: ignore[arg-type]
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def configured(folder: Path) -> Adapter:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +12,7 @@ from deployments.console import feed
 from deployments.console.cluster_watcher import ClusterState
 from deployments.console.feed import ClusterFeed
 from tests.deployments.fake_api import until
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 class FakeWatcher:

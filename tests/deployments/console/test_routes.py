@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,12 +16,9 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says
+from tests.scenarios import run
 
 KEY = {"Authorization": "Bearer sk-a"}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():

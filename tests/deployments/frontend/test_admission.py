@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import httpx
@@ -16,12 +15,9 @@ from deployments.frontend.slo_alarm import LATE
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, LocalPool, fake_api, until
+from tests.scenarios import run
 
 LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_waiting=100, max_waiting_tokens=1000)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def ask(api: FakeApi, user: str = "u", **body: Any) -> asyncio.Task[Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
@@ -12,6 +10,7 @@ from deployments.frontend import sequence
 from deployments.frontend.retry import TokensLost
 from deployments.frontend.sequence import Attempt
 from engine.errors import EngineUnavailable
+from tests.scenarios import run
 
 
 class Call:
@@ -32,10 +31,6 @@ class Call:
         except TimeoutError:
             return False
         return True
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_call_that_fails_ends_the_attempt_at_once_with_its_error(monkeypatch):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from deployments.observability.telemetry import Telemetry
 from engine.errors import ConfigError
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.openai.bad_requests import BAD, Bad
+from tests.scenarios import run
 
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer sk-a"}
@@ -36,10 +37,6 @@ ROUTES = [
     ("GET", "/console/state"),
     ("GET", "/console/facts"),
 ]
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import json
 import resource
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from engine.errors import InvalidParameter
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
 from tests.redis_server import redis_server
+from tests.scenarios import run
 from tests.scrape import Scrape
 
 KEY = {"Idempotency-Key": "key 1"}
@@ -38,10 +39,6 @@ BODIES = {
     "responses": {"input": "hello", "max_output_tokens": 20},
 }
 routes = pytest.mark.parametrize("route", BODIES)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture(params=["sqlite", "redis"])

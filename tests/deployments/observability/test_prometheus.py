@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
@@ -16,6 +14,7 @@ from deployments.observability.stats import IngressStats
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
+from tests.scenarios import run
 from tests.scrape import Scrape
 
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -24,10 +23,6 @@ IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def ended(scrape: Scrape) -> dict[str, float]:

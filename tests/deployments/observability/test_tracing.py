@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
@@ -19,6 +17,7 @@ from tests.deployments.fake_api import fake_api, says
 from tests.deployments.real_api import real_api, real_api_with_prefill
 from tests.models import make_model
 from tests.otlp_receiver import OtlpReceiver
+from tests.scenarios import run
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -33,10 +32,6 @@ def receiver() -> Iterator[OtlpReceiver]:
     receiver = OtlpReceiver()
     yield receiver
     receiver.close()
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def traceparent(*, sampled: bool) -> dict[str, str]:

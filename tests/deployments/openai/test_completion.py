@@ -1,14 +1,7 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
-
 from tests.deployments.fake_api import fake_api, says, tokenizer
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 def test_every_form_of_prompt_reaches_the_engine():

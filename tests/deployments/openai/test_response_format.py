@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -10,16 +8,13 @@ from engine.errors import InvalidParameter
 from engine.wire.messages import ErrorInfo
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import fake_api
+from tests.scenarios import run
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ROUTES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     "completions": {"prompt": "hello", "max_tokens": 2},
 }
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def json_schema(type: str = "json_schema", **fields: Any) -> dict[str, Any]:

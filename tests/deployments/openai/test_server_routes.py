@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import zlib
-from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -15,12 +14,9 @@ from deployments.http.middleware import AuthConfig
 from engine.core.tape.file import TapeFile
 from engine.core.tape.ring import EngineTape, Segment, hashes_entry
 from tests.deployments.fake_api import fake_api, until
+from tests.scenarios import run
 
 HASH = b"hash of a prompt"
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_request_is_served_by_the_model_it_names():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from engine.wire.sampling_params import ThinkingBudget
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
+from tests.scenarios import run
 
 HELLO = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -26,10 +27,6 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @asynccontextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
 
 import httpx
 import hypothesis.strategies as st
@@ -13,10 +11,7 @@ from hypothesis import given
 
 from deployments.pooling.pooling import PART_PROMPTS, PART_TOKENS, PARTS_PER_ENGINE, parts
 from tests.deployments.fake_api import FakeApi, fake_api, until
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 def ask(api: FakeApi, count: int, user: str = "many", **headers: str) -> asyncio.Task[httpx.Response]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -19,13 +18,10 @@ from engine.wire.messages import GenerateRequest
 from tests.deployments.fake_api import LocalPool
 from tests.deployments.real_api import BLOCK_SIZE, MAX_NUM_SEQS, real_api
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, make, poison, write_json
+from tests.scenarios import run
 
 PROMPTS = {"prompts": {"query": "what was ", "document": ""}, "default_prompt_name": "query"}
 OPTIONS = {"block_size": BLOCK_SIZE, "num_blocks": 512, "max_num_seqs": MAX_NUM_SEQS, "num_threads": 1}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture

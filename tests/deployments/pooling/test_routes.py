@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,11 @@ import pytest
 
 from engine.wire.pooling_params import SupportedTasks
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, FakeApi, fake_api, tokenizer, until
+from tests.scenarios import run
 
 EMBEDS = SupportedTasks(
     names=("embed",), embedding_size=4, prompts={"query": "ask: ", "document": ""}, default_prompt_name="query"
 )
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def embed(api: FakeApi, **body: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,10 +18,7 @@ from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import until
 from tests.fake_engine import FakeEngine
 from tests.refused import Refused
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 def generate_request(request_id: str = "a", **fields: Any) -> GenerateRequest:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sqlite3
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from deployments.storage.redis import RedisStore
 from deployments.storage.sqlite import SqliteStore
 from engine.errors import ConfigError
 from tests.redis_server import RedisServer, redis_server
+from tests.scenarios import run
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +52,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
         case _:
             with redis_server() as server:
                 yield server.url
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @asynccontextmanager

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -17,10 +15,7 @@ from engine.errors import EngineUnavailable
 from engine.wire.messages import ErrorInfo, GenerateRequest
 from tests.deployments.fake_api import FakeApi, fake_api, tokenizer, until
 from tests.deployments.openai.batches.batches import answers, client_of, ended, jsonl, line, start
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+from tests.scenarios import run
 
 
 def statuses_of(api: FakeApi) -> dict[int, int]:

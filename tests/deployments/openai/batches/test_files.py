@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import time
-from collections.abc import Coroutine
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +18,9 @@ from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
 from deployments.storage.sqlite import SqliteStore
 from tests.deployments.fake_api import FakeApi, fake_api
+from tests.scenarios import run
 
 PURPOSE = {"purpose": "batch"}
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @pytest.fixture

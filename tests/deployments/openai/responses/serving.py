@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,10 +24,6 @@ WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS, "str
 ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 _events: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 @asynccontextmanager

@@ -1,0 +1,12 @@
+"""Runs tests that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run a test, which has a minute."""
+    asyncio.run(asyncio.wait_for(scenario, 60))
