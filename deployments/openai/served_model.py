@@ -333,8 +333,8 @@ class ServedModel:
         effect. Run it in a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
-        fields = body.field_variables.items()
-        ignored = [field for field, names in fields if not self.tokenizer.template_names(names)]
+        fields, template = body.field_variables.items(), self.tokenizer.chat_template or ""
+        ignored = [field for field, names in fields if not any(name in template for name in names)]
         prompt, mm_features = self._encode_with_images(text, body, images) if images else (self._encode(text, body), [])
         thinking = self._format.thinking(body, text)
         budget = self._format.thinking_budget(body, thinking, self._tokens)

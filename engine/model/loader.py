@@ -87,7 +87,9 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
             layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
     leave_out_experts(model, files, canonical)
     shards = checkpoint_shards(model)
-    unused = zero_biases(files, canonical, set(shards)) | unused_heads(canonical, model, set(shards))
+    unused = zero_biases(files, canonical, set(shards))
+    # such as those of a head for pretraining
+    unused |= {name for name, own in canonical.items() if own.startswith(model.unused) and own not in shards}
     found = [name for names in files.values() for name in names if name not in unused]
     check_names(folder, set(shards), found, canonical)
     quiet = tp.rank > 0 or not sys.stderr.isatty()
@@ -209,12 +211,6 @@ def leave_out_experts(model: Loadable, files: dict[Path, list[str]], canonical: 
 
     for file, names in files.items():
         files[file] = [name for name in names if not is_elsewhere(canonical[name])]
-
-
-def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:
-    """Return the names of tensors that the checkpoint has and the model does not use, such as those of a pretraining
-    head."""
-    return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str], canonical: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -201,10 +201,6 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
         return rendered[0]
-
-    def template_names(self, variables: Iterable[str]) -> bool:
-        """Return whether the chat template mentions any of these variables."""
-        return any(name in (self.chat_template or "") for name in variables)
 
     def token(self, token_id: int) -> str | None:
         """Return a token in the vocabulary's spelling; None for an unknown id."""

@@ -180,11 +180,9 @@ class Speculator:
         if not proposed:
             return []
         # one draft is enough to try a new request; five for each of many would make a step slow
-        tokens = takewhile(self._is_token, proposed[: 1 if drafts.untried else limit])
+        some, size = proposed[: 1 if drafts.untried else limit], self._vocab_size
+        tokens = takewhile(lambda token: 0 <= token < size or token == ON_DEVICE, some)
         return list(islice(tokens, self._step.length(drafts.acceptance(length), limit)))
-
-    def _is_token(self, token: int) -> bool:
-        return 0 <= token < self._vocab_size or token == ON_DEVICE
 
     def planned(self, request: Request, count: int) -> None:
         """Record that the next step verifies `count` drafts of a request."""

@@ -65,8 +65,7 @@ class LlamaLayer(nn.Module):
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
     mlp_type: ClassVar[type[GatedMLP]] = GatedMLP
     moe_type: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
-    mlp_name: ClassVar[str] = "mlp"
-    """Name of the MLP in the checkpoint."""
+    mlp_name: ClassVar[str] = "mlp"  # in checkpoints
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
