@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RACK_LABELS = ("ray.io/region", "ray.io/availability-zone", "rack")
+"""Ray labels of nodes that tell which are close to each other; the first two are Ray's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
@@ -13,26 +16,35 @@ class RankLocation:
     node: str  #: Ray's node id
     devices: tuple[str, ...] = ()  #: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES
     host: str = ""  #: the node's address
+    rack: tuple[str | None, ...] = ()  #: values of the labels RACK_LABELS of the node
 
     def __str__(self) -> str:
         gpus = f" GPU {','.join(self.devices)}" if self.devices else ""
-        return f"{self.host} (node {self.node[:8]}){gpus}"
+        rack = "/".join(filter(None, self.rack))
+        return f"{self.host} (node {self.node[:8]}{f', rack {rack}' if rack else ''}){gpus}"
 
 
 def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
-    """Return bundle indices in rank order: ranks of one node are adjacent, in the order of their devices.
+    """Return bundle indices in rank order: ranks of one rack are adjacent, among them those of one node, in the order
+    of their devices.
 
     locations: one per bundle. home: the control actor's node, which comes first if any bundle is there.
-    Ray guarantees neither property: with PACK, adjacent bundles may be on different nodes, and devices are in no
-    particular order.
+    Ray guarantees none of this: with PACK, adjacent bundles may be on different nodes, and devices are in no particular
+    order.
     """
-    first_bundle: dict[str, int] = {}
+    first_of_node: dict[str, int] = {}
+    first_of_rack: dict[tuple[str | None, ...], int] = {}
     for bundle, location in enumerate(locations):
-        first_bundle.setdefault(location.node, bundle)
+        first_of_node.setdefault(location.node, bundle)
+        first_of_rack.setdefault(location.rack, bundle)
+    for location in locations:
+        if location.node == home:
+            first_of_node[home] = first_of_rack[location.rack] = -1
 
-    def key(bundle: int) -> tuple[bool, int, list[tuple[float, str]], int]:
+    def key(bundle: int) -> tuple[int, int, list[tuple[float, str]], int]:
         location = locations[bundle]
-        return location.node != home, first_bundle[location.node], [_number(name) for name in location.devices], bundle
+        devices = [_number(name) for name in location.devices]
+        return first_of_rack[location.rack], first_of_node[location.node], devices, bundle
 
     return sorted(range(len(locations)), key=key)
 

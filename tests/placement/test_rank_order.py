@@ -32,6 +32,21 @@ def test_ranks_follow_node_and_device(bundles, home, order):
 
 
 @pytest.mark.parametrize(
+    ("bundles", "home", "order"),
+    [
+        (["a1", "b2", "c1", "d2"], "a", [0, 2, 1, 3]),  # so of two stages of two ranks, each is within a rack
+        (["a1", "b2", "c1", "d2"], "d", [3, 1, 0, 2]),  # the control actor's node first, then its rack
+        (["a1", "b2", "c1", "b2"], "z", [0, 2, 1, 3]),
+        (["a1", "b", "c1", "d"], "a", [0, 2, 1, 3]),  # nodes without labels
+    ],
+)
+def test_nodes_of_a_rack_are_neighbours(bundles, home, order):
+    """`a1` is a rank on node a in rack 1."""
+    found = [RankLocation(bundle[0], rack=(None, None, bundle[1:] or None)) for bundle in bundles]
+    assert rank_order(found, home) == order
+
+
+@pytest.mark.parametrize(
     ("hosts", "host"),
     [
         (["10.0.0.1", "10.0.0.1"], "127.0.0.1"),

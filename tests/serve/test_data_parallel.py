@@ -3,6 +3,7 @@ routing, and its end."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,6 +38,9 @@ def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
 def test_engines_on_several_nodes_answer_as_one_does_and_both_take_requests(serving, folder):
     (replica,) = serving.replicas(MODEL)
     assert len({rank.node for rank in replica.ranks}) == len(replica.ranks)
+    placed = next(line for line in serving.server.log if "ranks placed" in line)
+    racks = re.findall(r"rack (\w+)", placed)
+    assert racks in (["r0", "r1"], ["r1", "r0"], ["r0"] * 2 + ["r1"] * 2, ["r1"] * 2 + ["r0"] * 2), "an engine in each"
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), num_blocks=64, num_threads=1, **OPTIONS) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]

@@ -36,8 +36,11 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
 
 
 @contextmanager
-def served(tmp_path: Path, folder: Path, num_ranks: int, nodes: int = 0, **engine: Any) -> Iterator[Serving]:
-    """Serve a model by one replica, each of whose ranks has a node of its own. nodes: number of nodes if it differs."""
+def served(
+    tmp_path: Path, folder: Path, num_ranks: int, nodes: int = 0, pools: dict[str, Any] | None = None, **engine: Any
+) -> Iterator[Serving]:
+    """Serve a model by one replica, each of whose ranks has a node of its own. nodes: number of nodes if it differs.
+    pools: other fields of the model."""
     model = {
         "name": MODEL,
         "model": str(folder),
@@ -47,9 +50,11 @@ def served(tmp_path: Path, folder: Path, num_ranks: int, nodes: int = 0, **engin
             "label_selector": POOL,
             "placement_strategy": "PACK" if nodes else "STRICT_SPREAD",
         },
+        **(pools or {}),
     }
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, *[NODE] * (nodes or num_ranks)])
+    racks = [{**NODE, "labels": {**POOL, "rack": f"r{i % 2}"}} for i in range(nodes or num_ranks)]
+    cluster = FakeCluster([HEAD, *racks])
     server = ServeRun(tmp_path, {"models": [model]}, address=cluster.address, deployments=[ingress])
     serving = Serving(cluster, server, {MODEL: 1}, {MODEL: num_ranks})
     try:
