@@ -289,8 +289,10 @@ class EngineCore:
         step = self._in_flight.popleft()
         launched = step.launched
         result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
-        began_at = self.last_step_at if result.drafts_first else max(step.submitted_at, self.last_step_at)
+        went_on_at = self._launcher.went_on_at
+        began_at = max(went_on_at, self.last_step_at, 0.0 if result.drafts_first else step.submitted_at)
         self.last_step_at = self._now()
+        self.ledger.spent("recovery", went_on_at)
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
         events = self.scheduler.commit(result, self.last_step_at)

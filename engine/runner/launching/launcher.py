@@ -12,6 +12,8 @@ from engine.wire.messages import SharedSteps
 class Launcher:
     """Launches steps in the calling thread."""
 
+    went_on_at = 0.0  #: when steps could be launched again after a pause, by `time.monotonic`; 0 if there was none
+
     def __init__(self, runner: ModelRunner):
         self._runner = runner
 

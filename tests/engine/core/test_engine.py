@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -551,3 +552,30 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
         engine.add(f"request {i}", max_tokens=3 + i)
     engine.go()
     assert not launched
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_pause_without_a_lost_engine_is_neither_a_steps_time_nor_a_requests_cost(make_engine, monkeypatch, overlap):
+    engine = make_engine(overlap=overlap)
+    launcher, launch = engine.core._launcher, engine.core._launcher.launch
+
+    def paused_once(inputs):
+        launched = launch(inputs)
+        if isinstance(launched, Future):  # while it computes, the fake clock stands still
+            launched.result()
+        if inputs.plan.step == 8:
+            engine.clock.now += 7.0
+            launcher.went_on_at = engine.clock.now
+        engine.clock.now += 0.5
+        return launched
+
+    monkeypatch.setattr(launcher, "launch", paused_once)
+    engine.add("one", max_tokens=12)
+    engine.go()
+    stats, cost = engine.core.stats(), engine.last("one").cost
+    assert stats.cost_s["recovery"] == pytest.approx(7.0)
+    assert stats.cost_s["requests"] == cost.compute_s == pytest.approx(0.5 * stats.steps)
+    assert 0.4 < stats.decode_seconds_per_step + stats.decode_seconds_per_sequence < 0.6
+    assert cost.kv_gib_s == pytest.approx(stats.kv_gib_s)
+    blocks = 5 * engine.core.ledger.block_bytes[0] / 2**30
+    assert cost.kv_gib_s < blocks * 0.5 * stats.steps, "nobody pays for KV meanwhile"
