@@ -65,6 +65,15 @@ class IdleDevice(Device):
         return run(), lambda: None, lambda: None
 
 
+@contextmanager
+def idle_device() -> Iterator[None]:
+    """Let engines start on a device that computes nothing."""
+    device = mock.patch("engine.runner.rank_setup.open_device", return_value=IdleDevice(torch.device("cpu")))
+    plain = mock.patch("engine.model.ops.dispatch.cpu_kernels", return_value=False)  # they know no padding
+    with device, plain:
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class HostTime:
     """The least of all steps, in microseconds: what others do on the machine only adds to it."""
@@ -87,9 +96,7 @@ def decoding_core(sampling: str, sequences: int, **options: Any) -> EngineCore:
             "drafts": SpeculativeConfig(method="ngram", num_speculative_tokens=3),
             "eagle3": SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3),
         }
-        device = mock.patch("engine.runner.rank_setup.open_device", return_value=IdleDevice(torch.device("cpu")))
-        plain = mock.patch("engine.model.ops.dispatch.cpu_kernels", return_value=False)  # they know no padding
-        with device, plain:
+        with idle_device():
             core = build_engine(EngineConfig(
                 model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
                 max_num_batched_tokens=max(1024, 8 * sequences), num_threads=1, enable_prefix_caching=True,

@@ -1,11 +1,10 @@
-"""Pipeline stages against tensor parallel ranks: python -m benchmarks.pipeline_stages [links | chunks | host]
+"""Pipeline stages against tensor parallel ranks: python -m benchmarks.pipeline_stages [links | chunks]
 
 links: tokens/s of two stages, of two tensor parallel ranks and of one rank, for several loads. The ranks are on two
     fake nodes (network namespaces). The link between them is not limited, or limited to a rate. For stages also the
     share of the time in which each one waits. The link is limited by a token bucket in each direction. It adds no
     latency, which the network between two machines does. Needs Linux with `unshare`, `ip` and `tc`; no root.
 chunks: seconds until prompts are computed over two stages, by the least size of a chunk.
-host: microseconds of CPU time that the thread of the step loop takes per step, without computing the model.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ LOADS = {  # requests that decode TOKENS tokens, and prompts of PROMPT tokens
 }
 TOKENS, PROMPT = 100, 1000
 CHUNKS = 32, 64, 128, 256, 512
-STAGES = 1, 2, 4
 
 
 class SecondNode:
@@ -181,31 +179,6 @@ def chunks() -> None:
     pool.close()
 
 
-def host() -> None:
-    pool = RankPool()
-    folder = make_model(
-        Path(tempfile.mkdtemp()), "llama", num_hidden_layers=4, max_position_embeddings=2048, hidden_size=64
-    )
-    for stages in STAGES:
-        options = {"model": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 4096}
-        with pool.engine(EngineConfig(**options, pipeline_parallel=stages, overlap=True)) as core:
-            times = [f"{seqs}: {host_us(core, seqs):5.0f} us" for seqs in (4, 64)]
-        print(f"stages {stages}, requests {', '.join(times)} per step", flush=True)
-    pool.close()
-
-
-def host_us(core: EngineCore, seqs: int) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    for i in range(seqs):
-        core.add(GenerateRequest(request_id=str(i), prompt=[5, 6, 7 + i], params=params))
-    for _ in range(50):
-        core.step()
-    steps, started = core.stats().steps, time.thread_time()
-    while core.has_work:
-        core.step()
-    return (time.thread_time() - started) / (core.stats().steps - steps) * 1e6
-
-
 def wide_model() -> Path:
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
     return make_model(
@@ -216,12 +189,12 @@ def wide_model() -> Path:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or ["links", "chunks", "host"]:
+    for name in sys.argv[1:] or ["links", "chunks"]:
         if name == "links" and not os.environ.get("MANTA_IN_NAMESPACE"):
             command = [*IN_NAMESPACE, sys.executable, "-m", "benchmarks.pipeline_stages", "links"]
             subprocess.run(command, check=True, env={**os.environ, "MANTA_IN_NAMESPACE": "1"})
         else:
-            {"links": links, "chunks": chunks, "host": host, "node": node}[name]()
+            {"links": links, "chunks": chunks, "node": node}[name]()
 
 
 if __name__ == "__main__":
