@@ -403,8 +403,8 @@ class EngineConfig:
     )
     enable_elastic_ep: bool = option(
         False,
-        "Let the engines of `data_parallel` go on if one of them dies. The others take over its experts and its "
-        "requests (docs/rank_groups.md).",
+        "Let the engines of `data_parallel` go on if one of them dies or hangs. The others take over its experts and "
+        "its requests (docs/rank_groups.md).",
     )
     enable_eplb: bool = option(
         False,
@@ -568,9 +568,6 @@ class EngineConfig:
         for key, needed in supported.items():
             if getattr(self, key) != needed:
                 raise ConfigError(key, getattr(self, key), f"{str(needed).lower()} with data_parallel above 1")
-        for key, alone in (("tensor_parallel", 1), ("enable_eplb", False)):
-            if self.enable_elastic_ep and getattr(self, key) != alone:
-                raise ConfigError(key, getattr(self, key), f"{str(alone).lower()} with enable_elastic_ep")
         if self.handoff is not None and self.handoff.switch_roles:
             limit = "false with data_parallel above 1, because the engines of a replica would change together"
             raise ConfigError("handoff.switch_roles", True, limit)

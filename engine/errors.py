@@ -277,14 +277,14 @@ class EngineLost(EngineUnavailable):
 class ExpertsDoNotFit(EngineUnavailable):
     """The engines that are left have too little memory for the experts of one that died."""
 
-    def __init__(self, engine: int, needed: int, free: int):
-        """needed, free: bytes of one of the engines."""
-        Exception.__init__(self, engine, needed, free)
+    def __init__(self, rank: int, needed: int, free: int):
+        """needed, free: bytes of one of the ranks."""
+        Exception.__init__(self, rank, needed, free)
 
     def __str__(self) -> str:
-        engine, needed, free = self.args
+        rank, needed, free = self.args
         return (
-            f"the experts of a lost engine do not fit: engine {engine} needs {needed / 2**30:.2f} GiB for its part, "
+            f"the experts of a lost engine do not fit: rank {rank} needs {needed / 2**30:.2f} GiB for its part, "
             f"and {free / 2**30:.2f} GiB are free"
         )
 

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from placement.console_log import LogConfig, log_to_console
 from placement.cuda_device import device_index
-from placement.rank_order import RankLocation
+from placement.rank_order import RACK_LABELS, RankLocation
 
 if TYPE_CHECKING:  # torch takes seconds to import, and processes that start ranks do not need it
     from engine.core.server import EngineServer
@@ -54,7 +54,7 @@ class RankReady:
 
     address: str  #: ZMQ address on which the engine takes commands
     max_model_len: int
-    engines: Sequence[str] = ()  #: ZMQ addresses at which engines that go on without lost ones are told who they are
+    ranks: Sequence[str] = ()  #: ZMQ addresses at which ranks that go on without lost engines are told who they are
 
 
 class RankActor:
@@ -72,7 +72,9 @@ class RankActor:
         """Return where Ray has placed this actor."""
         context = ray.get_runtime_context()
         devices = tuple(context.get_accelerator_ids().get("GPU", []))
-        return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address())
+        labels = context.get_node_labels()
+        rack = tuple(labels.get(name) for name in RACK_LABELS)
+        return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address(), rack)
 
     def listen(self, task: RankTask, host: str) -> str:
         """Listen as rank 0 of several, and return the address to which the other ranks connect. host: address at which
@@ -106,6 +108,9 @@ class RankActor:
         self._follow(task.config, group, location.host)
         return None
 
+    def answer(self) -> None:
+        """Return at once, beside `run`: a process that hangs does not answer."""
+
     def run(self) -> None:
         """Serve until the process ends. Until this call returns, the rank group knows that the rank is alive.
 
@@ -131,8 +136,8 @@ class RankActor:
 
         server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)
         self._process = server
-        engines = group.waves.addresses if isinstance(group, DataParallelGroup) and config.enable_elastic_ep else ()
-        return RankReady(server.address, server.max_model_len, engines)
+        ranks = group.waves.addresses if isinstance(group, DataParallelGroup) and config.enable_elastic_ep else ()
+        return RankReady(server.address, server.max_model_len, ranks)
 
     def _follow(self, config: EngineConfig, group: TPGroup, host: str) -> None:
         from engine.runner.worker import Worker

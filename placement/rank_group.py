@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import ray
@@ -24,6 +25,8 @@ from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S = 5.0  # for a rank to answer, else it hangs
+HEALTH = "health"  # concurrency group of a rank's actor in which it answers while it runs
 VERDICT_S = 1.0  # wait after a rank's failure for others to fail, too: another rank may know the reason better
 RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about another rank's failure
 
@@ -35,7 +38,10 @@ class RankGroup:
     def __init__(self, spec: GroupSpec):
         self._spec = spec
         self._ranks: list[Any] = []  # actor handles, by bundle until the ranks' order is known, then by rank
-        self._roster: Roster | None = None  # if engines go on without a lost one; each then has one rank
+        self._width = 1  # ranks of each engine
+        self._roster: Roster | None = None  # if engines go on without a lost one
+        self._running: dict[asyncio.Future[str | None], int] = {}  # numbers of ranks that serve
+        self._on_loss: Callable[[int, str], None] = lambda engine, reason: None
 
     async def start(
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
@@ -54,24 +60,41 @@ class RankGroup:
     async def run(self, on_loss: Callable[[int, str], None] = lambda engine, reason: None) -> str:
         """Let all ranks serve. Returns why the first of them ended, or the last if engines go on without lost ones.
         on_loss: function called with the number of an engine without which the others go on, and the reason."""
-        running = {asyncio.ensure_future(_ended(rank, number)): number for number, rank in enumerate(self._ranks)}
+        self._on_loss = on_loss
+        self._running = {asyncio.ensure_future(_ended(rank, number)): number for number, rank in enumerate(self._ranks)}
         try:
             while True:
-                done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, others = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                 reasons = [reason for ended in done if (reason := ended.result())]
                 if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows why
                     told, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
                     reasons, done = [reason for ended in told if (reason := ended.result())], done | told
                 reason = reasons[0] if reasons else "its ranks ended"
                 for ended in done:
-                    number = running.pop(ended)
-                    if self._roster is None or not self._roster.lose(number, reason):
+                    if ended in self._running and not self._lose(self._running[ended] // self._width, reason):
                         return reason
-                    ray.kill(self._ranks[number])  # its process may live
-                    on_loss(number, reason)
         finally:
-            for ended in running:
+            for ended in self._running:
                 ended.cancel()
+
+    async def end_hung(self) -> bool:
+        """Lose engines with ranks that do not answer, if others go on without them. Returns whether there were any."""
+        if self._roster is None:
+            return False
+        numbers = list(self._running.values())
+        hangs = await asyncio.gather(*(_hangs(self._ranks[number]) for number in numbers))
+        hung = {number // self._width: number for number in compress(numbers, hangs)}  # one rank of each engine
+        return bool(hung) and all(self._lose(engine, f"rank {number} hangs") for engine, number in hung.items())
+
+    def _lose(self, engine: int, reason: str) -> bool:
+        """Let the others go on without an engine, and end its ranks. Returns False if they cannot."""
+        if self._roster is None or not self._roster.lose(engine, reason):
+            return False
+        self._running = {ended: number for ended, number in self._running.items() if number // self._width != engine}
+        for rank in self._ranks[engine * self._width : (engine + 1) * self._width]:
+            ray.kill(rank)  # its process may live
+        self._on_loss(engine, reason)
+        return True
 
     def kill(self) -> None:
         """End the ranks' processes, even those that hang."""
@@ -84,7 +107,7 @@ class RankGroup:
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
     ) -> list[str]:
         deadline = time.monotonic() + self._spec.startup_timeout_s
-        self._ranks = self._create()
+        self._width, self._ranks = config.num_ranks, self._create(config)
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
         order = rank_order(locations, ray.get_runtime_context().get_node_id())
         self._ranks = [self._ranks[bundle] for bundle in order]
@@ -99,15 +122,16 @@ class RankGroup:
         ready: list[RankReady | None] = await self._all(started, deadline)
         logger.info("ranks ready engine_id=%s ranks=%d", replica, len(self._ranks))
         leaders = [rank for rank in ready if rank is not None]
-        if leaders[0].engines:
-            self._roster = Roster(leaders[0].engines, key)
+        if leaders[0].ranks:
+            self._roster = Roster(leaders[0].ranks, key, self._width)
         return [engine.address for engine in leaders]
 
-    def _create(self) -> list[Any]:
+    def _create(self, config: EngineConfig) -> list[Any]:
         """Create one actor per bundle."""
         group = ray.util.get_current_placement_group()
         assert group is not None, "a replica must be deployed with the bundles of its GroupSpec"
-        actor = ray.remote(RankActor)
+        elastic = ray.remote(concurrency_groups={HEALTH: 1})  # other ranks run in the main thread of their process
+        actor = (elastic if config.enable_elastic_ep else ray.remote)(RankActor)
         return [
             actor.options(
                 **rank_options(self._spec), scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)
@@ -149,6 +173,17 @@ async def _ended(rank: Any, number: int) -> str | None:
         logger.error("rank died rank=%d: %s", number, error)
         return f"rank {number} died"
     return None
+
+
+async def _hangs(rank: Any) -> bool:
+    """Return whether a rank does not answer, and has not ended either."""
+    try:
+        await asyncio.wait_for(rank.answer.options(concurrency_group=HEALTH).remote(), ANSWER_S)
+    except TimeoutError:
+        return True
+    except RayError:  # `run` notices
+        pass
+    return False
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:

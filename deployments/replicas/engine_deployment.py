@@ -90,7 +90,7 @@ class EngineDeployment:
             engine_id: EngineReplica(host, spec.stall_timeout_s, peers, key, node)
             for engine_id in ray_compat.engine_ids(replica, config.data_parallel)
         }
-        self._engines = ReplicaEngines(engines)
+        self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]
         self._left_tapes = LeftTapes(config, self._engines.ids)
         self._choices = [pool.choices for pool in (peers or {}).values()]
@@ -101,7 +101,7 @@ class EngineDeployment:
             engine.connect(address)
         self._model = await asyncio.to_thread(lambda: ModelIdentity.of(engine_folder(config)))
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
-        self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(ranks))]
+        self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(config, ranks))]
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Return what all routers need to know about this replica (routing/router.py). Serve calls it once."""
@@ -178,15 +178,23 @@ class EngineDeployment:
         """Raise EngineUnavailable if an engine is unhealthy. Serve replaces the replica after three failures."""
         self._engines.check_health()
 
-    async def _exit_with_engine(self, ranks: RankGroup) -> None:
-        """End this process when a rank dies without which the others cannot go on, when an engine hangs, or when there
-        is time to replace engines that were lost.
+    async def _until_replaced(self, config: EngineConfig) -> str:
+        """Wait until there is time to replace engines that were lost, and let the holds of the others move. Returns
+        why to restart."""
+        reason = await self._engines.until_idle_without_lost()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leave(config), TERM_S)
+        return reason
+
+    async def _exit_with_engine(self, config: EngineConfig, ranks: RankGroup) -> None:
+        """End this process when a rank dies or hangs without which the others cannot go on, or when there is time to
+        replace engines that were lost.
 
         If Serve stopped a hanging replica in an orderly way, it would wait `drain_s` in vain for the replica's
         requests.
         """
         engines = self._engines
-        awaited = ranks.run(engines.lose), engines.until_unhealthy(), engines.until_idle_without_lost()
+        awaited = ranks.run(engines.lose), engines.until_hung(ranks.end_hung), self._until_replaced(config)
         ends = [asyncio.create_task(end) for end in awaited]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

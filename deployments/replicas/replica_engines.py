@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from deployments.replicas.departure import Statuses
@@ -26,8 +26,9 @@ E = TypeVar("E", bound=EngineControl)
 class ReplicaEngines(Generic[E]):
     """The engines by id, in the order of their ranks."""
 
-    def __init__(self, engines: Mapping[str, E]):
-        self._engines = dict(engines)
+    def __init__(self, engines: Mapping[str, E], goes_on: bool = False):
+        """goes_on: whether the others go on if one is lost."""
+        self._engines, self._goes_on = dict(engines), goes_on
         self.all = list(self._engines.values())  #: those that are not lost
         self._has_lost = asyncio.Event()
 
@@ -66,8 +67,9 @@ class ReplicaEngines(Generic[E]):
             engine.release_holds(name, client)
 
     def check_health(self) -> None:
-        """Raise EngineUnavailable if an engine is gone, silent, or makes no progress."""
-        for engine in self.all:
+        """Raise EngineUnavailable if an engine is gone, silent, or makes no progress. If the others can go on without
+        it, only `until_hung` decides whether they do."""
+        for engine in [] if self._goes_on else self.all:
             engine.check_health()
 
     def lose(self, number: int, reason: str) -> None:
@@ -102,6 +104,14 @@ class ReplicaEngines(Generic[E]):
         finally:
             for other in waiting:
                 other.cancel()
+
+    async def until_hung(self, end_hung: Callable[[], Awaitable[bool]]) -> str:
+        """Wait until an engine hangs without which the others cannot go on. Returns what is wrong. end_hung: function
+        that loses engines that hang, and returns whether there were any."""
+        while True:
+            reason = await self.until_unhealthy()
+            if not await end_hung():
+                return reason
 
     def fail(self, reason: str) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones, because the engines are gone."""

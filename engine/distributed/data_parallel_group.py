@@ -39,17 +39,19 @@ class DataParallelGroup(PartGroup):
         self.all_engines: ConnectedGroup = all_engines
         self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu", size)
         with self.starting():
-            self.connect_own(f"engine {self.engine}")
+            self.use(all_engines)
             self.waves = Waves(all_engines)
         self.local_size = self._own.local_size
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         return self._own.exchange(value, timeout_s)
 
-    def use(self, engines: ConnectedGroup) -> None:
-        """Share experts with these engines from now on, because others were lost."""
-        self.all_engines = self._whole = engines
-        self.expert_exchange.use(engines)
+    def use(self, all_engines: ConnectedGroup) -> None:
+        """Connect the ranks of this engine, and share experts with these engines from now on. Every rank has to call
+        this at the same time. Raises StartupError, or EngineUnavailable if a rank is lost meanwhile."""
+        self.all_engines = self._whole = all_engines
+        self.connect_own(f"engine {self.engine}")
+        self.expert_exchange.use(all_engines)
 
     def close(self) -> None:
         self.waves.close()

@@ -22,7 +22,7 @@ class Wave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """Says that an engine takes no more steps with this generation of engines."""
+    """Says that a rank takes no more steps with this generation of engines."""
 
     generation: int
     reason: str
@@ -33,12 +33,12 @@ class Regroup(msgspec.Struct, frozen=True, tag=True):
 
     generation: int
     members: list[int]
-    """Their numbers at the start, ascending."""
+    """Numbers of their ranks at the start, ascending."""
     reason: str
 
 
 class Meet(msgspec.Struct, frozen=True, tag=True):
-    """Tells the members of a generation where the first of them listens."""
+    """Tells the ranks of a generation where the first of them listens."""
 
     generation: int
     address: str
@@ -50,22 +50,22 @@ Message = Wave | Lost | Regroup | Meet
 class Roster:
     """Decides which engines go on. It belongs to whoever has started their processes. May be used by any thread."""
 
-    def __init__(self, addresses: Sequence[str], key: ClusterKey | None):
-        """addresses: where each engine takes messages (Waves.addresses)."""
-        self.members = list(range(len(addresses)))  #: numbers of the engines that have not been lost
+    def __init__(self, addresses: Sequence[str], key: ClusterKey | None, ranks_per_engine: int = 1):
+        """addresses: where each rank takes messages (Waves.addresses)."""
+        self.members = list(range(len(addresses)))  #: numbers of the ranks of engines that have not been lost
         self.generation = 0
-        self._addresses, self._lock = addresses, threading.Lock()
+        self._addresses, self._width, self._lock = addresses, ranks_per_engine, threading.Lock()
         self._context = zmq.Context()
         self._peers = PushSockets(self._context, key=key)
         for address in addresses:
             self._peers.connect(address)
 
-    def lose(self, number: int, reason: str) -> bool:
+    def lose(self, engine: int, reason: str) -> bool:
         """Let the other engines go on without this one. Returns False if none is left."""
         with self._lock:
-            if number in self.members:
-                told = [*self.members]  # the lost one too: if it lives, it ends
-                self.members.remove(number)
+            left = [number for number in self.members if number // self._width != engine]
+            if left != self.members:
+                told, self.members = self.members, left  # the lost ones too: if they live, they end
                 self.generation += 1
                 order = msgspec.msgpack.encode(Regroup(self.generation, self.members, reason))
                 for member in told:

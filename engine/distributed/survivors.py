@@ -2,11 +2,12 @@
 
 Each loss begins a generation of engines; generation 0 is the start. Whoever has started the engines' processes knows
 which of them have ended. So it alone decides who belongs to the next generation, and tells the members (`Roster`). Two
-engines can never disagree, and an engine that is only slow is never left behind by the others.
+engines can never disagree, and an engine that is only slow is never left behind by the others. An engine with several
+ranks is lost with any of them, so the members are all ranks of the engines that go on.
 
-An engine notices the loss when a collective fails, or when another engine or the roster tells it. It then ends its own
-part in the collectives, so that the engines that wait for it notice too. The members meet at a store of their own,
-since the one of the start may be gone: the first member listens, and tells the others where.
+A rank notices the loss when a collective fails, or when another rank or the roster tells it. It then ends its own part
+in the collectives, so that the ranks that wait for it notice too. The members meet at a store of their own, since the
+one of the start may be gone: the first member listens, and tells the others where.
 """
 
 from __future__ import annotations
@@ -28,24 +29,22 @@ REACH_S = 2.0  # between two looks for a newer order while the first member cann
 
 
 class Survivors:
-    """One engine's view of the engines that go on. `hear` may be called by any thread, `regroup` by one."""
+    """One rank's view of the engines that go on. `hear` may be called by any thread, `regroup` by one."""
 
     def __init__(self, group: DataParallelGroup):
         self.generation = 0
         self.lost: str | None = None  #: why the present generation has ended; None if it has not
-        self._waves, self._host, self._number = group.waves, group.host, group.all_engines.rank
+        self._group, self._waves, self._number = group, group.waves, group.all_engines.rank
         self._ranks: ConnectedGroup = group.all_engines  # present members, or those that are about to join
         self._options = self._ranks.options
-        if self._options["device"] == "cuda":  # nothing could end a GPU's wait for a member that dies meanwhile
-            self._options["shared_memory"] = False
         self._changed = threading.Condition()
         self._order: Regroup | None = None  # the newest
         self._addresses: dict[int, str] = {}  # where to meet, by generation
         self._closed = False
 
     @property
-    def num_members(self) -> int:
-        return len(self._waves.members)
+    def num_engines(self) -> int:
+        return len(self._waves.members) // self._group.size
 
     def hear(self, message: Message) -> None:
         """Take note of what another engine or the roster says. If an engine is lost, collectives end at once."""
@@ -61,7 +60,7 @@ class Survivors:
             self._changed.notify_all()
 
     def regroup(self, reason: str) -> ConnectedGroup:
-        """Leave the present generation, and return the members of the next one, once all have joined.
+        """Leave the present generation, and return the ranks of the next one, once all have joined.
 
         Raises EngineUnavailable if this engine does not go on, and StartupError if the members do not meet, perhaps
         because another engine was lost; then call it again.
@@ -74,9 +73,9 @@ class Survivors:
             raise EngineUnavailable(f"the other engines go on without this one: {order.reason}")
         self._waves.members = order.members
         rank, size = order.members.index(self._number), len(order.members)
-        logger.warning("generation=%d engines=%d: %s", order.generation, size, order.reason)
+        logger.warning("generation=%d engines=%d: %s", order.generation, self.num_engines, order.reason)
         if rank == 0:
-            ranks = TPGroup.listen(size, self._host, **self._options)
+            ranks = TPGroup.listen(size, self._group.host, **self._options)
             self._waves.tell(Meet(order.generation, ranks.address))
         else:
             ranks = self._reach(rank, size, order)
@@ -86,7 +85,8 @@ class Survivors:
                 self._end("another engine was lost")
         try:
             ranks.join(MEET_S)
-        except EngineUnavailable as error:  # in the first collective
+            self._group.use(ranks)
+        except EngineUnavailable as error:  # in a first collective
             raise StartupError(str(error)) from error
         return ranks
 

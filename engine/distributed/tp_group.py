@@ -199,6 +199,7 @@ class ConnectedGroup(TPGroup):
         self._failures: dist.Store = store if parent is None else parent._failures
         self._cuda, self._connects = is_gpu(device), collectives
         self._aborts: list[Callable[[str], None]] = []
+        self._parts: list[ConnectedGroup] = []
         self._shared_memory = shared_memory
         self._collectives: Collectives | None = None
         self._releases: list[Callable[[], None]] = []
@@ -279,12 +280,16 @@ class ConnectedGroup(TPGroup):
 
     def part(self, name: str, rank: int, size: int) -> ConnectedGroup:
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
-        `abort` and `close` of this group act on the new one too."""
+        `leave`, `abort` and `close` of this group act on the new one too. Raises StartupError if this group has been
+        left."""
         store = dist.PrefixStore(name, self._open_store())
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
         group = ConnectedGroup(rank, size, store, self.host, address, parent=self, **self.options)
+        self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)
+        if self._broken is not None:
+            raise StartupError(self._broken)
         return group
 
     def peers(self, timeout_s: float) -> Any:
@@ -321,6 +326,8 @@ class ConnectedGroup(TPGroup):
         """End the collectives of these ranks, or the attempt to join them. Present and future waits of this rank raise,
         and so do those of other ranks that need this one. May be called from any thread."""
         self._broken = reason
+        for part in self._parts:
+            part.leave(reason)
         collectives, self._collectives = self._collectives, None
         if collectives is not None:
             collectives.abort(reason)
@@ -443,9 +450,10 @@ class ConnectedGroup(TPGroup):
 
 def group_options(config: EngineConfig) -> dict[str, Any]:
     """Return the options of `listen` and `connect` for the ranks of an engine, besides the key."""
+    endless = config.enable_elastic_ep and is_gpu(config.device)  # nothing ends a GPU's wait for a rank that is gone
     return {
         "device": config.device,
-        "shared_memory": not config.disable_custom_all_reduce,
+        "shared_memory": not (config.disable_custom_all_reduce or endless),
         "collectives": config.pipeline_parallel == 1,
     }
 

@@ -1,9 +1,9 @@
-"""Gives the experts of a lost engine to the engines that are left.
+"""Gives the experts of a lost engine to the ranks that are left.
 
-Each engine tells the others which experts it holds. From this, all of them compute the same placement. An expert that
-has a copy somewhere needs nothing more; the others are read from the checkpoint again. What is read waits in layers of
-its own until all engines have theirs. Only then it goes into new slots, so that an engine that is lost meanwhile leaves
-the others as they were.
+Each rank tells the others which experts it holds. From this, all of them compute the same placement. An expert that has
+a copy somewhere needs nothing more; the others are read from the checkpoint again. What is read waits in layers of its
+own until all ranks have theirs. Only then it goes into free slots, so that an engine that is lost meanwhile leaves the
+others as they were.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
-from engine.eplb.placement import Placement, adopt
+from engine.eplb.placement import EMPTY, Placement, adopt
 from engine.errors import ExpertsDoNotFit, ModelFolderError
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
@@ -77,21 +77,22 @@ class SomeExperts:
 
 
 class AdoptedExperts:
-    """The experts that one layer of this engine adopts."""
+    """The experts that one layer of this rank adopts."""
 
     def __init__(self, path: str, layer: Experts, placement: Placement, rank: int):
         self.path, self.layer, self._placement, self._rank = path, layer, placement, rank
-        self._before, held = len(slots_of(layer).held), placement[rank]
-        self.experts = held[self._before :]  #: in new slots
+        before, after = slots_of(layer).held, placement[rank]
+        adopted = [slot for slot, expert in enumerate(after) if expert != EMPTY and before[slot : slot + 1] != [expert]]
+        self._slots, self._num_slots, self._num_new = adopted, len(after), len(after) - len(before)
+        self.experts = [after[slot] for slot in adopted]
         self.parts: list[SomeExperts] = []  #: once there is memory for them
 
     @property
     def needed_bytes(self) -> tuple[int, int]:
-        """Memory for the adopted experts, which are in memory twice for a moment; and for growing the layer."""
-        if not self.experts:
-            return 0, 0
+        """Memory for new slots and for the adopted experts until they are in slots; and, for a moment, to grow."""
         size = sum(tensor.nbytes for tensor in LayerSlots(self.layer).read(0))
-        return 2 * size * len(self.experts), size * self._before
+        grown = self._num_slots - self._num_new if self._num_new else 0
+        return size * (self._num_new + len(self.experts)), size * grown
 
     def open(self, model: Model) -> None:
         """Allocate memory for the weights."""
@@ -102,21 +103,20 @@ class AdoptedExperts:
 
     def install(self) -> None:
         """Put the experts into slots, and take the placement into use."""
-        if self.experts:
-            grow(self.layer, len(self._placement[self._rank]))
-            slots, slot = LayerSlots(self.layer), self._before
-            for part in self.parts:
-                source = LayerSlots(part.layer)
-                for i in range(len(part.layer.split.own)):
-                    slots.copy(slot, source, i)
-                    slot += 1
-            self.parts = []
+        if self._num_new:
+            grow(self.layer, self._num_slots)
+        slots, free = LayerSlots(self.layer), iter(self._slots)
+        for part in self.parts:
+            source = LayerSlots(part.layer)
+            for i in range(len(part.layer.split.own)):
+                slots.copy(next(free), source, i)
+        self.parts = []
         slots_of(self.layer).place(self._placement, self._rank)
         self.layer.split.num_slots = slots_of(self.layer).count
 
 
 class LostExperts:
-    """The mixture layers of one engine, and the checkpoint from which it reads experts of engines that are lost."""
+    """The mixture layers of one rank, and the checkpoint from which it reads experts of engines that are lost."""
 
     def __init__(self, model: Model, folder: Path | None, free_bytes: Callable[[], int]):
         """model: whose experts are spread over engines. folder: None for random weights."""
@@ -125,10 +125,10 @@ class LostExperts:
         self.placements: list[Placement] = []  #: of each layer, since the last loss
 
     def share(self, ranks: ConnectedGroup) -> int:
-        """Give every expert to an engine again. ranks: one of each engine that is left. Returns how many experts, over
-        all layers, this one has read. Every engine has to call this at the same time.
+        """Give every expert to a rank again. ranks: of the engines that are left. Returns how many experts, over all
+        layers, this one has read. Every rank has to call this at the same time.
 
-        Raises ExpertsDoNotFit in all engines, or StartupError if another one is lost. Then nothing has changed.
+        Raises ExpertsDoNotFit in all ranks, or StartupError if another one is lost. Then nothing has changed.
         """
         with ranks.starting():
             placements = self._agree(ranks)
@@ -145,11 +145,11 @@ class LostExperts:
         return sum(len(each.experts) for each in adopted)
 
     def _agree(self, ranks: ConnectedGroup) -> list[Placement]:
-        """Return the next placement of each layer, the same in all engines."""
+        """Return the next placement of each layer, the same in all ranks."""
         held = msgspec.json.encode([slots_of(layer).held for layer in self._layers.values()]).decode()
         of_ranks = [msgspec.json.decode(answer, type=Placement) for answer in ranks.exchange(held)]
         layers = zip(self._layers.values(), *of_ranks, strict=True)
-        return [adopt(held, layer.num_experts) for layer, *held in layers]
+        return [adopt(held, layer.num_experts, slots_of(layer).movable) for layer, *held in layers]
 
     def _check_memory(self, ranks: ConnectedGroup, adopted: Sequence[AdoptedExperts]) -> None:
         needs = [each.needed_bytes for each in adopted]

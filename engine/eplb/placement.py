@@ -41,16 +41,24 @@ def first_placement(num_experts: int, ranks: int, slots: int) -> Placement:
     return [[*own, *[EMPTY] * (slots - len(own))] for own in held]
 
 
-def adopt(held: Placement, num_experts: int) -> Placement:
-    """Return a placement in which every expert has a slot, after some ranks were lost. held: experts of the ranks that
-    are left. Each stays where it is; an expert that none of them holds goes to a rank with few slots, in a new slot.
-    Neighbours go to one rank, since they can be read together."""
+def adopt(held: Placement, num_experts: int, equal: bool = False) -> Placement:
+    """Return a placement in which every expert has a slot, after some ranks were lost. held: slots of the ranks that
+    are left. Each expert stays where it is; one that none of them holds goes to a rank with few experts, in an empty
+    slot or a new one. Neighbours go to one rank, since they can be read together. equal: whether all ranks get equal
+    numbers of slots."""
     found = {expert for experts in held for expert in experts}
     missing = iter([expert for expert in range(num_experts) if expert not in found])
-    sizes = [len(experts) for experts in held]
+    before = [len(experts) - experts.count(EMPTY) for experts in held]
+    counts = list(before)
     for _ in range(num_experts - len(found - {EMPTY})):
-        sizes[sizes.index(min(sizes))] += 1
-    return [[*experts, *islice(missing, size - len(experts))] for experts, size in zip(held, sizes, strict=True)]
+        counts[counts.index(min(counts))] += 1
+    placement = []
+    for experts, old, new in zip(held, before, counts, strict=True):
+        adopted = islice(missing, new - old)
+        filled = [next(adopted, EMPTY) if expert == EMPTY else expert for expert in experts]
+        placement.append([*filled, *adopted])
+    slots = max(map(len, placement)) if equal else 0
+    return [[*experts, *[EMPTY] * (slots - len(experts))] for experts in placement]
 
 
 def balance(load: Load, current: Placement) -> Placement:

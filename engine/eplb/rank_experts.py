@@ -16,6 +16,7 @@ import queue
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class RankExperts(NoExperts):
         """layers: by their number in the model. max_tokens: of a step, padding included. config: None if experts do not
         move. Every rank of a group has to call this. Raises StartupError."""
         self._tp, self._device, self._log = tp, device, config is not None and config.log_balancedness
-        self._numbers, self._splits = list(layers), [layer.split for layer in layers.values()]
+        self._numbers, self._layers = list(layers), list(layers.values())
+        self._splits = [layer.split for layer in self._layers]
         self._sizes = [layer.num_experts for layer in layers.values()]
         shape = len(layers), max(self._sizes, default=1)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device.torch_device)
@@ -109,18 +111,21 @@ class RankExperts(NoExperts):
         self._placements = [first_placement(size, tp.size, -(-(size + redundant) // tp.size)) for size in self._sizes]
         self._rank_tokens, self._moved = [0.0] * tp.size, 0
         self._answers: queue.SimpleQueue[ExpertAnswer] = queue.SimpleQueue()
-        self._arrived: Arrived | None = None
-        self._committed: queue.SimpleQueue[DeviceEvent | None] = queue.SimpleQueue()
-        self._closed = False  # to moves
-        self._slots: list[LayerSlots] = []
+        self._closed = True  # to moves
         self._mail: Mailbox | None = None
         if config is not None:
-            self._slots = [LayerSlots(layer) for layer in layers.values()]
-            self._mail = tp.mailbox(CONNECT_TIMEOUT_S)
-        #: Memory on a GPU for experts of one layer that arrive, taken before the KV cache gets the rest.
-        self._room = self._slots[0].room() if device.asynchronous and self._slots else []
+            self._open_moves(tp)
         self._measurer = ThreadPoolExecutor(1, "expert load", self._begin_thread)
         self._mover = ThreadPoolExecutor(1, "expert moves", self._begin_thread)
+
+    def _open_moves(self, ranks: TPGroup) -> None:
+        """Connect to the ranks between which experts move. Every rank has to call this. Raises StartupError."""
+        self._arrived: Arrived | None = None
+        self._committed: queue.SimpleQueue[DeviceEvent | None] = queue.SimpleQueue()
+        self._slots = [LayerSlots(layer) for layer in self._layers]
+        #: Memory on a GPU for experts of one layer that arrive, taken before the KV cache gets the rest.
+        self._room = self._slots[0].room() if self._device.asynchronous and self._slots else []
+        self._mail, self._closed = ranks.mailbox(CONNECT_TIMEOUT_S), False
 
     # -- called between steps ----------------------------------------------------------------------------------
 
@@ -157,9 +162,10 @@ class RankExperts(NoExperts):
 
     def _stop(self) -> None:
         """Let nothing move any more, and end the threads' waits for each other."""
-        self._closed, self._arrived = True, None
-        self._committed.put(None)
+        self._closed = True
         if self._mail is not None:
+            self._arrived = None
+            self._committed.put(None)
             self._mail.abort("experts move no more")
 
     def reset(self) -> None:
@@ -234,6 +240,7 @@ class RankExperts(NoExperts):
             if not self._closed:
                 logger.exception("rank %d cannot move experts", self._tp.rank)
                 self._answers.put(ExpertAnswer(failed=f"rank {self._tp.rank}: {error}"))
+            traceback.clear_frames(error.__traceback__)  # an error that somebody keeps would keep connections open
 
     def _agree(self, wanted: Placement) -> Placement:
         """Return what the first rank wants."""

@@ -25,6 +25,7 @@ from engine.wire.plan import ExpertAnswer, ExpertOrder
 logger = logging.getLogger(__name__)
 
 MOVING, ARRIVED, FAILED = 1, 2, 3  # states of a rank, besides IDLE
+END_S = 30.0  # for moves to end after a loss
 
 
 class SharedRankExperts(RankExperts):
@@ -34,7 +35,7 @@ class SharedRankExperts(RankExperts):
         """ranks: of all engines. The other arguments are those of RankExperts."""
         max_tokens = config.max_num_batched_tokens * config.data_parallel
         super().__init__(layers, ranks, device, max_tokens, config.eplb if config.enable_eplb else None)
-        self._windows, self._moves = Windows(config.eplb), config.enable_eplb
+        self._config, self._windows, self._moves = config.eplb, Windows(config.eplb), config.enable_eplb
         self._state, self._stopped = IDLE, False
         self._load: ExpertStats | None = None
 
@@ -67,11 +68,31 @@ class SharedRankExperts(RankExperts):
         self._obey(ExpertOrder(measure, move, commit, stop))
 
     def use(self, ranks: TPGroup, placements: list[Placement]) -> None:
-        """Report the load of these ranks from now on, because others were lost. placements: of each layer."""
-        self._measurer.submit(self._use, ranks, placements)
-
-    def _use(self, ranks: TPGroup, placements: list[Placement]) -> None:
+        """Go on with these ranks, because others were lost: report their load, and move experts between them.
+        placements: of each layer. Every rank has to call this at the same time. Raises StartupError."""
+        self._stop()
+        problem = self._await_threads()
+        for answer in super().answers():
+            self._load = answer.load or self._load
         self._tp, self._placements, self._rank_tokens = ranks, placements, [0.0] * ranks.size
+        self._windows, self._state = Windows(self._config), IDLE
+        self.reset()
+        if not self._moves:
+            return
+        if problem := next(filter(None, ranks.exchange(problem)), ""):
+            logger.error("experts move no more on any rank: %s", problem)
+            self._stopped, self._state = True, FAILED
+        else:
+            self._open_moves(ranks)
+
+    def _await_threads(self) -> str:
+        """Wait until nothing is measured or moved. Returns why experts cannot move afterwards, else ""."""
+        try:
+            for thread in (self._measurer, self._mover):  # the first lets the second begin
+                thread.submit(int).result(END_S)
+        except TimeoutError:
+            return f"rank {self._tp.rank} still waited for a lost one after {END_S:.0f} s"
+        return "they had stopped before an engine was lost" if self._stopped else ""
 
     def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
         """Do nothing: steps of engines that share experts have no padding, and their plans no orders."""

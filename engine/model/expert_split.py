@@ -65,8 +65,11 @@ class NoLoad(ExpertLoad):
 class ExpertSlots:
     """Which slot of this rank holds an expert. Slots hold the rank's own experts, in order."""
 
+    movable = False  #: whether experts change while the engine runs
+
     def __init__(self, num_experts: int, own: range):
-        self.count, self.held = len(own), list(own)
+        self.count = len(own)
+        self.held = list(own)  #: the expert in each slot, -1 in an empty one
         #: [num_experts] int64: the expert's slot on this rank; `count` if another rank has it.
         self._table = torch.full((num_experts,), self.count, dtype=torch.int64)
         self._table[own.start : own.stop] = torch.arange(len(own))
@@ -93,9 +96,12 @@ class MovableSlots(ExpertSlots):
     """Slots whose experts change while the engine runs. Some experts have copies on several ranks, which take turns
     over the tokens of a step. Each rank has the same number of slots, at first some of them empty."""
 
+    movable = True
+
     def __init__(self, num_experts: int, own: range, ranks: TPGroup | ExpertExchange, redundant: int):
         super().__init__(num_experts, own)
         self.count = (num_experts + redundant) // ranks.size
+        self.held += [-1] * (self.count - len(own))
         self._rank = ranks.rank
         #: [num_experts, ranks] int64: the slot of each copy if it is on this rank, else `count`.
         self._table = torch.full((num_experts, ranks.size), self.count, dtype=torch.int64)
@@ -108,6 +114,7 @@ class MovableSlots(ExpertSlots):
 
     def set(self, placement: Sequence[Sequence[int]]) -> None:
         """Take another placement into use: the expert in each slot of each rank, -1 in an empty one."""
+        self.held = list(placement[self._rank])
         table = np.full(self._table.shape, self.count)
         copies = np.zeros(len(table), dtype=np.int64)
         for rank, held in enumerate(placement):
@@ -118,6 +125,10 @@ class MovableSlots(ExpertSlots):
                     copies[expert] += 1
         for target, values in ((self._table, table), (self._copies, copies)):
             target.copy_(copy_to(values, target.device))
+
+    def place(self, placement: Sequence[Sequence[int]], rank: int) -> None:
+        self._rank, self.count = rank, len(placement[rank])
+        self.set(placement)
 
 
 class SlicedExperts:

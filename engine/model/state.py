@@ -38,6 +38,8 @@ Shape = tuple[tuple[int, ...], str]
 States = dict[str, "Tensor"]
 """The tensors of one layer by name, [slots, *shape], with any stride between slots. A slot need not be cleared for a
 new sequence: the sequence's position shows which values it has written."""
+KeptStates = list[tuple["Tensor", "Tensor", "Tensor"]]
+"""What a step changes: tensors, the indices that change, and the values from before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class StateCache:
         for slot, snapshot in restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
-    def keep(self, plan: StepPlan) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def keep(self, plan: StepPlan) -> KeptStates:
         """Return copies of the states that a step changes, with which `put_back` undoes its changes: those of its
         sequences, and the snapshots that it restores, since it may overwrite them."""
         import torch
@@ -165,7 +167,7 @@ class StateCache:
             changed.append((self._memory, torch.tensor(snapshots, device=self._memory.device)))
         return [(tensor, index, tensor[index]) for tensor, index in changed]
 
-    def put_back(self, kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    def put_back(self, kept: KeptStates) -> None:
         for tensor, index, values in kept:
             tensor[index] = values
 

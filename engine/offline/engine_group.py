@@ -1,6 +1,7 @@
 """Several engines that share experts, used like one EngineCore: the first in this process, the others in children.
 
-With `enable_elastic_ep` the others go on if an engine in a child dies, and take over its requests.
+With `enable_elastic_ep` the others go on if an engine in a child dies, and take over its requests. An engine dies with
+any of its ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
         ranks.exchange(inbox.notices.address)
         group = DataParallelGroup(ranks, config.num_ranks, config.device)
         core = build_engine(config, group)
-        roster = Roster(group.waves.addresses, ranks.key) if config.enable_elastic_ep else None
+        elastic = config.enable_elastic_ep
+        roster = Roster(group.waves.addresses, ranks.key, config.num_ranks) if elastic else None
         return EngineGroup(core, ranks, inbox, config.num_ranks, roster)
     except BaseException:
         inbox.context.destroy(linger=0)
@@ -112,7 +114,7 @@ class EngineGroup:
         they end together. Waits until all engines have loaded. Raises StartupError."""
         self._core, self._inbox, self._roster = core, inbox, roster
         self.max_model_len = core.max_model_len
-        self._addresses = ranks.exchange("")[::ranks_per_engine]
+        self._addresses, self._width = ranks.exchange("")[::ranks_per_engine], ranks_per_engine
         self._peers = PushSockets(inbox.context, key=ranks.key)
         self._live: dict[str, LiveRequest] = {}  # by request id
         #: Engine in a child, and number of its aborted requests whose last delta is still to come, by request id.
@@ -199,8 +201,9 @@ class EngineGroup:
             self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
 
     def _replay(self, engine: int) -> None:
-        """Let other engines compute the requests of an engine that has died."""
-        del self._numbers[engine]
+        """Let other engines compute the requests of an engine that has died, if this is not known yet."""
+        if self._numbers.pop(engine, None) is None:
+            return
         self._names.remove(engine_name(engine))
         self._aborted = {name: aborted for name, aborted in self._aborted.items() if aborted[0] != engine}
         for request in [request for request in self._live.values() if request.engine == engine]:
@@ -234,9 +237,10 @@ class EngineGroup:
     def _end(self, reason: str) -> None:
         self._lost = reason
 
-    def _lose(self, engine: int, reason: str) -> bool:
-        """Take note that an engine has died, in any thread. Returns whether the others go on."""
-        if self._roster is None:
+    def _lose(self, rank: int, reason: str) -> bool:
+        """Take note that a rank has died, and with it its engine, in any thread. Returns whether the others go on."""
+        engine = rank // self._width
+        if self._roster is None or engine == 0:
             return False
         self._losses.put(engine)
         return self._roster.lose(engine, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
@@ -31,6 +32,29 @@ class FakeRank:
     async def remote(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+class FakeProcess:
+    """A rank that runs until it is killed. While it hangs, it answers nothing."""
+
+    def __init__(self, *, hangs: bool = False):
+        self.run = SimpleNamespace(remote=self._run)
+        self.answer = self
+        self._hangs, self._killed = hangs, asyncio.Event()
+
+    def options(self, concurrency_group: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._answer)
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    async def _run(self) -> None:
+        await self._killed.wait()
+        raise DEAD
+
+    async def _answer(self) -> None:
+        if self._hangs:
+            await self._killed.wait()
 
 
 def test_error_of_the_rank_that_failed_is_preferred_to_what_others_tell_of_it():
@@ -83,6 +107,34 @@ def test_if_engines_go_on_without_lost_ones_the_end_is_that_of_the_last(monkeypa
         group._roster.close()
     assert len(lost) == len(killed) == 2 and not group._roster.members
     assert reason.startswith("rank ")
+
+
+@pytest.mark.parametrize(("hanging", "lost"), [([], []), ([3], [1]), ([2, 3, 4], [1, 2]), ([0, 2, 4], [0, 1])], ids=str)
+def test_engines_with_ranks_that_hang_are_lost_unless_all_do(monkeypatch, hanging, lost):
+    monkeypatch.setattr("placement.rank_group.ANSWER_S", 0.05)
+    monkeypatch.setattr("placement.rank_group.ray.kill", FakeProcess.kill)
+
+    async def scenario() -> None:
+        found: list[tuple[int, str]] = []
+        group = RankGroup(GroupSpec(num_ranks=6))
+        group._ranks = ranks = [FakeProcess(hangs=number in hanging) for number in range(6)]
+        group._width, group._roster = 2, Roster(["tcp://127.0.0.1:1"] * 6, None, 2)
+        running = asyncio.create_task(group.run(lambda engine, reason: found.append((engine, reason))))
+        await asyncio.sleep(0)
+        assert await group.end_hung() == (hanging not in ([], [0, 2, 4]))
+        assert [engine for engine, _ in found] == lost
+        assert all(reason == f"rank {max(n for n in hanging if n // 2 == engine)} hangs" for engine, reason in found)
+        assert [rank._killed.is_set() for rank in ranks] == [number // 2 in lost for number in range(6)]
+        await asyncio.sleep(0)
+        assert not running.done(), "the killed ranks are not missed"
+        running.cancel()
+        group._roster.close()
+
+    asyncio.run(scenario())
+
+
+def test_where_engines_end_together_none_is_asked():
+    assert not asyncio.run(RankGroup(GroupSpec(num_ranks=2)).end_hung())
 
 
 def test_ranks_that_are_not_ready_in_time_are_named():

@@ -1,4 +1,4 @@
-"""A replica of four engines that share experts: it goes on without those that are killed.
+"""A replica of engines that share experts: it goes on without those that are killed or hang.
 
 `pytest -s` shows what the streams' pauses were.
 """
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,20 +24,35 @@ import pytest
 from tests.models import make_model
 from tests.serve.serve_run import wait_until
 from tests.serve.test_pipeline_stages import LONG, MODEL, served
-from tests.serve.test_rank_groups import CONTEXT, Replica, Serving, body, lives, text
+from tests.serve.test_rank_groups import CONTEXT, POOL, Replica, Serving, body, lives, text
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ENGINES, STREAMS = 4, 32
+STREAMS = 32
 WENT_ON = re.compile(r"engine goes on generation=(\d+) engines=(\d+) experts_read=(\d+) pause_s=([\d.]+)")
+ALONE = {"data_parallel": 1, "expert_parallel": False, "enable_elastic_ep": False}
+PREFILL = {
+    "prefill": {"num_cpus": 0.25, "label_selector": POOL, "engine": ALONE},
+    "handoff": {"transport": "tcp", "policy": "always"},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four engines": {"data_parallel": 4},
+    "engines of two ranks": {"data_parallel": 2, "tensor_parallel": 2},
+    "prompts elsewhere": {"data_parallel": 4, "pools": PREFILL},
+}
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory) -> Iterator[Serving]:
+def layout(request) -> dict[str, Any]:
+    return LAYOUTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory, layout) -> Iterator[Serving]:
     folder = make_model(tmp_path_factory.mktemp("model"), "qwen3_moe", tokenizer=True, max_position_embeddings=CONTEXT)
     options = {"device": "cpu", "dtype": "float32", "determinism": "strict"}
-    elastic = {"data_parallel": ENGINES, "expert_parallel": True, "enable_elastic_ep": True}
-    with served(tmp_path_factory.mktemp("serve"), folder, ENGINES, nodes=1, **options, **elastic) as serving:
+    elastic = {"expert_parallel": True, "enable_elastic_ep": True, **layout}
+    with served(tmp_path_factory.mktemp("serve"), folder, 4, nodes=1, **options, **elastic) as serving:
         yield serving
 
 
@@ -71,8 +87,20 @@ class Stream:
         return max((b - a for a, b in pairwise(self.times) if b > since), default=0.0)
 
 
-@pytest.mark.parametrize(("killed", "left"), [(2, 3), (0, 2)])  # rank 0 has the store at which the engines met first
-def test_an_engine_killed_under_32_streams_changes_no_text_and_the_others_go_on(serving, replica, killed, left):
+@pytest.mark.parametrize(
+    ("layout", "rank", "blow", "left"),
+    [
+        ("four engines", 2, signal.SIGKILL, 3),
+        ("four engines", 0, signal.SIGKILL, 2),  # it has the store at which the engines met first
+        ("four engines", 3, signal.SIGSTOP, 1),
+        ("engines of two ranks", 1, signal.SIGKILL, 1),
+        ("prompts elsewhere", 1, signal.SIGKILL, 3),
+    ],
+    indirect=["layout"],
+)
+def test_a_rank_that_dies_or_hangs_under_32_streams_changes_no_text_and_the_others_go_on(
+    serving, replica, layout, rank, blow, left
+):
     expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=120))
     with ThreadPoolExecutor(STREAMS) as pool:
         started, streams = [Event() for _ in range(STREAMS)], [Stream() for _ in range(STREAMS)]
@@ -80,22 +108,31 @@ def test_an_engine_killed_under_32_streams_changes_no_text_and_the_others_go_on(
         running = [pool.submit(stream.run, url, event) for stream, event in zip(streams, started, strict=True)]
         assert all(event.wait(120) for event in started)
         assert not any(call.done() for call in running)
-        killed_at = time.monotonic()
-        os.kill(replica.ranks[killed].pid, signal.SIGKILL)
+        struck_at = time.monotonic()
+        os.kill(replica.ranks[rank].pid, blow)
         for call in running:
             call.result(timeout=300)
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert {"".join(stream.parts) for stream in streams} == {expected}
     assert lives(replica.pid), "the replica goes on"
-    metrics = httpx.get(f"{url}/metrics", timeout=30).text
-    alive = [float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("manta_shared_engines{")]
-    assert alive == [left] * left
-    pauses = [stream.pause_s(killed_at) for stream in streams]
+    wait_until(lambda: not lives(replica.ranks[rank].pid))
+    assert values(url, "manta_shared_engines") == [left] * left
+    assert max(values(url, 'manta_engine_seconds_total{.*spent_on="recovery"')) > 0
+    if "pools" in layout:
+        assert sum(values(url, 'manta_handoffs_total{.*result="received"')) >= STREAMS
+    pauses = [stream.pause_s(struck_at) for stream in streams]
     own = [match.groups() for line in serving.server.log if (match := WENT_ON.search(line)) and int(match[2]) == left]
     print(f"\npauses of {STREAMS} streams: P50 {np.median(pauses):.2f} s, most {max(pauses):.2f} s; engines: {own}")
-    assert len(own) == left and sum(int(read) for _, _, read, _ in own) > 0
+    assert len(own) == left * layout.get("tensor_parallel", 1) and sum(int(read) for _, _, read, _ in own) > 0
 
 
+def values(url: str, name: str) -> list[float]:
+    """Values of a metric. name: regular expression of its name and labels."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return [float(line.split()[-1]) for line in lines if re.match(name, line)]
+
+
+@pytest.mark.parametrize("layout", ["engines of two ranks"], indirect=True)
 def test_a_replica_that_has_lost_engines_restarts_with_all_of_them_once_it_is_idle(serving, replica):
     wait_until(lambda: not lives(replica.pid), timeout_s=180)
     serving.wait_for_all(timeout_s=180)

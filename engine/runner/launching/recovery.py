@@ -12,6 +12,7 @@ from engine.distributed.roster import Lost, Message
 from engine.distributed.survivors import Survivors
 from engine.eplb.lost_experts import LostExperts
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.model.state import KeptStates
 from engine.runner import kv_cache
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -24,6 +25,7 @@ class NoRecovery:
 
     generation = 0  #: number of losses so far
     pause_s = 0.0  #: seconds in which this engine took no steps because another was lost
+    went_on_at = 0.0  #: when the last of these pauses ended, by `time.monotonic`
 
     def __init__(self, runner: ModelRunner, group: DataParallelGroup):
         self._runner, self._group = runner, group
@@ -49,9 +51,10 @@ class NoRecovery:
         """Launch a step. It can be launched again if this raises EngineUnavailable and `recover` returns."""
         return self._runner.launch(inputs)
 
-    def recover(self, reason: str) -> None:
+    def recover(self, reason: str) -> LaunchedStep | None:
         """Return once steps can be launched again, with the engines that are left. Raises EngineUnavailable if this
-        engine has to end, too. reason: why another was lost."""
+        engine has to end, too. reason: why another was lost. Returns the step whose launch was interrupted, if it need
+        not be launched again."""
         raise EngineUnavailable(reason)
 
     def close(self) -> None:
@@ -65,6 +68,9 @@ class Recovery(NoRecovery):
     places: tokens, KV and embeddings of images. Only states of recurrent layers change in place, and a snapshot may be
     overwritten in the step that restores it; so both are put back first. Nothing of a step is sampled before its last
     exchange with other engines.
+
+    All ranks of an engine have to launch the same steps again. So a launch returns only once all of them have computed
+    the step; if a loss interrupts that wait, they tell each other how many steps they have computed.
     """
 
     def __init__(self, runner: ModelRunner, group: DataParallelGroup):
@@ -73,6 +79,9 @@ class Recovery(NoRecovery):
         self._survivors = Survivors(group)
         folder = None if setup.config.load_format == "dummy" else setup.folder
         self._experts = LostExperts(runner.model, folder, self._free_bytes)
+        self._num_computed = 0  # steps
+        #: States from before the step whose launch was interrupted, and the step if this rank has computed it.
+        self._interrupted: tuple[KeptStates, LaunchedStep | None] = [], None
 
     def hear(self, message: Message) -> None:
         self._survivors.hear(message)
@@ -86,41 +95,57 @@ class Recovery(NoRecovery):
 
     @property
     def num_engines(self) -> int:
-        return self._survivors.num_members
+        return self._survivors.num_engines
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        runner = self._runner
+        runner, computed = self._runner, None
         states = runner.states.keep(inputs.plan)
         try:
             launched = runner.launch(inputs)
-            if runner.device.asynchronous:  # an aborted collective leaves its step with wrong values, and no error
-                launched.event.wait()
-                if self.lost is not None:
-                    raise EngineUnavailable(self.lost)
+            self._check()
+            computed = launched
+            self._num_computed += 1
+            self._group.all_reduce(torch.zeros(1, device=runner.device.torch_device))
+            self._check()
             return launched
         except EngineUnavailable:
-            runner.states.put_back(states)
+            self._interrupted = states, computed
             raise
 
-    def recover(self, reason: str) -> None:
+    def _check(self) -> None:
+        """Raise EngineUnavailable if an engine has been lost meanwhile. An aborted collective of a GPU leaves wrong
+        values, and raises no error."""
+        if self._runner.device.asynchronous:
+            self._runner.device.event().wait()
+            if self.lost is not None:
+                raise EngineUnavailable(self.lost)
+
+    def recover(self, reason: str) -> LaunchedStep | None:
         started = time.monotonic()
         while True:
             try:
                 ranks = self._survivors.regroup(reason)
                 num_read = self._experts.share(ranks)
+                self._runner.experts.use(ranks, self._experts.placements)
+                num_computed = min(map(int, self._group.exchange(str(self._num_computed))))
                 break
             except StartupError as failure:
                 if type(failure) not in (StartupError, RendezvousTimeout):
                     raise  # this engine's own
                 reason = str(failure)  # another engine was lost
-        self._group.use(ranks)
-        self._runner.experts.use(ranks, self._experts.placements)
-        self.generation, pause_s = self._survivors.generation, time.monotonic() - started
+        (states, launched), self._interrupted = self._interrupted, ([], None)
+        if num_computed < self._num_computed:
+            launched, self._num_computed = None, num_computed
+        if launched is None:
+            self._runner.states.put_back(states)
+        self.generation, self.went_on_at = self._survivors.generation, time.monotonic()
+        pause_s = self.went_on_at - started
         self.pause_s += pause_s
         logger.warning(
             "engine goes on generation=%d engines=%d experts_read=%d pause_s=%.3f",
-            self.generation, ranks.size, num_read, pause_s,
+            self.generation, self.num_engines, num_read, pause_s,
         )  # fmt: skip
+        return launched
 
     def _free_bytes(self) -> int:
         """Return the memory that this engine can take for more experts."""

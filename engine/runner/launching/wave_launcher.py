@@ -83,6 +83,10 @@ class WaveLauncher(Launcher):
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
+    @property
+    def went_on_at(self) -> float:  # type: ignore[override]
+        return self._recovery.went_on_at
+
     def launch(self, inputs: StepInputs) -> Future[LaunchedStep]:
         job = Job(inputs, Future())
         with self._lock:
@@ -121,7 +125,8 @@ class WaveLauncher(Launcher):
             while not self._stopping:
                 lost = self._take_wave()
                 if lost is not None:  # no error is alive any more that would keep connections to other engines open
-                    self._recovery.recover(lost)
+                    if (launched := self._recovery.recover(lost)) is not None:
+                        self._answer(launched)
                     self._number, self._awaits = 0, False
         except BaseException as error:  # noqa: BLE001 - raised again by `launch` and `rest`
             self._fail(error)
@@ -197,7 +202,10 @@ class WaveLauncher(Launcher):
                 experts.serve()
             return
         self._rests = False
-        launched = self._recovery.launch(self._jobs[0].inputs)
+        self._answer(self._recovery.launch(self._jobs[0].inputs))
+
+    def _answer(self, launched: LaunchedStep) -> None:
+        """Take the first job away, which has been launched."""
         self._num_own += 1
         self._jobs.popleft().launched.set_result(launched)
 

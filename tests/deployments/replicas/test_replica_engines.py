@@ -40,9 +40,9 @@ class NotedEngine(EngineControl):
         self.handle(EngineStatus(engine_id=name, ended=[], stats=stats, last_step_age_s=step_age_s))
 
 
-def made() -> ReplicaEngines[NotedEngine]:
+def made(goes_on: bool = False) -> ReplicaEngines[NotedEngine]:
     """Two engines; there has to be a running event loop."""
-    return ReplicaEngines({name: NotedEngine() for name in engine_ids("decode-m-x", 2)})
+    return ReplicaEngines({name: NotedEngine() for name in engine_ids("decode-m-x", 2)}, goes_on)
 
 
 def test_the_engines_of_a_replica_have_its_name_and_their_number_and_one_alone_has_its_name():
@@ -153,6 +153,33 @@ def test_engines_go_on_without_one_that_is_lost_and_only_its_calls_end(monkeypat
         second.report("decode-m-x.dp1", step_age_s=198.0, generation=1)
         assert "no step ended for 99 s" in await asyncio.wait_for(unhealthy, 60)
         calls[1].cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_is_lost_and_the_replica_ends_only_if_none_is_found(monkeypatch):
+    monkeypatch.setattr(engine_control, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        engines = made(goes_on=True)
+        first, second = engines.all
+        found: list[str] = []
+
+        async def end_hung() -> bool:
+            found.append("asked")
+            if len(found) == 1:
+                engines.lose(0, "rank 0 hangs")
+            return len(found) == 1
+
+        first.clock = second.clock = 99.0  # both are silent: the second waits for the first
+        engines.check_health()  # else Serve would end the replica
+        hung = asyncio.create_task(engines.until_hung(end_hung))
+        while first in engines.all:
+            await asyncio.sleep(0.01)
+        assert not (await asyncio.wait([hung], timeout=0.1))[0], "it may be reading experts"
+        second.clock = 999.0
+        assert "no status from the engine for 999 s" in await asyncio.wait_for(hung, 60)
+        assert found == ["asked", "asked"]
 
     asyncio.run(scenario())
 

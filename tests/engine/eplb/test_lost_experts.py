@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
+from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import LostExperts, slots_of
 from engine.errors import ExpertsDoNotFit, StartupError
 from engine.model.fixed_order import FixedOrder
@@ -48,13 +49,19 @@ def joined(size: int) -> Iterator[list[ConnectedGroup]]:
 class Engines:
     """Engines that share experts, computed by hand."""
 
-    def __init__(self, folder: Path, ranks: Sequence[ConnectedGroup], *, fixed_order: bool):
+    def __init__(
+        self, folder: Path, ranks: Sequence[ConnectedGroup], *, fixed_order: bool, redundant: int | None = None
+    ):
         self.exchanges = [ExpertExchange(rank) for rank in ranks]
         self.models: list[ByHand] = []
         for exchange in self.exchanges:
             group = TPGroup.single()
             group.expert_exchange = exchange
-            self.models.append(load_by_hand(folder, FixedOrder(group) if fixed_order else group))
+            group = FixedOrder(group) if fixed_order else group
+            group.redundant_experts = redundant
+            self.models.append(load_by_hand(folder, group))
+            if redundant is not None:
+                add_slots(self.models[-1].model)
         self.lost = [LostExperts(model.model, folder, lambda: PLENTY) for model in self.models]
 
     def go_on(self, members: Sequence[int], ranks: Sequence[ConnectedGroup]) -> list[int]:
@@ -117,6 +124,27 @@ def test_without_a_fixed_order_they_have_the_logits_of_the_whole_model(tmp_path,
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+def test_experts_with_copies_elsewhere_are_not_read_again_and_others_fill_empty_slots(tmp_path):
+    folder = make_model(tmp_path, "qwen3_moe")
+    alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single())), None, steps) for steps in STEPS]
+    placement = [[0, 1, 2, -1], [2, 3, 4, 5], [4, 5, 0, -1]]  # at first, each rank had two
+    with joined(3) as three, joined(2) as two, joined(1) as one:
+        engines = Engines(folder, three, fixed_order=True, redundant=6)
+        for each in zip(*map(layers, engines.models), strict=True):
+            for number, slot in ((0, 2), (1, 2), (1, 3), (2, 2)):
+                expert = placement[number][slot]
+                LayerSlots(each[number]).copy(slot, LayerSlots(each[expert // 2]), expert % 2)
+            for layer in each:
+                slots_of(layer).set(placement)  # type: ignore[attr-defined]
+        read = engines.go_on([0, 2], two)
+        assert sum(read) == len(layers(engines.models[0])), "expert 3 of each layer"
+        assert {len(experts) for experts in held(engines.models[0])} == {4}
+        for logits, expected in zip(engines.compute([0, 2]), alone, strict=False):
+            assert all(map(torch.equal, logits, expected))
+        engines.go_on([2], one)
+        assert [sorted(experts) for experts in held(engines.models[2])] == whole(engines.models[2])
+
+
 def test_experts_that_do_not_fit_are_an_error_of_all_engines_and_change_nothing(tmp_path):
     folder = make_model(tmp_path, "qwen3_moe")
     with joined(3) as three, joined(2) as two:
@@ -126,7 +154,7 @@ def test_experts_that_do_not_fit_are_an_error_of_all_engines_and_change_nothing(
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(engines.lost[number].share, two[rank]) for rank, number in enumerate((0, 2))]
             for call in calls:
-                with pytest.raises(ExpertsDoNotFit, match=r"engine 1 needs 0.00 GiB .* 0.00 GiB are free"):
+                with pytest.raises(ExpertsDoNotFit, match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free"):
                     call.result(TIMEOUT_S)
         assert [held(model) for model in engines.models] == before
 

@@ -119,19 +119,22 @@ def test_balancedness_is_vllms_mean_over_maximum_summed_over_layers():
     assert balancedness([[0, 0]]) == balancedness([]) == 1
 
 
-@given(layers(), st.randoms())
-def test_after_a_loss_every_expert_has_a_slot_and_those_that_are_left_stay(layer, random):
+@given(layers(), st.randoms(), st.booleans())
+def test_after_a_loss_every_expert_has_a_slot_and_those_that_are_left_stay(layer, random, equal):
     load, placement = layer
     ranks = random.sample(placement, random.randint(1, len(placement)))
-    after = adopt(ranks, len(load))
-    assert {expert for experts in after for expert in experts} >= set(range(len(load)))
+    after, missing = adopt(ranks, len(load), equal), set(range(len(load))) - held(ranks).keys()
+    assert held(after) == held(ranks) + Counter(missing)
     for before, now in zip(ranks, after, strict=True):
-        assert now[: len(before)] == before
-        assert not set(now[len(before) :]) & {expert for experts in ranks for expert in experts}
-    assert sum(map(len, after)) == sum(map(len, ranks)) + len(set(range(len(load))) - {e for own in ranks for e in own})
+        assert all(new == old or old == EMPTY for old, new in zip(before, now, strict=False))
+    if equal:
+        assert {len(now) for now in after} == {max(len(ranks[0]), *(len(now) - now.count(EMPTY) for now in after))}
+        assert set(held(balance(load, after))) == set(range(len(load))), "they can move"
 
 
 def test_experts_that_are_adopted_go_to_ranks_with_few_slots_and_neighbours_stay_together():
     assert adopt([[0, 1], [4, 5]], 6) == [[0, 1, 2], [4, 5, 3]]
     assert adopt([[0, 1, 2, 3], [6, 7]], 8) == [[0, 1, 2, 3], [6, 7, 4, 5]]
     assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 3) == [[0, 1, EMPTY], [2, 1, EMPTY]], "a copy is left"
+    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 6) == [[0, 1, 3, 4], [2, 1, 5]]
+    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 6, equal=True) == [[0, 1, 3, 4], [2, 1, 5, EMPTY]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from engine.config import EngineConfig, EPLBConfig
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
+from engine.eplb import shared_rank_experts
 from engine.eplb.rank_experts import IDLE
 from engine.eplb.shared_rank_experts import ARRIVED, FAILED, MOVING, SharedRankExperts
 from engine.wire.messages import ExpertStats
@@ -19,12 +21,18 @@ NOTHING, MEASURE, COMMIT = ExpertOrder(), ExpertOrder(measure=True), ExpertOrder
 MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)
 
 
+def joined(rank: int, size: int) -> TPGroup:
+    """Ranks that have nothing to send."""
+    ranks = TPGroup(rank, size)
+    ranks.mailbox = lambda timeout_s: None  # type: ignore[method-assign, assignment, return-value]
+    return ranks
+
+
 class Rank(SharedRankExperts):
     """A rank that only notes what it decides."""
 
     def __init__(self, number: int, moves: bool = True):
-        ranks, eplb = TPGroup(number, 2), EPLBConfig(window_size=2, step_interval=4)
-        ranks.mailbox = lambda timeout_s: None  # type: ignore[method-assign, assignment, return-value]
+        ranks, eplb = joined(number, 2), EPLBConfig(window_size=2, step_interval=4)
         config = EngineConfig(data_parallel=2, expert_parallel=True, enable_eplb=moves, eplb_config=eplb)
         super().__init__({}, ranks, Device(torch.device("cpu")), config)
         self.orders: list[ExpertOrder] = []
@@ -52,7 +60,7 @@ def take(ranks: list[Rank], count: int = 1) -> list[ExpertOrder]:
         states = [rank.tell() for rank in ranks]
         for rank in ranks:
             rank.turn(states)
-    assert ranks[0].orders == ranks[1].orders
+    assert ranks[0].orders == ranks[-1].orders
     return list(ranks[0].orders)
 
 
@@ -112,3 +120,31 @@ def test_after_a_loss_the_first_rank_that_is_left_reports_the_load_of_those_that
     rank.tell()
     assert [(stats.rank_tokens, stats.balancedness) for stats in rank.stats] == [([6], 1.0)]
     rank.close()
+
+
+def test_after_a_loss_experts_move_again_between_the_ranks_that_are_left(ranks):
+    take(ranks, 3)
+    ranks[0].hear(arrived=True)  # from a rank that is lost now
+    ranks[0].use(joined(0, 1), [])
+    assert ranks[0].tell() == IDLE
+    assert take(ranks[:1], 3) == [NOTHING, NOTHING, MOVE]
+
+
+def test_experts_that_moved_no_more_before_a_loss_do_not_afterwards(ranks, caplog):
+    take(ranks, 3)
+    ranks[1].hear(failed="rank 1: no memory")
+    assert take(ranks) == [STOP]
+    ranks[0].use(joined(0, 1), [])
+    assert ranks[0].tell() == FAILED
+    assert take(ranks[:1], 6) == [NOTHING, NOTHING, MEASURE, NOTHING, MEASURE, NOTHING]
+    assert "experts move no more on any rank: they had stopped before an engine was lost" in caplog.messages
+
+
+def test_a_mover_that_does_not_end_stops_all_moves(ranks, monkeypatch, caplog):
+    monkeypatch.setattr(shared_rank_experts, "END_S", 0.05)
+    ended = Event()
+    ranks[0]._mover.submit(ended.wait, 60)
+    ranks[0].use(joined(0, 1), [])
+    ended.set()
+    assert ranks[0].tell() == FAILED
+    assert "experts move no more on any rank: rank 0 still waited for a lost one after 0 s" in caplog.messages

@@ -178,8 +178,6 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
             {"handoff": HandoffConfig(role="decode", switch_roles=True)},
             "handoff.switch_roles must be false with data_parallel above 1",
         ),
-        ({"enable_elastic_ep": True, "tensor_parallel": 2}, "tensor_parallel must be 1 with enable_elastic_ep"),
-        ({"enable_elastic_ep": True, "enable_eplb": True}, "enable_eplb must be false with enable_elastic_ep"),
         ({"torch_compile": True}, "torch_compile must be false with data_parallel above 1"),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
     ],

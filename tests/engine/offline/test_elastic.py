@@ -37,6 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "preemption": {"num_blocks": 30},
     "gloo": {"disable_custom_all_reduce": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "ranks": {},
+    "copies": {},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {  # which change no bit with `strict`
+    "ranks": {"tensor_parallel": 2},
+    "copies": {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 3, "window_size": 4, "step_interval": 8}},
 }
 
 
@@ -59,8 +65,9 @@ def group_of(llm: LLM) -> EngineGroup:
 
 
 def kill(llm: LLM, engine: int) -> None:
+    """Kill the last rank of an engine."""
     assert llm._ranks is not None
-    os.kill(llm._ranks.processes[engine - 1].pid, signal.SIGKILL)
+    os.kill(llm._ranks.processes[(engine + 1) * group_of(llm)._width - 2].pid, signal.SIGKILL)
 
 
 def answers_with_kills(llm: LLM, params: SamplingParams, kills: list[int]) -> list[list[int]]:
@@ -85,11 +92,17 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     folder, params = folder_of(options.pop("family", "qwen3_moe")), GREEDY if case == "float32" else RANDOM
     with LLM(folder, **options) as alone:
         expected = answers(alone, params)
+    options |= LAYOUTS.get(case, {})
     with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
-        shared = group_of(llm).stats().shared
-        assert shared is not None and (shared.generation, shared.engines) == (1, 2) and shared.pause_s > 0
+        stats = group_of(llm).stats()
+        assert stats.shared is not None and stats.shared.pause_s > 0
+        assert (stats.shared.generation, stats.shared.engines) == (1, 2)
+        assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())
+        moved = [load.moved for load in stats.experts]
         again = answers(llm, params)
+        for load, before in zip(group_of(llm).stats().experts, moved, strict=True):
+            assert case != "copies" or (not load.stopped and load.moved > before), "they move on"
     for tokens, all_of_them in zip(found, expected, strict=True):
         assert tokens == all_of_them[: len(tokens)]
     assert again == expected
@@ -125,7 +138,7 @@ def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(fol
     options = {**OPTIONS, "data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
     with LLM(folder_of("qwen3_moe"), **options) as llm:
         monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 100)
-        with pytest.raises(EngineUnavailable, match=r"do not fit: engine 0 needs .* GiB are free"):
+        with pytest.raises(EngineUnavailable, match=r"do not fit: rank 0 needs .* GiB are free"):
             answers_with_kills(llm, GREEDY, [1])
 
 

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
+from engine.config import EngineConfig
 from engine.distributed import survivors
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Roster
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup, group_options
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
 from engine.runner.launching.recovery import NoRecovery, Recovery
-from engine.runner.launching.wave_launcher import WaveLauncher
+from engine.runner.launching.wave_launcher import FollowingLauncher, WaveLauncher
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -27,19 +28,21 @@ STATES: list[Any] = ["states"]
 
 
 class Engine:
+    """An engine, or one of its ranks."""
+
     def __init__(self, group: DataParallelGroup, elastic: bool):
         self.group, self.steps, self.put_back = group, list[str](), list[Any]()
         self.fails: BaseException | None = None
         runner: Any = SimpleNamespace(
             model=nn.Module(),
-            device=SimpleNamespace(set_current=lambda: None, asynchronous=False),
+            device=SimpleNamespace(set_current=lambda: None, asynchronous=False, torch_device="cpu"),
             setup=SimpleNamespace(config=SimpleNamespace(load_format="auto"), folder=Path()),
             states=SimpleNamespace(keep=lambda plan: STATES, put_back=self.put_back.append),
             launch=self._launch,
             experts=NoExperts(),
         )
         self.recovery = (Recovery if elastic else NoRecovery)(runner, group)
-        self.launcher = WaveLauncher(runner, group, self.recovery)
+        self.launcher = (FollowingLauncher if group.rank else WaveLauncher)(runner, group, self.recovery)
 
     def _launch(self, inputs: Any) -> Any:
         if (error := self.fails) is not None:
@@ -64,15 +67,19 @@ class Engine:
 
 
 @contextmanager
-def engines(size: int, elastic: bool = True, **options: Any) -> Iterator[tuple[list[Engine], Roster]]:
+def engines(
+    size: int, elastic: bool = True, ranks_per_engine: int = 1, **options: Any
+) -> Iterator[tuple[list[Engine], Roster]]:
+    """All ranks. size: of all engines together."""
     options = {"device": "cpu", **options}
     first = TPGroup.listen(size, **options)
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(TPGroup.connect, r, size, first.address, TIMEOUT_S, **options) for r in range(1, size)]
         first.join(TIMEOUT_S)
         ranks = [first, *(other.result() for other in others)]
-        found = [Engine(group, elastic) for group in pool.map(DataParallelGroup, ranks)]
-    roster = Roster(found[0].group.waves.addresses, None)
+        groups = pool.map(lambda rank: DataParallelGroup(rank, ranks_per_engine), ranks)
+        found = [Engine(group, elastic) for group in groups]
+    roster = Roster(found[0].group.waves.addresses, None, ranks_per_engine)
     try:
         yield found, roster
     finally:
@@ -193,11 +200,74 @@ def test_what_an_aborted_collective_returns_is_not_believed():
         assert engine.launcher.shared().generation == 1, "not before"
 
 
-def test_gpus_that_meet_again_share_no_memory_since_nothing_ends_their_waits_in_it():
-    for device, shared in (("cuda", False), ("cpu", True)):
-        ranks = SimpleNamespace(rank=0, options={"device": device, "shared_memory": True, "key": None})
-        group: Any = SimpleNamespace(waves=None, host="127.0.0.1", all_engines=ranks)
-        assert survivors.Survivors(group)._options["shared_memory"] is shared
+def test_gpus_of_engines_that_go_on_share_no_memory_since_nothing_ends_their_waits_in_it():
+    for device, elastic, shared in (("cuda", True, False), ("cuda", False, True), ("cpu", True, True)):
+        config = EngineConfig(device=device, data_parallel=2, expert_parallel=True, enable_elastic_ep=elastic)
+        assert group_options(config)["shared_memory"] is shared
+
+
+def sleep(ranks: list[Engine]) -> None:
+    """Wait until no wave is under way."""
+    for rank in ranks:
+        rank.launcher.rest()
+    wait_until(lambda: all(rank.launcher._awaits for rank in ranks))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("victim", [1, 2])  # of the engine at whose store they have met, and of another
+def test_an_engine_with_several_ranks_is_lost_with_any_of_them(victim, shared_memory):
+    with engines(6, ranks_per_engine=2, shared_memory=shared_memory) as (found, roster):
+        left = [rank for rank in found if rank.group.engine != victim // 2]
+        for rank in left:
+            rank.launch("before")
+        found[victim].die()
+        launched = [rank.launch("during") for rank in left]
+        assert roster.lose(victim // 2, f"rank {victim} died")
+        assert [step.result(TIMEOUT_S) for step in launched] == ["during"] * 4
+        after = [rank.launch("after") for rank in left]
+        assert [step.result(TIMEOUT_S) for step in after] == ["after"] * 4
+        shared = left[0].launcher.shared()
+        assert (shared.generation, shared.engines) == (1, 2)
+        other = found[victim ^ 1]
+        wait_until(lambda: other.launcher._broken is not None)
+        with pytest.raises(EngineUnavailable, match="the other engines go on without this one"):
+            other.launch("later")
+        sleep(left)
+
+
+def test_a_step_that_only_some_ranks_of_an_engine_have_computed_is_launched_again_by_all_of_them():
+    with engines(4, ranks_per_engine=2) as (found, roster):
+        found[1].fails = EngineUnavailable("rank 2 is gone")
+        launched = [found[number].launch("a") for number in (0, 1)]
+        wait_until(lambda: found[0].steps)
+        found[2].die()
+        roster.lose(1, "engine 1 died")
+        assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
+        assert [found[number].steps for number in (0, 1)] == [["a", "a"], ["a"]]
+        assert [found[number].put_back[-1] for number in (0, 1)] == [STATES, STATES]
+        sleep(found[:2])
+
+
+def test_a_step_that_all_ranks_of_an_engine_have_computed_is_not_launched_again():
+    with engines(4, ranks_per_engine=2) as (found, roster):
+        group, all_reduce = found[1].group, found[1].group.all_reduce
+
+        def interrupted(x: Tensor) -> Tensor:
+            group.all_reduce = all_reduce  # type: ignore[method-assign]
+            all_reduce(x)
+            raise EngineUnavailable("rank 2 is gone")
+
+        group.all_reduce = interrupted  # type: ignore[method-assign]
+        launched = [found[number].launch("a") for number in (0, 1)]
+        assert launched[0].result(TIMEOUT_S) == "a", "it has not noticed"
+        found[2].die()
+        roster.lose(1, "engine 1 died")
+        assert launched[1].result(TIMEOUT_S) == "a"
+        later = [found[number].launch("b") for number in (0, 1)]
+        assert [step.result(TIMEOUT_S) for step in later] == ["b", "b"]
+        assert [found[number].steps for number in (0, 1)] == [["a", "b"], ["a", "b"]]
+        assert not any(STATES in found[number].put_back for number in (0, 1))
+        sleep(found[:2])
 
 
 def test_if_nobody_says_who_goes_on_the_engines_end_with_the_reason(monkeypatch):
