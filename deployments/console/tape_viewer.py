@@ -88,7 +88,10 @@ class TapeViewer:
         try:
             yield
         finally:
+            process = self._process
             self.close()
+            if process is not None:
+                await process.wait()
 
     def close(self) -> None:
         """End the process."""

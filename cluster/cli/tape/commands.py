@@ -46,6 +46,29 @@ def save(
     print(f"{output} has the tapes of {what} ({output.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 
 
+@tape.command()
+def check(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+    every: Annotated[
+        float | None, typer.Option(min=1, help="Seconds between two looks. Default: one look, and the end.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port on which `manta_simulation_ratio` is served for Prometheus.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the requests of a running server's tapes, and show how far the simulator is off what has come.
+
+    `manta tune` and `manta replay --set` are off by as much, at least.
+
+    Example: manta tape check --url http://127.0.0.1:8000 --every 600 --metrics-port 9464
+    """
+    from cluster.cli.tape.simulation_check import SimulationCheck
+
+    SimulationCheck(url, api_key).run(every, metrics_port, as_json=as_json)
+
+
 def replay(
     files: Annotated[
         list[Path],

@@ -94,7 +94,8 @@ def changed(thing: Any, **fields: Any) -> tuple[Any, ...]:
         return make, args
     if isinstance(state, tuple):  # of a class with slots
         return make, args, (state[0], state[1] | fields)
-    thing.__dict__ = {**state}  # CPython 3.11 loads attributes slowly from a dict that was asked for, as pickle does
+    # CPython 3.11 loads attributes slowly from a dict that was asked for, as pickle has just done
+    object.__setattr__(thing, "__dict__", {**state})
     kind = type(thing)
     own = {name: value for name, value in state.items() if not callable(getattr(kind, name, None))}
     return make, args, own | fields
