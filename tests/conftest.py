@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import logging
 import os
 import zlib
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.scenarios import run
 
 FOLDER = Path(__file__).parent
 pytest_plugins = ["tests.left_behind", "tests.unchanged"]
@@ -31,6 +34,15 @@ settings.load_profile("manta")
 def pytest_addoption(parser: pytest.Parser) -> None:
     message = "Fail a test without the mark `slow` that takes more CPU time, with its children, than that."
     parser.addoption("--max-call-s", type=float, metavar="SECONDS", help=message)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,6 @@ from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
-from tests.scenarios import run
 
 ASKED: Any = {"model": "tiny", "prompt": "The fox jumps over the lazy dog", "temperature": 0.0, "max_tokens": 12}
 COST: Any = {"usage": {"include": True}, "ignore_eos": True}
@@ -37,72 +36,59 @@ def cost_of(usage: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stop", [None, "first"], ids=["to the end", "to a stop string"])
-def test_a_client_that_asks_is_told_the_cost_of_its_answer_and_no_other_client_is(folder, stop):
-    async def scenario() -> None:
-        async with real_api(folder) as api, openai_client(api) as client:
-            silent = await client.completions.create(**ASKED)
-            assert "cost_details" not in silent.usage.model_dump()
-            text = silent.choices[0].text
-            more = {"stop": next(c for c in text[1:] if c.isascii())} if stop else {}
-            whole = await client.completions.create(**ASKED, **more, extra_body=COST)
-            stream = await client.completions.create(**ASKED, **more, stream=True, extra_body=COST)
-            *_, last = [chunk async for chunk in stream]
-            for cost in (cost_of(whole.usage), cost_of(last.usage)):
-                assert cost["compute_seconds"] > 0 < cost["kv_gib_seconds"]
-                assert cost["wasted_seconds"] == 0
-            times = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
-            spent = times.sum("manta_engine_seconds_total", spent_on="requests")
-            assert spent >= cost_of(whole.usage)["compute_seconds"] + cost_of(last.usage)["compute_seconds"]
-            assert times.sum("manta_engine_kv_gib_seconds_total") > 0
-
-    run(scenario())
+async def test_a_client_that_asks_is_told_the_cost_of_its_answer_and_no_other_client_is(folder, stop):
+    async with real_api(folder) as api, openai_client(api) as client:
+        silent = await client.completions.create(**ASKED)
+        assert "cost_details" not in silent.usage.model_dump()
+        text = silent.choices[0].text
+        more = {"stop": next(c for c in text[1:] if c.isascii())} if stop else {}
+        whole = await client.completions.create(**ASKED, **more, extra_body=COST)
+        stream = await client.completions.create(**ASKED, **more, stream=True, extra_body=COST)
+        *_, last = [chunk async for chunk in stream]
+        for cost in (cost_of(whole.usage), cost_of(last.usage)):
+            assert cost["compute_seconds"] > 0 < cost["kv_gib_seconds"]
+            assert cost["wasted_seconds"] == 0
+        times = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
+        spent = times.sum("manta_engine_seconds_total", spent_on="requests")
+        assert spent >= cost_of(whole.usage)["compute_seconds"] + cost_of(last.usage)["compute_seconds"]
+        assert times.sum("manta_engine_kv_gib_seconds_total") > 0
 
 
-def test_an_answer_that_is_sent_again_tells_what_it_had_cost(folder):
-    async def scenario() -> None:
-        async with real_api(folder) as api:
-            headers = {"Idempotency-Key": "once"}
-            first, again = [await api.complete(headers, **ASKED, **COST) for _ in range(2)]
-            assert first["usage"]["cost_details"]["compute_seconds"] > 0
-            assert again == first
-
-    run(scenario())
+async def test_an_answer_that_is_sent_again_tells_what_it_had_cost(folder):
+    async with real_api(folder) as api:
+        headers = {"Idempotency-Key": "once"}
+        first, again = [await api.complete(headers, **ASKED, **COST) for _ in range(2)]
+        assert first["usage"]["cost_details"]["compute_seconds"] > 0
+        assert again == first
 
 
-def test_the_cost_of_a_prompt_includes_the_engine_that_computed_it(folder):
-    async def scenario() -> None:
-        async with real_api_with_prefill(folder) as api:
-            answer = await api.complete(**{**ASKED, "prompt": "a b c " * 40}, **COST)
-            timeline = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"][0]
-            (cost,) = timeline["costs"].values()
-            assert cost["compute_s"] == answer["usage"]["cost_details"]["compute_seconds"]
-            scrape = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
-            assert cost["compute_s"] > scrape.sum("manta_engine_seconds_total", engine="decode-1", spent_on="requests")
-
-    run(scenario())
+async def test_the_cost_of_a_prompt_includes_the_engine_that_computed_it(folder):
+    async with real_api_with_prefill(folder) as api:
+        answer = await api.complete(**{**ASKED, "prompt": "a b c " * 40}, **COST)
+        timeline = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"][0]
+        (cost,) = timeline["costs"].values()
+        assert cost["compute_s"] == answer["usage"]["cost_details"]["compute_seconds"]
+        scrape = await api.scrape_when(lambda s: s.sum("vllm:num_requests_running") == 0)
+        assert cost["compute_s"] > scrape.sum("manta_engine_seconds_total", engine="decode-1", spent_on="requests")
 
 
-def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_path):
+async def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder, tmp_path):
     section = ModelSection(name="tiny", model=str(folder), prices={"engine_hour": 3600.0})
     info = replace(model_info(section, IngressSection()), identity=None)
     files = UsageFiles(UsageConfig(folder=str(tmp_path)), "ingress-1")
     auth = AuthConfig(api_keys=(key_line("alice", "sk-alice"),))
-
-    async def scenario() -> None:
-        async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
-            api.client.headers["authorization"] = "Bearer sk-alice"
-            answer = await api.complete(**ASKED, n=2, **COST)
-            usage = answer["usage"]
-            timelines = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"]
-            assert sum(timeline["price"] for timeline in timelines) == pytest.approx(usage["cost"])
-            assert usage["cost"] == pytest.approx(usage["cost_details"]["compute_seconds"]) and usage["cost"] > 0
-            found = await api.scrape_when(lambda s: s.sum("manta_key_output_tokens_total") > 0)
-            assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
-            assert found.sum("manta_key_prompt_tokens_total", key="alice") == usage["prompt_tokens"]
-            assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])
-            await files.write()
-            (file,) = tmp_path.iterdir()
-            (line,) = csv.DictReader(file.read_text().splitlines())
-            assert line["SubAccountId"] == "alice" and float(line["BilledCost"]) == pytest.approx(usage["cost"])
-
-    run(scenario())
+    async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
+        api.client.headers["authorization"] = "Bearer sk-alice"
+        answer = await api.complete(**ASKED, n=2, **COST)
+        usage = answer["usage"]
+        timelines = (await api.client.get(f"/debug/requests/{answer['id']}")).json()["sequences"]
+        assert sum(timeline["price"] for timeline in timelines) == pytest.approx(usage["cost"])
+        assert usage["cost"] == pytest.approx(usage["cost_details"]["compute_seconds"]) and usage["cost"] > 0
+        found = await api.scrape_when(lambda s: s.sum("manta_key_output_tokens_total") > 0)
+        assert found.sum("manta_key_output_tokens_total", key="alice") == usage["completion_tokens"]
+        assert found.sum("manta_key_prompt_tokens_total", key="alice") == usage["prompt_tokens"]
+        assert found.sum("manta_key_cost_total", key="alice") == pytest.approx(usage["cost"])
+        await files.write()
+        (file,) = tmp_path.iterdir()
+        (line,) = csv.DictReader(file.read_text().splitlines())
+        assert line["SubAccountId"] == "alice" and float(line["BilledCost"]) == pytest.approx(usage["cost"])

@@ -121,54 +121,48 @@ def test_the_table_has_every_route_that_takes_a_name():
     assert {route for route in named if route.partition(" ")[2] not in NOT_STORED} == BY_PATH.keys()
 
 
-def test_no_route_lets_another_key_see_or_change_what_is_stored(tmp_path):
-    async def scenario() -> None:
-        async with world(tmp_path) as (api, stored):
-            for route, names in BY_PATH.items():
-                method, path = route.split()
-                for name in names:
-                    answer = await send(api, "other", method, path.format(name=getattr(stored, name)))
-                    assert (answer.status_code, SECRET in answer.text) == (404, False), (route, name)
-            for path in LISTS:
-                assert (await send(api, "other", "GET", path)).json()["data"] == []
-            resumed = await send(api, "other", "GET", f"/v1/streams/{stored.stream}", {"Last-Event-ID": stored.event})
-            assert resumed.status_code == 404
-            answer = await send(
-                api, "other", "POST", "/v1/chat/completions", {"Last-Event-ID": stored.event}, **CHAT, stream=True
-            )
-            assert answer.status_code == 404
-            num_added = len(api.engine.added)
-            headers = {"Idempotency-Key": "key"}
-            answer = await send(api, "other", "POST", "/v1/chat/completions", headers, **CHAT, stream=True)
-            assert stored.stream not in answer.text and len(api.engine.added) == num_added + 1
-            answer = await send(
-                api, "other", "POST", "/v1/batches", input_file_id=stored.file, endpoint="/v1/responses",
-                completion_window="24h",
-            )  # fmt: skip
-            assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input_file_id")
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_no_route_lets_another_key_see_or_change_what_is_stored(tmp_path):
+    async with world(tmp_path) as (api, stored):
+        for route, names in BY_PATH.items():
+            method, path = route.split()
+            for name in names:
+                answer = await send(api, "other", method, path.format(name=getattr(stored, name)))
+                assert (answer.status_code, SECRET in answer.text) == (404, False), (route, name)
+        for path in LISTS:
+            assert (await send(api, "other", "GET", path)).json()["data"] == []
+        resumed = await send(api, "other", "GET", f"/v1/streams/{stored.stream}", {"Last-Event-ID": stored.event})
+        assert resumed.status_code == 404
+        answer = await send(
+            api, "other", "POST", "/v1/chat/completions", {"Last-Event-ID": stored.event}, **CHAT, stream=True
+        )
+        assert answer.status_code == 404
+        num_added = len(api.engine.added)
+        headers = {"Idempotency-Key": "key"}
+        answer = await send(api, "other", "POST", "/v1/chat/completions", headers, **CHAT, stream=True)
+        assert stored.stream not in answer.text and len(api.engine.added) == num_added + 1
+        answer = await send(
+            api, "other", "POST", "/v1/batches", input_file_id=stored.file, endpoint="/v1/responses",
+            completion_window="24h",
+        )  # fmt: skip
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input_file_id")
 
 
 @pytest.mark.parametrize(("reference", "name"), each_once(REFERENCES, ["response", "of_a_batch", "background"]))
-def test_a_conversation_of_one_key_is_in_no_prompt_of_another_by_http_or_by_batch(tmp_path, reference, name):
-    async def scenario() -> None:
-        async with world(tmp_path) as (api, stored):
-            fields = REFERENCES[reference](stored, name)
-            body = {"input": "and?", **fields}
-            num_added = len(api.engine.added)
-            answer = await send(api, "other", "POST", "/v1/responses", **body)
-            line = await by_batch(api, "other", **body)
-            assert (answer.status_code, line["status_code"]) == (404, 404)
-            assert SECRET not in answer.text + json.dumps(line) and len(api.engine.added) == num_added
-            await until_completed(api, stored.background)
-            for _ in range(2):  # its owner may
-                answer = await send(api, "owner", "POST", "/v1/responses", **body)
-                assert answer.status_code == 200 and "Good day." in prompt(api)
-            line = await by_batch(api, "owner", **body)
-            assert line["status_code"] == 200 and "Good day." in prompt(api)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_conversation_of_one_key_is_in_no_prompt_of_another_by_http_or_by_batch(tmp_path, reference, name):
+    async with world(tmp_path) as (api, stored):
+        fields = REFERENCES[reference](stored, name)
+        body = {"input": "and?", **fields}
+        num_added = len(api.engine.added)
+        answer = await send(api, "other", "POST", "/v1/responses", **body)
+        line = await by_batch(api, "other", **body)
+        assert (answer.status_code, line["status_code"]) == (404, 404)
+        assert SECRET not in answer.text + json.dumps(line) and len(api.engine.added) == num_added
+        await until_completed(api, stored.background)
+        for _ in range(2):  # its owner may
+            answer = await send(api, "owner", "POST", "/v1/responses", **body)
+            assert answer.status_code == 200 and "Good day." in prompt(api)
+        line = await by_batch(api, "owner", **body)
+        assert line["status_code"] == 200 and "Good day." in prompt(api)
 
 
 async def until_completed(api: FakeApi, name: str) -> None:
@@ -176,23 +170,17 @@ async def until_completed(api: FakeApi, name: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_the_response_of_a_batch_line_is_its_owners_to_read_and_to_delete(tmp_path):
-    async def scenario() -> None:
-        async with world(tmp_path) as (api, stored):
-            path = f"/v1/responses/{stored.of_a_batch}"
-            assert (await send(api, "owner", "GET", path)).json()["output"][0]["content"][0]["text"] == "Good day."
-            assert SECRET in (await send(api, "owner", "GET", f"{path}/input_items")).text
-            assert (await send(api, "owner", "DELETE", path)).json()["deleted"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_the_response_of_a_batch_line_is_its_owners_to_read_and_to_delete(tmp_path):
+    async with world(tmp_path) as (api, stored):
+        path = f"/v1/responses/{stored.of_a_batch}"
+        assert (await send(api, "owner", "GET", path)).json()["output"][0]["content"][0]["text"] == "Good day."
+        assert SECRET in (await send(api, "owner", "GET", f"{path}/input_items")).text
+        assert (await send(api, "owner", "DELETE", path)).json()["deleted"]
 
 
-def test_a_line_of_a_batch_cannot_run_in_the_background(tmp_path):
-    async def scenario() -> None:
-        async with world(tmp_path) as (api, _):
-            num_added = len(api.engine.added)
-            line = await by_batch(api, "owner", background=True)
-            assert (line["status_code"], line["body"]["error"]["param"]) == (400, "background")
-            assert len(api.engine.added) == num_added
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_line_of_a_batch_cannot_run_in_the_background(tmp_path):
+    async with world(tmp_path) as (api, _):
+        num_added = len(api.engine.added)
+        line = await by_batch(api, "owner", background=True)
+        assert (line["status_code"], line["body"]["error"]["param"]) == (400, "background")
+        assert len(api.engine.added) == num_added

@@ -22,7 +22,6 @@ from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
-from tests.scenarios import run
 
 if TYPE_CHECKING:  # its import takes two seconds, in each process that collects
     from anthropic import AsyncAnthropic
@@ -96,85 +95,72 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("text", "fields", "content", "reason"), ANSWERS)
-def test_message_has_the_blocks_that_the_model_wrote_and_a_stream_has_the_same(text, fields, content, reason):
-    async def scenario() -> None:
-        async with serving(text) as (client, api):
-            asked: Any = {"model": "fake", "max_tokens": 200, "messages": HELLO, **fields}
-            message = await client.messages.create(**asked)
-            assert (shown(message), message.stop_reason) == (content, reason)
-            async with client.messages.stream(**asked) as events:
-                streamed = await events.get_final_message()
-            assert (shown(streamed), streamed.stop_reason) == (content, reason)
-            assert streamed.usage.model_dump() == message.usage.model_dump()
-            counted = await client.messages.count_tokens(
-                model="fake", messages=HELLO, **{key: fields[key] for key in fields}
-            )
-            assert counted.input_tokens == message.usage.input_tokens == len(api.engine.added[0].prompt)
-
-    run(scenario())
+async def test_message_has_the_blocks_that_the_model_wrote_and_a_stream_has_the_same(text, fields, content, reason):
+    async with serving(text) as (client, api):
+        asked: Any = {"model": "fake", "max_tokens": 200, "messages": HELLO, **fields}
+        message = await client.messages.create(**asked)
+        assert (shown(message), message.stop_reason) == (content, reason)
+        async with client.messages.stream(**asked) as events:
+            streamed = await events.get_final_message()
+        assert (shown(streamed), streamed.stop_reason) == (content, reason)
+        assert streamed.usage.model_dump() == message.usage.model_dump()
+        counted = await client.messages.count_tokens(
+            model="fake", messages=HELLO, **{key: fields[key] for key in fields}
+        )
+        assert counted.input_tokens == message.usage.input_tokens == len(api.engine.added[0].prompt)
 
 
-def test_every_event_is_one_of_anthropics_with_all_of_its_fields_in_order():
+async def test_every_event_is_one_of_anthropics_with_all_of_its_fields_in_order():
     from anthropic.types import RawMessageStreamEvent
 
     of_anthropic: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
-
-    async def scenario() -> None:
-        async with serving(f"<think>hm</think>Let me see.\n{CALL}") as (_, api):
-            response = await api.post("messages", max_tokens=200, messages=HELLO, tools=TOOLS, stream=True)
-            assert response.headers["content-type"].startswith("text/event-stream")
-            order: list[str] = []
-            for event in response.text.rstrip("\n").split("\n\n"):
-                name, data = event.split("\n")
-                body = json.loads(data.removeprefix("data: "))
-                assert name == f"event: {body['type']}"
-                if body["type"] != "ping":
-                    of_anthropic.validate_python(body)
-                kind = body.get("delta", {}).get("type") or body["type"]
-                if order[-1:] != [kind]:
-                    order.append(kind)
-            block = ["content_block_start", "content_block_stop"]
-            assert order == [
-                "message_start", "ping",
-                block[0], "thinking_delta", "signature_delta", block[1],
-                block[0], "text_delta", block[1],
-                block[0], "input_json_delta", block[1],
-                "message_delta", "message_stop",
-            ]  # fmt: skip
-
-    run(scenario())
+    async with serving(f"<think>hm</think>Let me see.\n{CALL}") as (_, api):
+        response = await api.post("messages", max_tokens=200, messages=HELLO, tools=TOOLS, stream=True)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        order: list[str] = []
+        for event in response.text.rstrip("\n").split("\n\n"):
+            name, data = event.split("\n")
+            body = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {body['type']}"
+            if body["type"] != "ping":
+                of_anthropic.validate_python(body)
+            kind = body.get("delta", {}).get("type") or body["type"]
+            if order[-1:] != [kind]:
+                order.append(kind)
+        block = ["content_block_start", "content_block_stop"]
+        assert order == [
+            "message_start", "ping",
+            block[0], "thinking_delta", "signature_delta", block[1],
+            block[0], "text_delta", block[1],
+            block[0], "input_json_delta", block[1],
+            "message_delta", "message_stop",
+        ]  # fmt: skip
 
 
-def test_tool_call_goes_back_with_its_result_and_the_reasoning():
-    async def scenario() -> None:
-        async with serving(f"<think>\nhm\n</think>\n\n{CALL}") as (client, api):
-            asked: Any = {"model": "fake", "max_tokens": 200, "tools": TOOLS, "system": "Be brief."}
-            message = await client.messages.create(messages=HELLO, **asked)
-            call = message.content[-1]
-            assert call.type == "tool_use"
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": [text_block("snow")], "is_error": True}
-            answer: Any = {"role": "user", "content": [result, text_block("So?")]}
-            await client.messages.create(messages=[*HELLO, message.to_param(), answer], **asked)
-            assert prompt(api).endswith(
-                "<|im_start|>user\nhello<|im_end|>\n"
-                f"<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n{CALL}<|im_end|>\n"
-                "<|im_start|>tool\nError:\nsnow<|im_end|>\n"
-                "<|im_start|>user\nSo?<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            )
-
-    run(scenario())
+async def test_tool_call_goes_back_with_its_result_and_the_reasoning():
+    async with serving(f"<think>\nhm\n</think>\n\n{CALL}") as (client, api):
+        asked: Any = {"model": "fake", "max_tokens": 200, "tools": TOOLS, "system": "Be brief."}
+        message = await client.messages.create(messages=HELLO, **asked)
+        call = message.content[-1]
+        assert call.type == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [text_block("snow")], "is_error": True}
+        answer: Any = {"role": "user", "content": [result, text_block("So?")]}
+        await client.messages.create(messages=[*HELLO, message.to_param(), answer], **asked)
+        assert prompt(api).endswith(
+            "<|im_start|>user\nhello<|im_end|>\n"
+            f"<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n{CALL}<|im_end|>\n"
+            "<|im_start|>tool\nError:\nsnow<|im_end|>\n"
+            "<|im_start|>user\nSo?<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
 
 
-def test_answer_goes_on_where_a_last_turn_of_the_assistant_ends():
-    async def scenario() -> None:
-        async with serving("4)") as (client, api):
-            turns: Any = [*HELLO, {"role": "assistant", "content": "The answer is ("}]
-            message = await client.messages.create(model="fake", max_tokens=20, messages=turns)
-            assert shown(message) == [text_block("4)")]
-            assert prompt(api).endswith("<|im_start|>assistant\nThe answer is (")
-
-    run(scenario())
+async def test_answer_goes_on_where_a_last_turn_of_the_assistant_ends():
+    async with serving("4)") as (client, api):
+        turns: Any = [*HELLO, {"role": "assistant", "content": "The answer is ("}]
+        message = await client.messages.create(model="fake", max_tokens=20, messages=turns)
+        assert shown(message) == [text_block("4)")]
+        assert prompt(api).endswith("<|im_start|>assistant\nThe answer is (")
 
 
 @pytest.mark.parametrize(
@@ -185,29 +171,23 @@ def test_answer_goes_on_where_a_last_turn_of_the_assistant_ends():
         ({"max_tokens": 100, "stop_sequences": ["t", "wo"]}, "stop_sequence", "wo"),
     ],
 )
-def test_message_tells_why_it_ended(fields, reason, sequence):
-    async def scenario() -> None:
-        async with fake_api(says("one, wo, three")) as api:
-            message = await client_of(api).messages.create(model="fake", messages=HELLO, **fields)
-            assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
-            assert api.engine.added[0].params.max_tokens == min(fields["max_tokens"], 512)
-
-    run(scenario())
+async def test_message_tells_why_it_ended(fields, reason, sequence):
+    async with fake_api(says("one, wo, three")) as api:
+        message = await client_of(api).messages.create(model="fake", messages=HELLO, **fields)
+        assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+        assert api.engine.added[0].params.max_tokens == min(fields["max_tokens"], 512)
 
 
-def test_call_that_max_tokens_cuts_off_has_the_arguments_that_are_complete():
-    async def scenario() -> None:
-        async with serving('{"city": "Zürich", "days": [1, 2', ended=False) as (client, _):
-            asked: Any = {"model": "fake", "max_tokens": 30, "messages": HELLO, "tools": TOOLS}
-            asked["tool_choice"] = {"type": "tool", "name": "weather"}
-            message = await client.messages.create(**asked)
-            async with client.messages.stream(**asked) as events:
-                streamed = await events.get_final_message()
-            assert message.stop_reason == "max_tokens"
-            assert shown(message) == shown(streamed)
-            assert shown(message)[0]["input"]["city"] == "Zürich"
-
-    run(scenario())
+async def test_call_that_max_tokens_cuts_off_has_the_arguments_that_are_complete():
+    async with serving('{"city": "Zürich", "days": [1, 2', ended=False) as (client, _):
+        asked: Any = {"model": "fake", "max_tokens": 30, "messages": HELLO, "tools": TOOLS}
+        asked["tool_choice"] = {"type": "tool", "name": "weather"}
+        message = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as events:
+            streamed = await events.get_final_message()
+        assert message.stop_reason == "max_tokens"
+        assert shown(message) == shown(streamed)
+        assert shown(message)[0]["input"]["city"] == "Zürich"
 
 
 @pytest.mark.parametrize(
@@ -218,28 +198,22 @@ def test_call_that_max_tokens_cuts_off_has_the_arguments_that_are_complete():
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
     ],
 )
-def test_thinking_is_a_variable_of_the_template(fields, variables, warning):
-    async def scenario() -> None:
-        async with serving("hi") as (_, api):
-            response = await api.post("messages", max_tokens=20, messages=HELLO, **fields)
-            assert response.headers.get("warning") == warning
-            assert ("<think>" in prompt(api)) == (variables == {"enable_thinking": False})
-
-    run(scenario())
+async def test_thinking_is_a_variable_of_the_template(fields, variables, warning):
+    async with serving("hi") as (_, api):
+        response = await api.post("messages", max_tokens=20, messages=HELLO, **fields)
+        assert response.headers.get("warning") == warning
+        assert ("<think>" in prompt(api)) == (variables == {"enable_thinking": False})
 
 
-def test_thinking_budget_is_that_of_a_chat():
-    async def scenario() -> None:
-        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
-        async with serving("hi") as (client, api):
-            await client.messages.create(model="fake", max_tokens=20, messages=HELLO, thinking=thinking)
-            budget = api.engine.added[0].params.thinking_budget
-            assert budget is not None and budget.tokens == 1024
-        async with serving("hi", LLAMA) as (_, api):
-            response = await api.post("messages", max_tokens=20, messages=HELLO, thinking=thinking)
-            assert response.headers["warning"] == '299 manta "ignored: thinking.budget_tokens"'
-
-    run(scenario())
+async def test_thinking_budget_is_that_of_a_chat():
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    async with serving("hi") as (client, api):
+        await client.messages.create(model="fake", max_tokens=20, messages=HELLO, thinking=thinking)
+        budget = api.engine.added[0].params.thinking_budget
+        assert budget is not None and budget.tokens == 1024
+    async with serving("hi", LLAMA) as (_, api):
+        response = await api.post("messages", max_tokens=20, messages=HELLO, thinking=thinking)
+        assert response.headers["warning"] == '299 manta "ignored: thinking.budget_tokens"'
 
 
 @pytest.mark.parametrize(
@@ -250,25 +224,19 @@ def test_thinking_budget_is_that_of_a_chat():
         ({"context_management": {"edits": []}}, "context_management"),
     ],
 )
-def test_field_without_effect_is_named_in_a_warning(fields, warning):
-    async def scenario() -> None:
-        async with serving("hi</think>", DEEPSEEK) as (_, api):
-            for stream in (False, True):
-                response = await api.post("messages", max_tokens=20, messages=HELLO, stream=stream, **fields)
-                assert response.headers["warning"] == f'299 manta "ignored: {warning}"'
-
-    run(scenario())
+async def test_field_without_effect_is_named_in_a_warning(fields, warning):
+    async with serving("hi</think>", DEEPSEEK) as (_, api):
+        for stream in (False, True):
+            response = await api.post("messages", max_tokens=20, messages=HELLO, stream=stream, **fields)
+            assert response.headers["warning"] == f'299 manta "ignored: {warning}"'
 
 
-def test_schema_of_the_output_is_enforced():
-    async def scenario() -> None:
-        async with serving("{}") as (client, api):
-            asked: Any = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
-            await client.messages.create(model="fake", max_tokens=20, messages=HELLO, **asked)
-            structure = api.engine.added[0].params.structured_outputs
-            assert structure is not None and '"city"' in structure.text
-
-    run(scenario())
+async def test_schema_of_the_output_is_enforced():
+    async with serving("{}") as (client, api):
+        asked: Any = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+        await client.messages.create(model="fake", max_tokens=20, messages=HELLO, **asked)
+        structure = api.engine.added[0].params.structured_outputs
+        assert structure is not None and '"city"' in structure.text
 
 
 REFUSED = [
@@ -285,102 +253,84 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "name", "fields", "says"), REFUSED)
-def test_errors_have_anthropics_shape_and_its_client_knows_them(kind, name, fields, says):
+async def test_errors_have_anthropics_shape_and_its_client_knows_them(kind, name, fields, says):
     import anthropic
 
-    async def scenario() -> None:
-        async with serving("hi") as (client, api):
-            asked: Any = {"model": "fake", "max_tokens": 5, "messages": HELLO, **fields}
-            for stream in (False, True):
-                with pytest.raises(getattr(anthropic, kind)) as caught:
-                    await client.messages.create(stream=stream, extra_headers={"X-Request-Id": "r1"}, **asked)
-                error = caught.value.body
-                assert error.keys() == {"type", "error", "request_id"}
-                assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", name, "r1")
-                assert says in error["error"]["message"]
-                assert caught.value.request_id == "r1"
-            assert not api.engine.added
-
-    run(scenario())
+    async with serving("hi") as (client, api):
+        asked: Any = {"model": "fake", "max_tokens": 5, "messages": HELLO, **fields}
+        for stream in (False, True):
+            with pytest.raises(getattr(anthropic, kind)) as caught:
+                await client.messages.create(stream=stream, extra_headers={"X-Request-Id": "r1"}, **asked)
+            error = caught.value.body
+            assert error.keys() == {"type", "error", "request_id"}
+            assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", name, "r1")
+            assert says in error["error"]["message"]
+            assert caught.value.request_id == "r1"
+        assert not api.engine.added
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_full_queue_is_a_rate_limit_that_says_when_to_come_again(streamed):
+async def test_full_queue_is_a_rate_limit_that_says_when_to_come_again(streamed):
     import anthropic
 
-    async def scenario() -> None:
-        async with serving("hi") as (client, api):
-            api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
-            with pytest.raises(anthropic.RateLimitError) as caught:
-                await client.messages.create(model="fake", max_tokens=5, messages=HELLO, stream=streamed)
-            assert caught.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
-            assert caught.value.response.headers["retry-after"] == "1"
-
-    run(scenario())
+    async with serving("hi") as (client, api):
+        api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
+        with pytest.raises(anthropic.RateLimitError) as caught:
+            await client.messages.create(model="fake", max_tokens=5, messages=HELLO, stream=streamed)
+        assert caught.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+        assert caught.value.response.headers["retry-after"] == "1"
 
 
-def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
-    async def scenario() -> None:
-        async with serving("one two three " * 100, max_replays=0) as (_, api):
-            chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 400, "stream": True}).for_chat(512)
-            output = await api.model.chat(chat, RequestContext("msg-1", 0, "test"))
-            scope = {"type": "http", "headers": [(b"x-request-id", b"r1")]}
-            event_stream = await stream(MessageResponse("msg-1", output, 9).events(), event_format(scope))
-            api.engine.paused.set()
-            api.replica.fail("rank 0 died")
-            *_, error = [event async for event in event_stream.body_iterator if event]
-            assert isinstance(error, bytes)
-            name, data = error.decode().rstrip().split("\n")
-            assert name == "event: error"
-            body = json.loads(data.removeprefix("data: "))
-            assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "overloaded_error", "r1")
-
-    run(scenario())
+async def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
+    async with serving("one two three " * 100, max_replays=0) as (_, api):
+        chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 400, "stream": True}).for_chat(512)
+        output = await api.model.chat(chat, RequestContext("msg-1", 0, "test"))
+        scope = {"type": "http", "headers": [(b"x-request-id", b"r1")]}
+        event_stream = await stream(MessageResponse("msg-1", output, 9).events(), event_format(scope))
+        api.engine.paused.set()
+        api.replica.fail("rank 0 died")
+        *_, error = [event async for event in event_stream.body_iterator if event]
+        assert isinstance(error, bytes)
+        name, data = error.decode().rstrip().split("\n")
+        assert name == "event: error"
+        body = json.loads(data.removeprefix("data: "))
+        assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "overloaded_error", "r1")
 
 
-def test_header_that_is_no_text_is_refused_in_the_same_shape_before_serve_sees_it():
-    async def scenario() -> None:
-        async with serving("hi") as (_, api):
-            app = HeadersMiddleware(api.client._transport.app)  # type: ignore[attr-defined]
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://fake") as client:
-                headers = {b"x-session-id": b"\xff", b"x-request-id": b"r1"}
-                response = await client.post("/v1/messages", headers=headers, json={})
-                assert response.status_code == 400 and response.headers["request-id"] == "r1"
-                assert response.json()["type"] == "error" and "x-session-id" in response.json()["error"]["message"]
-
-    run(scenario())
+async def test_header_that_is_no_text_is_refused_in_the_same_shape_before_serve_sees_it():
+    async with serving("hi") as (_, api):
+        app = HeadersMiddleware(api.client._transport.app)  # type: ignore[attr-defined]
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://fake") as client:
+            headers = {b"x-session-id": b"\xff", b"x-request-id": b"r1"}
+            response = await client.post("/v1/messages", headers=headers, json={})
+            assert response.status_code == 400 and response.headers["request-id"] == "r1"
+            assert response.json()["type"] == "error" and "x-session-id" in response.json()["error"]["message"]
 
 
-def test_error_of_a_chat_is_told_in_the_words_of_the_message():
-    async def scenario() -> None:
-        async with serving("hi", tool_call_parser="none") as (_, api):
-            response = await api.post("messages", max_tokens=5, messages=HELLO, tools=TOOLS)
-            assert "tool_choice must be of the type any or tool" in response.json()["error"]["message"]
-            choice = {"type": "any"}
-            schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
-            tools = [{"name": "f", "input_schema": schema}]
-            response = await api.post("messages", max_tokens=5, messages=HELLO, tools=tools, tool_choice=choice)
-            assert "tools[0].input_schema must be" in response.json()["error"]["message"]
-
-    run(scenario())
+async def test_error_of_a_chat_is_told_in_the_words_of_the_message():
+    async with serving("hi", tool_call_parser="none") as (_, api):
+        response = await api.post("messages", max_tokens=5, messages=HELLO, tools=TOOLS)
+        assert "tool_choice must be of the type any or tool" in response.json()["error"]["message"]
+        choice = {"type": "any"}
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+        tools = [{"name": "f", "input_schema": schema}]
+        response = await api.post("messages", max_tokens=5, messages=HELLO, tools=tools, tool_choice=choice)
+        assert "tools[0].input_schema must be" in response.json()["error"]["message"]
 
 
-def test_errors_of_the_middleware_have_the_same_shape_and_both_kinds_of_keys_are_taken(tmp_path):
+async def test_errors_of_the_middleware_have_the_same_shape_and_both_kinds_of_keys_are_taken(tmp_path):
     import anthropic
 
-    async def scenario() -> None:
-        file = tmp_path / "keys"
-        file.write_text(f"alice:{hash_key('sk-a')}\n")
-        async with fake_api(says("hi"), auth=AuthConfig(api_keys_file=str(file), max_body_bytes=1000)) as api:
-            asked: Any = {"model": "fake", "max_tokens": 5, "messages": HELLO}
-            for options in ({"api_key": "sk-a"}, {"api_key": None, "auth_token": "sk-a"}):
-                assert (await client_of(api, **options).messages.create(**asked)).content
-            with pytest.raises(anthropic.AuthenticationError) as caught:
-                await client_of(api, api_key="sk-x").messages.create(**asked)
-            assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-            with pytest.raises(anthropic.APIStatusError) as too_large:
-                await client_of(api, api_key="sk-a").messages.create(system="a" * 1000, **asked)
-            assert too_large.value.status_code == 413
-            assert too_large.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
-
-    run(scenario())
+    file = tmp_path / "keys"
+    file.write_text(f"alice:{hash_key('sk-a')}\n")
+    async with fake_api(says("hi"), auth=AuthConfig(api_keys_file=str(file), max_body_bytes=1000)) as api:
+        asked: Any = {"model": "fake", "max_tokens": 5, "messages": HELLO}
+        for options in ({"api_key": "sk-a"}, {"api_key": None, "auth_token": "sk-a"}):
+            assert (await client_of(api, **options).messages.create(**asked)).content
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            await client_of(api, api_key="sk-x").messages.create(**asked)
+        assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        with pytest.raises(anthropic.APIStatusError) as too_large:
+            await client_of(api, api_key="sk-a").messages.create(system="a" * 1000, **asked)
+        assert too_large.value.status_code == 413
+        assert too_large.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]

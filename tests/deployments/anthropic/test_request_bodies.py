@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -32,20 +31,17 @@ def test_every_field_of_anthropics_is_obeyed_or_ignored_or_refused_for_a_reason_
         assert f"| `{name}` | {tables[name]} |" in PAGE if name in tables else f"`{name}`" in PAGE, name
 
 
-def test_field_is_ignored_with_a_warning_or_refused_with_the_reason():
-    async def scenario() -> None:
-        async with fake_api(says("ok")) as api:
-            for name in FOREIGN.ignored | FOREIGN.unused:
-                response = await api.post("messages", **BODY, **{name: {"a": "b"}})
-                assert response.status_code == 200, response.text
-                warned = name in FOREIGN.ignored
-                assert response.headers.get("warning") == (f'299 manta "ignored: {name}"' if warned else None)
-            for name, reason in FOREIGN.refused.items():
-                response = await api.post("messages", **BODY, **{name: {"a": "b"}})
-                assert response.status_code == 400
-                assert f"{name} is not supported by this server: {reason}" in response.json()["error"]["message"]
-
-    asyncio.run(scenario())
+async def test_field_is_ignored_with_a_warning_or_refused_with_the_reason():
+    async with fake_api(says("ok")) as api:
+        for name in FOREIGN.ignored | FOREIGN.unused:
+            response = await api.post("messages", **BODY, **{name: {"a": "b"}})
+            assert response.status_code == 200, response.text
+            warned = name in FOREIGN.ignored
+            assert response.headers.get("warning") == (f'299 manta "ignored: {name}"' if warned else None)
+        for name, reason in FOREIGN.refused.items():
+            response = await api.post("messages", **BODY, **{name: {"a": "b"}})
+            assert response.status_code == 400
+            assert f"{name} is not supported by this server: {reason}" in response.json()["error"]["message"]
 
 
 def read(**fields: Any) -> MessagesBody:

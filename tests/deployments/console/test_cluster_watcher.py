@@ -15,7 +15,6 @@ from engine.wire.histogram import SECONDS, Histogram
 from engine.wire.messages import EngineStatus, PeerPool
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
-from tests.scenarios import run
 
 
 @dataclass
@@ -56,68 +55,53 @@ def timeline(request_id: str, **fields: Any) -> SequenceTimeline:
     return SequenceTimeline(request_id=request_id, model="m", prompt_tokens=3, **{"arrived_at": 1.0, **fields})
 
 
-def test_a_replica_that_comes_is_told_of_once_and_those_of_the_first_look_never():
-    async def scenario() -> None:
-        pool = FakePool(["a"])
-        watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
-        assert (await watcher.poll()).events == []
-        pool.up = ["a", "b"]
-        for _ in range(2):
-            (event,) = (await watcher.poll()).events
-            assert (event.kind, event.model, event.name) == ("up", "m", "b")
-
-    run(scenario())
+async def test_a_replica_that_comes_is_told_of_once_and_those_of_the_first_look_never():
+    pool = FakePool(["a"])
+    watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
+    assert (await watcher.poll()).events == []
+    pool.up = ["a", "b"]
+    for _ in range(2):
+        (event,) = (await watcher.poll()).events
+        assert (event.kind, event.model, event.name) == ("up", "m", "b")
 
 
-def test_a_replica_counts_as_gone_only_when_it_misses_two_looks_in_a_row():
-    async def scenario() -> None:
-        pool = FakePool(["a", "b"])
-        watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
-        for up, gone in ((["a", "b"], []), (["a"], []), (["a", "b"], []), (["a"], []), ([], ["b"]), ([], ["b", "a"])):
-            pool.up = up
-            events = (await watcher.poll()).events
-            assert [event.name for event in events if event.kind == "gone"] == gone
-        assert [event.kind for event in events] == ["gone", "gone"]
-
-    run(scenario())
+async def test_a_replica_counts_as_gone_only_when_it_misses_two_looks_in_a_row():
+    pool = FakePool(["a", "b"])
+    watcher = ClusterWatcher({"m": pool}, Telemetry("i"))
+    for up, gone in ((["a", "b"], []), (["a"], []), (["a", "b"], []), (["a"], []), ([], ["b"]), ([], ["b", "a"])):
+        pool.up = up
+        events = (await watcher.poll()).events
+        assert [event.name for event in events if event.kind == "gone"] == gone
+    assert [event.kind for event in events] == ["gone", "gone"]
 
 
-def test_each_replay_of_a_request_is_an_event():
-    async def scenario() -> None:
-        telemetry = Telemetry("i")
-        request = timeline("r-0")
-        telemetry.timelines.begin(request)
-        watcher = ClusterWatcher({"m": FakePool(["a"])}, telemetry)
-        kinds = []
-        for replays in (0, 1, 1, 2):
-            request.replays = replays
-            kinds.append([event.name for event in (await watcher.poll()).events if event.kind == "replay"])
-        assert kinds == [[], ["r-0"], ["r-0"], ["r-0", "r-0"]]
-
-    run(scenario())
+async def test_each_replay_of_a_request_is_an_event():
+    telemetry = Telemetry("i")
+    request = timeline("r-0")
+    telemetry.timelines.begin(request)
+    watcher = ClusterWatcher({"m": FakePool(["a"])}, telemetry)
+    kinds = []
+    for replays in (0, 1, 1, 2):
+        request.replays = replays
+        kinds.append([event.name for event in (await watcher.poll()).events if event.kind == "replay"])
+    assert kinds == [[], ["r-0"], ["r-0"], ["r-0", "r-0"]]
 
 
-def test_requests_and_queues_of_all_ingresses_are_in_one_state():
-    async def scenario() -> None:
-        change = ScalingChange(at=1.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
-        theirs = IngressOverview("other", {"m": 4}, [timeline("theirs", arrived_at=2.0)])
-        telemetry = Telemetry("i", peers=FakePeers(theirs, [change]))
-        telemetry.stats.model("m").waiting = 3
-        telemetry.timelines.begin(timeline("ours"))
-        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
-        assert state.waiting == {"m": 7}
-        assert [request.request_id for request in state.requests] == ["theirs", "ours"]
-        assert state.scaling == [change]
-
-    run(scenario())
+async def test_requests_and_queues_of_all_ingresses_are_in_one_state():
+    change = ScalingChange(at=1.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
+    theirs = IngressOverview("other", {"m": 4}, [timeline("theirs", arrived_at=2.0)])
+    telemetry = Telemetry("i", peers=FakePeers(theirs, [change]))
+    telemetry.stats.model("m").waiting = 3
+    telemetry.timelines.begin(timeline("ours"))
+    state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
+    assert state.waiting == {"m": 7}
+    assert [request.request_id for request in state.requests] == ["theirs", "ours"]
+    assert state.scaling == [change]
 
 
-def test_nobody_is_sent_histograms_or_events_of_requests():
-    async def scenario() -> None:
-        telemetry = Telemetry("i")
-        telemetry.timelines.begin(timeline("r", events=[TimelineEvent.now("queued")]))
-        state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
-        (replica,) = state.models[0].decode
-        assert (replica.stats.histograms, replica.ended, state.requests[0].events) == ({}, [], [])
-
-    run(scenario())
+async def test_nobody_is_sent_histograms_or_events_of_requests():
+    telemetry = Telemetry("i")
+    telemetry.timelines.begin(timeline("r", events=[TimelineEvent.now("queued")]))
+    state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
+    (replica,) = state.models[0].decode
+    assert (replica.stats.histograms, replica.ended, state.requests[0].events) == ({}, [], [])

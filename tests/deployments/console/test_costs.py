@@ -21,7 +21,6 @@ from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from engine.wire.messages import EngineStatus, SequenceCost
 from tests.deployments.fake_api import fake_api, says
 from tests.engine_stats import engine_stats
-from tests.scenarios import run
 
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC)
 HOUR = NOON.timestamp()
@@ -109,31 +108,24 @@ class OtherIngress(NoPeers):
         return [IngressUsage("other", [(UsageLine(now, "bob", "fake", ""), UsageTotals(1, compute_s=9.0))])]
 
 
-def test_admins_see_what_keys_have_used_in_all_ingresses():
+async def test_admins_see_what_keys_have_used_in_all_ingresses():
     auth = AuthConfig(api_keys=tuple(key_line(name, f"sk-{name}") for name in ("alice", "root")), admin_keys=("root",))
-
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=auth, prices=Prices(engine_hour=3600.0)) as api:
-            await api.until_status()
-            api.engine.cost = SequenceCost(2.0, 0.0, 0.0)
-            api.telemetry._peers = OtherIngress()
-            headers = {"authorization": "Bearer sk-alice"}
-            await api.client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
-            assert (await api.client.get("/console/costs", headers=headers)).status_code == 403
-            found = await api.client.get("/console/costs", headers={"authorization": "Bearer sk-root"})
-            view = msgspec.json.decode(found.content, type=CostsView)
-            assert [(row.name, row.used.compute_s) for row in view.by_key] == [("bob", 9.0), ("alice", 2.0)]
-            assert view.by_model[0].used.cost == 2.0
-
-    run(scenario())
+    async with fake_api(says("hello"), auth=auth, prices=Prices(engine_hour=3600.0)) as api:
+        await api.until_status()
+        api.engine.cost = SequenceCost(2.0, 0.0, 0.0)
+        api.telemetry._peers = OtherIngress()
+        headers = {"authorization": "Bearer sk-alice"}
+        await api.client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+        assert (await api.client.get("/console/costs", headers=headers)).status_code == 403
+        found = await api.client.get("/console/costs", headers={"authorization": "Bearer sk-root"})
+        view = msgspec.json.decode(found.content, type=CostsView)
+        assert [(row.name, row.used.compute_s) for row in view.by_key] == [("bob", 9.0), ("alice", 2.0)]
+        assert view.by_model[0].used.cost == 2.0
 
 
-def test_an_ingress_counts_itself_once_among_all():
-    async def scenario() -> None:
-        telemetry = Telemetry("other", peers=OtherIngress())
-        assert await telemetry.all_usage() == []
-
-    run(scenario())
+async def test_an_ingress_counts_itself_once_among_all():
+    telemetry = Telemetry("other", peers=OtherIngress())
+    assert await telemetry.all_usage() == []
 
 
 def test_what_an_ingress_tells_another_arrives_as_it_was():

@@ -12,7 +12,6 @@ from deployments.console import feed
 from deployments.console.cluster_watcher import ClusterState
 from deployments.console.feed import ClusterFeed
 from tests.deployments.fake_api import until
-from tests.scenarios import run
 
 
 class FakeWatcher:
@@ -49,52 +48,37 @@ async def watch(shared: ClusterFeed, count: int) -> list[float]:
     return seen
 
 
-def test_ten_viewers_share_each_poll():
-    async def scenario() -> None:
-        watcher = FakeWatcher()
-        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
-        assert await asyncio.gather(*(watch(shared, 3) for _ in range(10))) == [[1, 2, 3]] * 10
-        assert watcher.polls == 3
-
-    run(scenario())
+async def test_ten_viewers_share_each_poll():
+    watcher = FakeWatcher()
+    shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+    assert await asyncio.gather(*(watch(shared, 3) for _ in range(10))) == [[1, 2, 3]] * 10
+    assert watcher.polls == 3
 
 
-def test_the_cluster_is_not_polled_before_the_first_viewer_nor_long_after_the_last():
-    async def scenario() -> None:
-        watcher = FakeWatcher()
-        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        assert watcher.polls == 0
-        assert await watch(shared, 1) == [1]
-        await until(lambda: shared._polling is None)
-        polls = watcher.polls
-        assert await watch(shared, 1) == [polls + 1], "the next viewer gets no old state"
-
-    run(scenario())
+async def test_the_cluster_is_not_polled_before_the_first_viewer_nor_long_after_the_last():
+    watcher = FakeWatcher()
+    shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert watcher.polls == 0
+    assert await watch(shared, 1) == [1]
+    await until(lambda: shared._polling is None)
+    polls = watcher.polls
+    assert await watch(shared, 1) == [polls + 1], "the next viewer gets no old state"
 
 
-def test_a_poll_that_fails_costs_a_viewer_nothing_but_time():
-    async def scenario() -> None:
-        assert await watch(ClusterFeed(FakeWatcher(fails=(1, 3))), 2) == [2, 4]  # type: ignore[arg-type]
-
-    run(scenario())
+async def test_a_poll_that_fails_costs_a_viewer_nothing_but_time():
+    assert await watch(ClusterFeed(FakeWatcher(fails=(1, 3))), 2) == [2, 4]  # type: ignore[arg-type]
 
 
-def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
-    async def scenario() -> None:
-        monkeypatch.setattr(feed, "STREAM_S", 0.02)
-        shared = ClusterFeed(FakeWatcher())  # type: ignore[arg-type]
-        assert [number_of(event) async for event in shared.events()]
-
-    run(scenario())
+async def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
+    monkeypatch.setattr(feed, "STREAM_S", 0.02)
+    shared = ClusterFeed(FakeWatcher())  # type: ignore[arg-type]
+    assert [number_of(event) async for event in shared.events()]
 
 
-def test_a_viewer_that_comes_just_before_polling_ends_is_shown_the_next_one(monkeypatch):
-    async def scenario() -> None:
-        monkeypatch.setattr(feed, "LINGER_S", 0.0)
-        watcher = FakeWatcher()
-        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
-        assert await watch(shared, 1) == [1]
-        assert await watch(shared, 2) == [1, 2]
-
-    run(scenario())
+async def test_a_viewer_that_comes_just_before_polling_ends_is_shown_the_next_one(monkeypatch):
+    monkeypatch.setattr(feed, "LINGER_S", 0.0)
+    watcher = FakeWatcher()
+    shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+    assert await watch(shared, 1) == [1]
+    assert await watch(shared, 2) == [1, 2]

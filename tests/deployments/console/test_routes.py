@@ -21,20 +21,17 @@ from tests.scenarios import run
 KEY = {"Authorization": "Bearer sk-a"}
 
 
-def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            for path in ("/", *(f"/console/page/{file.name}" for file in PAGE.iterdir() if file.name != "index.html")):
-                response = await api.client.get(path)
-                assert response.status_code == 200, path
-                policy = response.headers["content-security-policy"]
-                assert "default-src 'none'" in policy
-                assert "unsafe" not in policy
-                assert response.headers["x-content-type-options"] == "nosniff"
-                again = await api.client.get(path, headers={"If-None-Match": response.headers["etag"]})
-                assert (again.status_code, again.content) == (304, b"")
-
-    run(scenario())
+async def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():
+    async with fake_api() as api:
+        for path in ("/", *(f"/console/page/{file.name}" for file in PAGE.iterdir() if file.name != "index.html")):
+            response = await api.client.get(path)
+            assert response.status_code == 200, path
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            again = await api.client.get(path, headers={"If-None-Match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
 
 
 def test_no_file_of_the_page_names_another_host_or_makes_markup_of_text():
@@ -45,57 +42,45 @@ def test_no_file_of_the_page_names_another_host_or_makes_markup_of_text():
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
 
 
-def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
-    async def scenario() -> None:
-        auth = AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))
-        async with fake_api(auth=auth) as api:
-            for path in ("/", "/console/page/app.js"):
-                assert (await api.client.get(path)).status_code == 200
-            for path in ("/console/state", "/console/facts", "/console/page/../state", "/debug/requests/x"):
-                assert (await api.client.get(path)).status_code == 401
-            assert (await api.client.get("/console/facts", headers=KEY)).status_code == 200
-
-    run(scenario())
+async def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
+    auth = AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))
+    async with fake_api(auth=auth) as api:
+        for path in ("/", "/console/page/app.js"):
+            assert (await api.client.get(path)).status_code == 200
+        for path in ("/console/state", "/console/facts", "/console/page/../state", "/debug/requests/x"):
+            assert (await api.client.get(path)).status_code == 401
+        assert (await api.client.get("/console/facts", headers=KEY)).status_code == 200
 
 
-def test_the_page_is_found_where_a_proxy_calls_no_prefix_a_slash():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            app = http_app({"fake": api.model}, api.telemetry)
-            transport = ASGITransport(app, root_path="/")
-            async with AsyncClient(transport=transport, base_url="http://fake") as client:
-                assert (await client.get("/")).status_code == 200
-
-    run(scenario())
+async def test_the_page_is_found_where_a_proxy_calls_no_prefix_a_slash():
+    async with fake_api() as api:
+        app = http_app({"fake": api.model}, api.telemetry)
+        transport = ASGITransport(app, root_path="/")
+        async with AsyncClient(transport=transport, base_url="http://fake") as client:
+            assert (await client.get("/")).status_code == 200
 
 
-def test_an_operator_can_leave_the_console_out():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            app = http_app({"fake": api.model}, api.telemetry, console=ConsoleConfig(enabled=False))
-            async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
-                for path in ("/", "/console/page/app.js", "/console/state", "/console/facts"):
-                    assert (await client.get(path)).status_code == 404
-
-    run(scenario())
+async def test_an_operator_can_leave_the_console_out():
+    async with fake_api() as api:
+        app = http_app({"fake": api.model}, api.telemetry, console=ConsoleConfig(enabled=False))
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+            for path in ("/", "/console/page/app.js", "/console/state", "/console/facts"):
+                assert (await client.get(path)).status_code == 404
 
 
-def test_the_state_has_replicas_and_requests_but_no_text_of_them():
-    async def scenario() -> None:
-        async with fake_api(says("a secret answer")) as api:
-            await api.until_status()
-            await api.post("completions", prompt="a secret prompt", max_tokens=3)
-            app = http_app({"fake": api.model}, api.telemetry)
-            feed = next(route for route in app.routes if getattr(route, "path", "") == "/console/state")
-            stream = (await feed.endpoint()).body_iterator  # type: ignore[attr-defined]
-            event = await anext(stream)
-            await stream.aclose()
-            state = msgspec.json.decode(event.removeprefix(b"data: "), type=ClusterState)
-            assert [replica.engine_id for replica in state.models[0].decode] == ["fake"]
-            assert [request.output_tokens for request in state.requests] == [3]
-            assert "secret" not in event.decode()
-
-    run(scenario())
+async def test_the_state_has_replicas_and_requests_but_no_text_of_them():
+    async with fake_api(says("a secret answer")) as api:
+        await api.until_status()
+        await api.post("completions", prompt="a secret prompt", max_tokens=3)
+        app = http_app({"fake": api.model}, api.telemetry)
+        feed = next(route for route in app.routes if getattr(route, "path", "") == "/console/state")
+        stream = (await feed.endpoint()).body_iterator  # type: ignore[attr-defined]
+        event = await anext(stream)
+        await stream.aclose()
+        state = msgspec.json.decode(event.removeprefix(b"data: "), type=ClusterState)
+        assert [replica.engine_id for replica in state.models[0].decode] == ["fake"]
+        assert [request.output_tokens for request in state.requests] == [3]
+        assert "secret" not in event.decode()
 
 
 @pytest.mark.parametrize("keeps_texts", [False, True])

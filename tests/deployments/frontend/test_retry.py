@@ -77,72 +77,56 @@ def at(death: Death, after: int) -> Death:
 
 @pytest.mark.parametrize("death", [DIES, REPORTS, LOSES], ids=["call fails", "engine says so", "tokens are lost"])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": -3}, {}], ids=["greedy", "seeded", "seed from the id"])
-def test_text_is_that_of_an_unbroken_run_wherever_the_engine_dies(death, params):
-    async def scenario() -> None:
-        asked = [request(prompt_logprobs=1, **params)]
-        expected, _ = await outcome(asked)
-        tokens = len(expected.heard[0].token_ids)
-        assert tokens > 8
-        for after in range(tokens):
-            found, pool = await outcome(asked, {"a": [at(death, after)]})
-            assert found == expected, after
-            assert len(pool.requests) == 2
-
-    run(scenario())
+async def test_text_is_that_of_an_unbroken_run_wherever_the_engine_dies(death, params):
+    asked = [request(prompt_logprobs=1, **params)]
+    expected, _ = await outcome(asked)
+    tokens = len(expected.heard[0].token_ids)
+    assert tokens > 8
+    for after in range(tokens):
+        found, pool = await outcome(asked, {"a": [at(death, after)]})
+        assert found == expected, after
+        assert len(pool.requests) == 2
 
 
-def test_tokens_lost_on_the_way_are_noticed_by_the_next_one():
+async def test_tokens_lost_on_the_way_are_noticed_by_the_next_one():
     """The engine knows nothing of it, and goes on."""
-
-    async def scenario() -> None:
-        expected, _ = await outcome([request()])
-        for after in range(len(expected.heard[0].token_ids) - 1):
-            found, pool = await outcome([request()], {"a": [Death(after, error=None, skipped=True)]})
-            assert found == expected, after
-            assert [r.request_id for r in pool.requests] == ["a", "a.1"]
-
-    run(scenario())
+    expected, _ = await outcome([request()])
+    for after in range(len(expected.heard[0].token_ids) - 1):
+        found, pool = await outcome([request()], {"a": [Death(after, error=None, skipped=True)]})
+        assert found == expected, after
+        assert [r.request_id for r in pool.requests] == ["a", "a.1"]
 
 
-def test_text_is_that_of_an_unbroken_run_when_the_next_engine_dies_too():
-    async def scenario() -> None:
-        expected, _ = await outcome([request()])
-        tokens = len(expected.heard[0].token_ids)
-        for first, second in ((0, 0), (0, 5), (3, 3), (4, 9), (tokens - 1, tokens - 1)):
-            found, pool = await outcome([request()], {"a": [at(DIES, first), at(DIES, second)]})
-            assert found == expected
-            assert [r.request_id for r in pool.requests] == ["a", "a.1", "a.2"]
-
-    run(scenario())
+async def test_text_is_that_of_an_unbroken_run_when_the_next_engine_dies_too():
+    expected, _ = await outcome([request()])
+    tokens = len(expected.heard[0].token_ids)
+    for first, second in ((0, 0), (0, 5), (3, 3), (4, 9), (tokens - 1, tokens - 1)):
+        found, pool = await outcome([request()], {"a": [at(DIES, first), at(DIES, second)]})
+        assert found == expected
+        assert [r.request_id for r in pool.requests] == ["a", "a.1", "a.2"]
 
 
-def test_stop_string_is_found_when_the_engine_dies_within_it():
-    async def scenario() -> None:
-        (whole,) = (await outcome([request(min_tokens=24)]))[0].heard
-        middle = len(whole.text) // 2
-        asked = [request(min_tokens=0, max_tokens=24, stop=[whole.text[middle : middle + 4]])]
-        expected, _ = await outcome(asked)
-        (heard,) = expected.heard
-        assert heard.finish_reason == "stop"
-        assert heard.stop_reason is not None
-        for after in range(len(heard.token_ids)):
-            found, _ = await outcome(asked, {"a": [at(DIES, after)]})
-            assert found == expected, after
-
-    run(scenario())
+async def test_stop_string_is_found_when_the_engine_dies_within_it():
+    (whole,) = (await outcome([request(min_tokens=24)]))[0].heard
+    middle = len(whole.text) // 2
+    asked = [request(min_tokens=0, max_tokens=24, stop=[whole.text[middle : middle + 4]])]
+    expected, _ = await outcome(asked)
+    (heard,) = expected.heard
+    assert heard.finish_reason == "stop"
+    assert heard.stop_reason is not None
+    for after in range(len(heard.token_ids)):
+        found, _ = await outcome(asked, {"a": [at(DIES, after)]})
+        assert found == expected, after
 
 
-def test_of_two_sequences_only_the_one_whose_engine_dies_is_asked_for_again():
-    async def scenario() -> None:
-        asked = [request("a", seed=1), request("b", seed=2)]
-        expected, _ = await outcome(asked, n=2)
-        assert expected.heard[0].text != expected.heard[1].text
-        for name in "ab":
-            found, pool = await outcome(asked, {name: [at(DIES, 4)]}, n=2)
-            assert found == expected
-            assert sorted(r.request_id for r in pool.requests) == sorted(["a", "b", f"{name}.1"])
-
-    run(scenario())
+async def test_of_two_sequences_only_the_one_whose_engine_dies_is_asked_for_again():
+    asked = [request("a", seed=1), request("b", seed=2)]
+    expected, _ = await outcome(asked, n=2)
+    assert expected.heard[0].text != expected.heard[1].text
+    for name in "ab":
+        found, pool = await outcome(asked, {name: [at(DIES, 4)]}, n=2)
+        assert found == expected
+        assert sorted(r.request_id for r in pool.requests) == sorted(["a", "b", f"{name}.1"])
 
 
 @st.composite
@@ -187,99 +171,79 @@ def test_no_client_can_tell_whether_engines_died(case):
     ],
 )
 @pytest.mark.parametrize("reported", [False, True])
-def test_error_that_another_engine_would_give_as_well_is_the_answer(error, reported):
-    async def scenario() -> None:
-        async with ingress() as one:
-            pool = MortalPool(one.channel.address, {"a": [Death(2, error, reported)]})
-            with pytest.raises(ServingError, match=str(error)):
-                await listen(one.generation([request()], pool), [request()], pool.heard)
-            assert len(pool.requests) == 1
-            pool.close()
-
-    run(scenario())
+async def test_error_that_another_engine_would_give_as_well_is_the_answer(error, reported):
+    async with ingress() as one:
+        pool = MortalPool(one.channel.address, {"a": [Death(2, error, reported)]})
+        with pytest.raises(ServingError, match=str(error)):
+            await listen(one.generation([request()], pool), [request()], pool.heard)
+        assert len(pool.requests) == 1
+        pool.close()
 
 
 @pytest.mark.parametrize(("max_replays", "attempts"), [(0, 1), (3, 4)])
-def test_request_that_loses_one_engine_after_the_other_fails_in_the_end(max_replays, attempts):
-    async def scenario() -> None:
-        async with ingress() as one:
-            pool = MortalPool(one.channel.address, {"a": [at(DIES, 2)] * 9})
-            with pytest.raises(EngineUnavailable, match="send it again"):
-                await listen(one.generation([request()], pool, max_replays=max_replays), [request()], pool.heard)
-            assert len(pool.requests) == attempts
-            assert one.stats.replays["engine_unavailable"] == max_replays
-            assert one.stats.finished["error"] == 1
-            pool.close()
-
-    run(scenario())
+async def test_request_that_loses_one_engine_after_the_other_fails_in_the_end(max_replays, attempts):
+    async with ingress() as one:
+        pool = MortalPool(one.channel.address, {"a": [at(DIES, 2)] * 9})
+        with pytest.raises(EngineUnavailable, match="send it again"):
+            await listen(one.generation([request()], pool, max_replays=max_replays), [request()], pool.heard)
+        assert len(pool.requests) == attempts
+        assert one.stats.replays["engine_unavailable"] == max_replays
+        assert one.stats.finished["error"] == 1
+        pool.close()
 
 
-def test_full_queue_does_not_end_a_request_that_had_begun():
-    async def scenario() -> None:
-        expected, _ = await outcome([request()])
-        found, pool = await outcome([request()], {"a": [at(DIES, 5), Death(5, Overloaded("the queue is full"))]})
-        assert found == expected
-        assert len(pool.requests) == 3
-
-    run(scenario())
+async def test_full_queue_does_not_end_a_request_that_had_begun():
+    expected, _ = await outcome([request()])
+    found, pool = await outcome([request()], {"a": [at(DIES, 5), Death(5, Overloaded("the queue is full"))]})
+    assert found == expected
+    assert len(pool.requests) == 3
 
 
-def test_deadline_that_passes_before_another_engine_is_tried_ends_the_request(monkeypatch):
+async def test_deadline_that_passes_before_another_engine_is_tried_ends_the_request(monkeypatch):
     monkeypatch.setattr(retry_module, "BACK_OFF_S", 60.0)
     monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
-
-    async def scenario() -> None:
-        for timeout_s in (0.3, 3.0, 30.0):  # on a busy machine it may pass before the first engine is tried
-            async with ingress() as one:
-                asked = [request(timeout_s=timeout_s)]
-                pool = MortalPool(one.channel.address, {"a": [at(DIES, 1)]})
-                with pytest.raises(RequestTimeout, match=rf"request a was not finished .* deadline of {timeout_s} s"):
-                    await listen(one.generation(asked, pool), asked, pool.heard)
-                pool.close()
-            if pool.requests:
-                break
-        assert len(pool.requests) == 1
-
-    run(scenario())
-
-
-def test_client_that_leaves_before_another_engine_is_tried_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(retry_module, "BACK_OFF_S", 60.0)
-    monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
-
-    async def scenario() -> None:
+    for timeout_s in (0.3, 3.0, 30.0):  # on a busy machine it may pass before the first engine is tried
         async with ingress() as one:
+            asked = [request(timeout_s=timeout_s)]
             pool = MortalPool(one.channel.address, {"a": [at(DIES, 1)]})
-            before = asyncio.all_tasks()
-            client = asyncio.create_task(listen(one.generation([request()], pool), [request()], pool.heard))
-            await until(lambda: one.stats.replays["engine_unavailable"])
-            client.cancel()
-            with suppress(asyncio.CancelledError):
-                await client
-            await until(lambda: {t for t in asyncio.all_tasks() - before if "watch" not in repr(t)} == set())
-            assert len(pool.requests) == 1
-            assert one.stats.finished == {"stop": 0, "length": 0, "abort": 1, "error": 0}
-            one.channel.open(["a", "a.1"])  # fails if one of them is still open
+            with pytest.raises(RequestTimeout, match=rf"request a was not finished .* deadline of {timeout_s} s"):
+                await listen(one.generation(asked, pool), asked, pool.heard)
             pool.close()
+        if pool.requests:
+            break
+    assert len(pool.requests) == 1
 
-    run(scenario())
+
+async def test_client_that_leaves_before_another_engine_is_tried_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(retry_module, "BACK_OFF_S", 60.0)
+    monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
+    async with ingress() as one:
+        pool = MortalPool(one.channel.address, {"a": [at(DIES, 1)]})
+        before = asyncio.all_tasks()
+        client = asyncio.create_task(listen(one.generation([request()], pool), [request()], pool.heard))
+        await until(lambda: one.stats.replays["engine_unavailable"])
+        client.cancel()
+        with suppress(asyncio.CancelledError):
+            await client
+        await until(lambda: {t for t in asyncio.all_tasks() - before if "watch" not in repr(t)} == set())
+        assert len(pool.requests) == 1
+        assert one.stats.finished == {"stop": 0, "length": 0, "abort": 1, "error": 0}
+        one.channel.open(["a", "a.1"])  # fails if one of them is still open
+        pool.close()
 
 
-def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id(caplog):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.engine.paused.set()
-            asking = asyncio.create_task(api.post("completions", prompt="a"))
-            await until(lambda: api.engine.num_live == 1)
-            api.replica.fail("rank 0 died")
-            assert (await asking).status_code == 503
-            scrape = Scrape((await api.client.get("/metrics")).text)
-            assert scrape.sum("manta_request_replays_total", reason="engine_unavailable") == 3
-            assert scrape.sum("manta_request_replays_total", reason="tokens_lost") == 0
-            replayed = [r for r in caplog.records if r.message.startswith("request replayed")]
-            assert [r.args[0] for r in replayed] == [api.engine.added[0].request_id] * 3
-
-    run(scenario())
+async def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id(caplog):
+    async with fake_api() as api:
+        api.engine.paused.set()
+        asking = asyncio.create_task(api.post("completions", prompt="a"))
+        await until(lambda: api.engine.num_live == 1)
+        api.replica.fail("rank 0 died")
+        assert (await asking).status_code == 503
+        scrape = Scrape((await api.client.get("/metrics")).text)
+        assert scrape.sum("manta_request_replays_total", reason="engine_unavailable") == 3
+        assert scrape.sum("manta_request_replays_total", reason="tokens_lost") == 0
+        replayed = [r for r in caplog.records if r.message.startswith("request replayed")]
+        assert [r.args[0] for r in replayed] == [api.engine.added[0].request_id] * 3
 
 
 class PromptPool(MortalPool):
@@ -296,25 +260,21 @@ class PromptPool(MortalPool):
         self.channel.dispatch(TokenBatch(engine_id="e", commands_to="", step=0, deltas=answer(request)))
 
 
-def test_sequence_whose_end_waits_for_a_slow_client_is_not_lost():
+async def test_sequence_whose_end_waits_for_a_slow_client_is_not_lost():
     """Seed 1164 of tests.days: another sequence of the request had ended before."""
-
-    async def scenario() -> None:
-        async with ingress() as one:
-            pool = PromptPool(one.channel)
-            asked = [request("a", max_tokens=2, min_tokens=2), request("b", max_tokens=12)]
-            generation = one.generation(asked, pool, n=2)
-            first, second = generation._sequences.values()
-            ended = []
-            async for chunk in generation.chunks():
-                await until(lambda: first.lost)
-                pool.go.set()
-                await until(lambda: second.lost)
-                ended += [chunk.finish_reason] if chunk.finish_reason else []
-            assert len(ended) == len(pool.requests) == 2
-            pool.close()
-
-    run(scenario())
+    async with ingress() as one:
+        pool = PromptPool(one.channel)
+        asked = [request("a", max_tokens=2, min_tokens=2), request("b", max_tokens=12)]
+        generation = one.generation(asked, pool, n=2)
+        first, second = generation._sequences.values()
+        ended = []
+        async for chunk in generation.chunks():
+            await until(lambda: first.lost)
+            pool.go.set()
+            await until(lambda: second.lost)
+            ended += [chunk.finish_reason] if chunk.finish_reason else []
+        assert len(ended) == len(pool.requests) == 2
+        pool.close()
 
 
 # -- the retry state alone -------------------------------------------------------------------------------------------

@@ -97,28 +97,23 @@ async def outcome(replica: EngineReplica, asked: GenerateRequest, breaks: list[i
     "params",
     [pytest.param(params, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, params in CASES.items()],
 )
-def test_engine_that_was_thought_dead_changes_nothing(folder, params):
-    async def scenario() -> None:
-        async with running_engine(folder, "decode-1") as (_, replica):
-            asked = request(**params)
-            expected, _ = await outcome(replica, asked, [])
-            (whole,) = expected.heard
-            tokens = len(whole.token_ids)
-            assert tokens > 10
-            assert len(set(whole.token_ids)) > 5
-            attempts = 0
-            for breaks in ([0], [1], [7], [tokens // 2], [0, 3, 9]):
-                found, pool = await outcome(replica, asked, breaks)
-                (heard,) = found.heard
-                assert (heard.text, heard.token_ids, heard.offsets) == (whole.text, whole.token_ids, whole.offsets)
-                assert (heard.finish_reason, heard.stop_reason) == (whole.finish_reason, whole.stop_reason)
-                assert [p.logprob for p in heard.logprobs] == pytest.approx(
-                    [p.logprob for p in whole.logprobs], abs=1e-4
-                )
-                assert found.usage.completion_tokens == tokens
-                assert found.usage.cached_tokens < len(PROMPT)
-                attempts += len(pool.attempts)
-            assert attempts >= 5 + 2, "nothing was replayed"
-            await until(lambda: replica.status().stats.blocks_used == 0)
-
-    run(scenario())
+async def test_engine_that_was_thought_dead_changes_nothing(folder, params):
+    async with running_engine(folder, "decode-1") as (_, replica):
+        asked = request(**params)
+        expected, _ = await outcome(replica, asked, [])
+        (whole,) = expected.heard
+        tokens = len(whole.token_ids)
+        assert tokens > 10
+        assert len(set(whole.token_ids)) > 5
+        attempts = 0
+        for breaks in ([0], [1], [7], [tokens // 2], [0, 3, 9]):
+            found, pool = await outcome(replica, asked, breaks)
+            (heard,) = found.heard
+            assert (heard.text, heard.token_ids, heard.offsets) == (whole.text, whole.token_ids, whole.offsets)
+            assert (heard.finish_reason, heard.stop_reason) == (whole.finish_reason, whole.stop_reason)
+            assert [p.logprob for p in heard.logprobs] == pytest.approx([p.logprob for p in whole.logprobs], abs=1e-4)
+            assert found.usage.completion_tokens == tokens
+            assert found.usage.cached_tokens < len(PROMPT)
+            attempts += len(pool.attempts)
+        assert attempts >= 5 + 2, "nothing was replayed"
+        await until(lambda: replica.status().stats.blocks_used == 0)

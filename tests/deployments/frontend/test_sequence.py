@@ -10,7 +10,6 @@ from deployments.frontend import sequence
 from deployments.frontend.retry import TokensLost
 from deployments.frontend.sequence import Attempt
 from engine.errors import EngineUnavailable
-from tests.scenarios import run
 
 
 class Call:
@@ -33,60 +32,45 @@ class Call:
         return True
 
 
-def test_call_that_fails_ends_the_attempt_at_once_with_its_error(monkeypatch):
+async def test_call_that_fails_ends_the_attempt_at_once_with_its_error(monkeypatch):
     monkeypatch.setattr(sequence, "FINAL_DELTA_S", 60.0)
-
-    async def scenario() -> None:
-        call = Call()
-        assert call.attempt.error is None
-        error = EngineUnavailable("rank 0 died")
-        call.end.set_exception(error)
-        assert await call.is_woken(10)
-        assert call.attempt.error is error
-        assert not call.attempt.close(), "there is no call left to cancel"
-
-    run(scenario())
+    call = Call()
+    assert call.attempt.error is None
+    error = EngineUnavailable("rank 0 died")
+    call.end.set_exception(error)
+    assert await call.is_woken(10)
+    assert call.attempt.error is error
+    assert not call.attempt.close(), "there is no call left to cancel"
 
 
-def test_call_that_returns_leaves_the_final_delta_time_and_then_counts_as_lost_tokens(monkeypatch):
+async def test_call_that_returns_leaves_the_final_delta_time_and_then_counts_as_lost_tokens(monkeypatch):
     monkeypatch.setattr(sequence, "FINAL_DELTA_S", 0.5)
-
-    async def scenario() -> None:
-        call = Call()
-        call.end.set_result(None)
-        assert not await call.is_woken(0.05)
-        assert call.attempt.error is None
-        assert await call.is_woken(10)
-        assert isinstance(call.attempt.error, TokensLost)
-
-    run(scenario())
+    call = Call()
+    call.end.set_result(None)
+    assert not await call.is_woken(0.05)
+    assert call.attempt.error is None
+    assert await call.is_woken(10)
+    assert isinstance(call.attempt.error, TokensLost)
 
 
 @pytest.mark.parametrize("error", [None, EngineUnavailable("rank 0 died")])
-def test_attempt_that_was_closed_in_time_wakes_nobody_however_its_call_ended(monkeypatch, error):
+async def test_attempt_that_was_closed_in_time_wakes_nobody_however_its_call_ended(monkeypatch, error):
     monkeypatch.setattr(sequence, "FINAL_DELTA_S", 0.0)
-
-    async def scenario() -> None:
-        call = Call()
-        if error is None:
-            call.end.set_result(None)
-        else:
-            call.end.set_exception(error)
-        await asyncio.sleep(0)  # the call has ended, and nobody has been woken yet
-        call.attempt.close()
-        assert not await call.is_woken(0.05)
-        assert call.attempt.error is None
-
-    run(scenario())
+    call = Call()
+    if error is None:
+        call.end.set_result(None)
+    else:
+        call.end.set_exception(error)
+    await asyncio.sleep(0)  # the call has ended, and nobody has been woken yet
+    call.attempt.close()
+    assert not await call.is_woken(0.05)
+    assert call.attempt.error is None
 
 
-def test_closing_cancels_a_call_that_is_open_and_wakes_nobody():
-    async def scenario() -> None:
-        call = Call()
-        await asyncio.sleep(0)
-        assert call.attempt.close()
-        assert not await call.is_woken(0.05)
-        assert call.end.cancelled()
-        assert call.attempt.error is None
-
-    run(scenario())
+async def test_closing_cancels_a_call_that_is_open_and_wakes_nobody():
+    call = Call()
+    await asyncio.sleep(0)
+    assert call.attempt.close()
+    assert not await call.is_woken(0.05)
+    assert call.end.cancelled()
+    assert call.attempt.error is None

@@ -5,7 +5,6 @@ The lists of OpenAI's come from the installed `openai` package, so a field that 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -85,66 +84,53 @@ def test_the_documentation_says_of_every_field_what_becomes_of_it(route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_and_the_reason(route):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            for name in foreign(route) & set(FOREIGN.refused):
-                response = await api.post(route, **ROUTES[route][2], **{name: ASKING.get(name, {"a": "b"})})
-                Bad(route, b"", name).check(response)
-                assert FOREIGN.refused[name] in response.json()["error"]["message"]
-            assert not api.engine.added
-
-    asyncio.run(scenario())
+async def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_and_the_reason(route):
+    async with fake_api() as api:
+        for name in foreign(route) & set(FOREIGN.refused):
+            response = await api.post(route, **ROUTES[route][2], **{name: ASKING.get(name, {"a": "b"})})
+            Bad(route, b"", name).check(response)
+            assert FOREIGN.refused[name] in response.json()["error"]["message"]
+        assert not api.engine.added
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_field_that_is_ignored_is_named_in_a_warning_also_of_a_stream(route):
-    async def scenario() -> None:
-        async with fake_api(says("ok")) as api:
-            for i, name in enumerate(sorted(foreign(route) & set(FOREIGN.ignored))):
-                body = {**ROUTES[route][2], "max_tokens": 1, "stream": i % 2 == 0}
-                response = await api.post(route, **body, **{name: ASKING.get(name, {"a": "b"})})
-                assert response.status_code == 200, (name, response.text)
-                assert response.headers["warning"] == f'299 manta "ignored: {name}"'
-
-    asyncio.run(scenario())
+async def test_field_that_is_ignored_is_named_in_a_warning_also_of_a_stream(route):
+    async with fake_api(says("ok")) as api:
+        for i, name in enumerate(sorted(foreign(route) & set(FOREIGN.ignored))):
+            body = {**ROUTES[route][2], "max_tokens": 1, "stream": i % 2 == 0}
+            response = await api.post(route, **body, **{name: ASKING.get(name, {"a": "b"})})
+            assert response.status_code == 200, (name, response.text)
+            assert response.headers["warning"] == f'299 manta "ignored: {name}"'
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_value_that_asks_for_nothing_is_accepted_without_a_word(route):
-    async def scenario() -> None:
-        async with fake_api(says("ok")) as api:  # also where max_tokens is null
-            base = {**ROUTES[route][2], "max_tokens": 1}
-            values = [(name, value) for name in foreign(route) for value in FOREIGN.neutral.get(name, [])]
-            values += [(name, value) for name in foreign(route) - set(FOREIGN.unused) for value in (False, {}, [])]
-            values += [(name, {"a": "b"}) for name in FOREIGN.unused]
-            kind = ROUTES[route][1]
-            for name, value in values:
-                assert not parse(kind, json.dumps({**base, name: value}).encode()).ignored, name
-            everything = dict.fromkeys({*defined(route), "nonsense"} - {"messages", "prompt"})
-            for fields in (everything, dict(values)):
-                response = await api.post(route, **{**base, **fields})
-                assert response.status_code == 200, response.text
-                assert "warning" not in response.headers
-
-    asyncio.run(scenario())
+async def test_value_that_asks_for_nothing_is_accepted_without_a_word(route):
+    async with fake_api(says("ok")) as api:  # also where max_tokens is null
+        base = {**ROUTES[route][2], "max_tokens": 1}
+        values = [(name, value) for name in foreign(route) for value in FOREIGN.neutral.get(name, [])]
+        values += [(name, value) for name in foreign(route) - set(FOREIGN.unused) for value in (False, {}, [])]
+        values += [(name, {"a": "b"}) for name in FOREIGN.unused]
+        kind = ROUTES[route][1]
+        for name, value in values:
+            assert not parse(kind, json.dumps({**base, name: value}).encode()).ignored, name
+        everything = dict.fromkeys({*defined(route), "nonsense"} - {"messages", "prompt"})
+        for fields in (everything, dict(values)):
+            response = await api.post(route, **{**base, **fields})
+            assert response.status_code == 200, response.text
+            assert "warning" not in response.headers
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-def test_field_that_nobody_has_is_refused_or_ignored_as_the_configuration_says(path):
+async def test_field_that_nobody_has_is_refused_or_ignored_as_the_configuration_says(path):
     body = {"messages": HELLO, "max_tokens": 1} if "chat" in path else {"prompt": "a"}
     body = {"tokens": [5]} if path == "/detokenize" else body
-
-    async def scenario() -> None:
-        async with fake_api(auth=AuthConfig(unknown_fields="refuse")) as api:
-            response = await api.client.post(path, json={**body, "nonsense": 1})
-            Bad(path, b"", "nonsense").check(response)
-        async with fake_api(says("ok")) as api:
-            response = await api.client.post(path, json={**body, "nonsense": 1, "store": True, "a\nb": 1})
-            assert response.status_code == 200
-            assert response.headers["warning"] == '299 manta "ignored: nonsense, store, 1 more"'
-
-    asyncio.run(scenario())
+    async with fake_api(auth=AuthConfig(unknown_fields="refuse")) as api:
+        response = await api.client.post(path, json={**body, "nonsense": 1})
+        Bad(path, b"", "nonsense").check(response)
+    async with fake_api(says("ok")) as api:
+        response = await api.client.post(path, json={**body, "nonsense": 1, "store": True, "a\nb": 1})
+        assert response.status_code == 200
+        assert response.headers["warning"] == '299 manta "ignored: nonsense, store, 1 more"'
 
 
 FORMS: dict[str, Any] = {
@@ -157,69 +143,58 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", FORMS)
-def test_vllm_s_old_names_of_structured_outputs_work_and_are_named_in_errors(route, name):
-    async def scenario() -> None:
-        async with fake_api(says("ok")) as api:
-            base, kind = {**ROUTES[route][2], "max_tokens": 1}, name.removeprefix("guided_")
-            assert (await api.post(route, **base, **{name: FORMS[name]})).status_code == 200
-            assert getattr(api.engine.added[-1].params.structured_outputs, kind) == FORMS[name]
-            for more in ({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}):
-                Bad(route, b"", name).check(await api.post(route, **base, **{name: FORMS[name]}, **more))
-            Bad(route, b"", name).check(await api.post(route, **base, **{name: 5}))
-
-    asyncio.run(scenario())
+async def test_vllm_s_old_names_of_structured_outputs_work_and_are_named_in_errors(route, name):
+    async with fake_api(says("ok")) as api:
+        base, kind = {**ROUTES[route][2], "max_tokens": 1}, name.removeprefix("guided_")
+        assert (await api.post(route, **base, **{name: FORMS[name]})).status_code == 200
+        assert getattr(api.engine.added[-1].params.structured_outputs, kind) == FORMS[name]
+        for more in ({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}):
+            Bad(route, b"", name).check(await api.post(route, **base, **{name: FORMS[name]}, **more))
+        Bad(route, b"", name).check(await api.post(route, **base, **{name: 5}))
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("has_priorities", [True, False])
-def test_service_tier_is_a_priority_where_the_engine_has_them_and_the_answer_says_what_it_was(route, has_priorities):
-    async def scenario() -> None:
-        async with fake_api(says("ok"), has_priorities=has_priorities) as api:
-            base = {**ROUTES[route][2], "max_tokens": 1}
-            for tier, priority in (("priority", -1), ("flex", 1), ("auto", 0), ("default", 0), ("scale", 0)):
-                response = await api.post(route, **base, service_tier=tier)
-                honoured = has_priorities and priority != 0
-                assert api.engine.added[-1].priority == (priority if has_priorities else 0)
-                assert response.json()["service_tier"] == (tier if honoured else "default")
-                assert ("warning" in response.headers) == (priority != 0 and not has_priorities)
-                *_, last = await api.stream(route, **base, service_tier=tier)
-                assert last["service_tier"] == (tier if honoured else "default")
-            assert "service_tier" not in (await api.post(route, **base)).json()
+async def test_service_tier_is_a_priority_where_the_engine_has_them_and_the_answer_says_what_it_was(
+    route, has_priorities
+):
+    async with fake_api(says("ok"), has_priorities=has_priorities) as api:
+        base = {**ROUTES[route][2], "max_tokens": 1}
+        for tier, priority in (("priority", -1), ("flex", 1), ("auto", 0), ("default", 0), ("scale", 0)):
+            response = await api.post(route, **base, service_tier=tier)
+            honoured = has_priorities and priority != 0
+            assert api.engine.added[-1].priority == (priority if has_priorities else 0)
+            assert response.json()["service_tier"] == (tier if honoured else "default")
+            assert ("warning" in response.headers) == (priority != 0 and not has_priorities)
+            *_, last = await api.stream(route, **base, service_tier=tier)
+            assert last["service_tier"] == (tier if honoured else "default")
+        assert "service_tier" not in (await api.post(route, **base)).json()
 
-    asyncio.run(scenario())
 
-
-def test_reasoning_effort_is_a_variable_of_the_chat_template_or_is_ignored_with_a_warning(monkeypatch):
+async def test_reasoning_effort_is_a_variable_of_the_chat_template_or_is_ignored_with_a_warning(monkeypatch):
     template = "{{ reasoning_effort }} {{ enable_thinking }} {{ messages[0]['content'] }}"
-
-    async def scenario() -> None:
-        async with fake_api(says("ok")) as api:
-            ask = {"messages": HELLO, "max_tokens": 1}
-            ignored = await api.post("chat/completions", **ask, reasoning_effort="high")
-            assert ignored.headers["warning"] == '299 manta "ignored: reasoning_effort"'
-            monkeypatch.setattr(tokenizer(), "chat_template", template)
-            for effort, thinking in (("high", ""), ("none", "False")):
-                answer = await api.post("chat/completions", **ask, reasoning_effort=effort)
-                assert answer.status_code == 200 and "warning" not in answer.headers
-                assert tokenizer().decode(api.engine.added[-1].prompt) == f"{effort} {thinking} hello"
-            own = {"reasoning_effort": "mine"}
-            await api.post("chat/completions", **ask, reasoning_effort="low", chat_template_kwargs=own)
-            assert tokenizer().decode(api.engine.added[-1].prompt).startswith("mine")
-
-    asyncio.run(scenario())
+    async with fake_api(says("ok")) as api:
+        ask = {"messages": HELLO, "max_tokens": 1}
+        ignored = await api.post("chat/completions", **ask, reasoning_effort="high")
+        assert ignored.headers["warning"] == '299 manta "ignored: reasoning_effort"'
+        monkeypatch.setattr(tokenizer(), "chat_template", template)
+        for effort, thinking in (("high", ""), ("none", "False")):
+            answer = await api.post("chat/completions", **ask, reasoning_effort=effort)
+            assert answer.status_code == 200 and "warning" not in answer.headers
+            assert tokenizer().decode(api.engine.added[-1].prompt) == f"{effort} {thinking} hello"
+        own = {"reasoning_effort": "mine"}
+        await api.post("chat/completions", **ask, reasoning_effort="low", chat_template_kwargs=own)
+        assert tokenizer().decode(api.engine.added[-1].prompt).startswith("mine")
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_answers_and_last_chunks_have_the_fingerprint_of_the_model(route):
-    async def scenario() -> None:
-        async with fake_api(says("ok so"), fingerprint="fp_1") as api:
-            body = {**ROUTES[route][2], "max_tokens": 3}
-            assert (await api.post(route, **body)).json()["system_fingerprint"] == "fp_1"
-            chunks = await api.stream(route, **body)
-            assert chunks[-1]["system_fingerprint"] == "fp_1"
-            assert not any("system_fingerprint" in chunk for chunk in chunks[:-1])
-
-    asyncio.run(scenario())
+async def test_answers_and_last_chunks_have_the_fingerprint_of_the_model(route):
+    async with fake_api(says("ok so"), fingerprint="fp_1") as api:
+        body = {**ROUTES[route][2], "max_tokens": 3}
+        assert (await api.post(route, **body)).json()["system_fingerprint"] == "fp_1"
+        chunks = await api.stream(route, **body)
+        assert chunks[-1]["system_fingerprint"] == "fp_1"
+        assert not any("system_fingerprint" in chunk for chunk in chunks[:-1])
 
 
 # A value of every supported field that must be seen in the engine's request, in the response, or by the server.
@@ -247,17 +222,14 @@ HONOURED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_sampling_field_reaches_the_engine(route):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            for name, body in HONOURED.items():
-                response = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
-                assert response.status_code == 200, response.text
-                value = getattr(api.engine.added[-1].params, name)
-                expected = {5: 1.0} if name == "logit_bias" else body[name]
-                assert value == expected, name
-
-    asyncio.run(scenario())
+async def test_sampling_field_reaches_the_engine(route):
+    async with fake_api() as api:
+        for name, body in HONOURED.items():
+            response = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
+            assert response.status_code == 200, response.text
+            value = getattr(api.engine.added[-1].params, name)
+            expected = {5: 1.0} if name == "logit_bias" else body[name]
+            assert value == expected, name
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])

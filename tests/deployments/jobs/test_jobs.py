@@ -78,18 +78,15 @@ def text_of(events: list[tuple[str, str]]) -> str:
 
 
 @routes
-def test_a_second_request_with_the_key_gets_the_first_ones_answer_and_nothing_is_computed(route):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            answers = await asyncio.gather(*(post(api, route, **BODIES[route]) for _ in range(4)))
-            answers.append(await post(api, route, **BODIES[route]))
-            assert {answer.status_code for answer in answers} == {200}
-            assert len({_without_times(answer) for answer in answers}) == 1
-            assert len(api.engine.added) == 1
-            other = await post(api, route, {"Idempotency-Key": "key 2"}, **BODIES[route])
-            assert other.json()["id"] != answers[0].json()["id"] and len(api.engine.added) == 2
-
-    run(scenario())
+async def test_a_second_request_with_the_key_gets_the_first_ones_answer_and_nothing_is_computed(route):
+    async with fake_api() as api:
+        answers = await asyncio.gather(*(post(api, route, **BODIES[route]) for _ in range(4)))
+        answers.append(await post(api, route, **BODIES[route]))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({_without_times(answer) for answer in answers}) == 1
+        assert len(api.engine.added) == 1
+        other = await post(api, route, {"Idempotency-Key": "key 2"}, **BODIES[route])
+        assert other.json()["id"] != answers[0].json()["id"] and len(api.engine.added) == 2
 
 
 def _without_times(answer: httpx.Response) -> str:
@@ -97,32 +94,29 @@ def _without_times(answer: httpx.Response) -> str:
 
 
 @routes
-def test_a_stream_can_be_gone_on_with_from_each_of_its_events(route):
-    async def scenario() -> None:
-        async with fake_api(says("Hello, world. ")) as api:
-            body = {**BODIES[route], "stream": True}
-            events = events_of((await post(api, route, **body)).text)
-            stream_id = events[0][0].partition(":")[0]
-            whole = text_of(events)
-            assert len(whole) > 10
-            for i, (event_id, _) in enumerate(events):
-                last = {"Last-Event-ID": event_id}
-                again = [
-                    await post(api, route, last, **body),
-                    await post(api, route, KEY | last, **body),
-                    await api.client.get(f"/v1/streams/{stream_id}", headers=last),
-                ]
-                assert len({text_of(events_of(answer.text)) for answer in again}) == 1 and again[0].status_code == 200
-                rest = events_of(again[0].text)
-                assert text_of(events[: i + 1]) + text_of(rest) == whole
-                assert (events + rest)[-1][1][:25] == events[-1][1][:25]
-            assert len(api.engine.added) == 1
-
-    run(scenario())
+async def test_a_stream_can_be_gone_on_with_from_each_of_its_events(route):
+    async with fake_api(says("Hello, world. ")) as api:
+        body = {**BODIES[route], "stream": True}
+        events = events_of((await post(api, route, **body)).text)
+        stream_id = events[0][0].partition(":")[0]
+        whole = text_of(events)
+        assert len(whole) > 10
+        for i, (event_id, _) in enumerate(events):
+            last = {"Last-Event-ID": event_id}
+            again = [
+                await post(api, route, last, **body),
+                await post(api, route, KEY | last, **body),
+                await api.client.get(f"/v1/streams/{stream_id}", headers=last),
+            ]
+            assert len({text_of(events_of(answer.text)) for answer in again}) == 1 and again[0].status_code == 200
+            rest = events_of(again[0].text)
+            assert text_of(events[: i + 1]) + text_of(rest) == whole
+            assert (events + rest)[-1][1][:25] == events[-1][1][:25]
+        assert len(api.engine.added) == 1
 
 
 @routes
-def test_a_position_that_its_stream_never_had_is_refused_and_not_tried_again(route):
+async def test_a_position_that_its_stream_never_had_is_refused_and_not_tried_again(route):
     def forged(event_id: str) -> Iterator[str]:
         """Well-formed ids, of no event: other tokens, more of them, or an end where there is none."""
         stream_id, _, position = event_id.partition(":")
@@ -133,170 +127,140 @@ def test_a_position_that_its_stream_never_had_is_refused_and_not_tried_again(rou
         for changed in others:
             yield f"{stream_id}:{number}.{choice}.{in_group}.{changed}"
 
-    async def scenario() -> None:
-        async with fake_api(says("Hello, world. ")) as api:
-            body = {**BODIES[route], "stream": True}
-            events = events_of((await post(api, route, **body)).text)
-            inside = [event_id for event_id, _ in events if not event_id.endswith("e")]
-            for last in (wrong for event_id in (inside[0], inside[-1]) for wrong in forged(event_id)):
-                for answer in (
-                    await post(api, route, {"Last-Event-ID": last}, **body),
-                    await post(api, route, KEY | {"Last-Event-ID": last}, **body),
-                    await api.client.get(f"/v1/streams/{last[:32]}", headers={"Last-Event-ID": last}),
-                ):
-                    assert answer.status_code in (400, 409), (last, answer.text)
-                    assert answer.status_code == 400 or answer.headers["X-Should-Retry"] == "false"
-                    assert "Last-Event-ID" in answer.json()["error"]["message"]
-            assert len(api.engine.added) == 1
-
-    run(scenario())
-
-
-def test_sequence_numbers_of_a_response_go_on_where_they_were():
-    async def scenario() -> None:
-        async with fake_api(says("Hello, world. ")) as api:
-            body = {**BODIES["responses"], "stream": True}
-            events = events_of((await post(api, "responses", **body)).text)
-            for i, (event_id, _) in enumerate(events):
-                rest = events_of((await post(api, "responses", {"Last-Event-ID": event_id}, **body)).text)
-                numbers = [json.loads(e.rpartition("data: ")[2])["sequence_number"] for _, e in events[: i + 1] + rest]
-                assert numbers == [*range(len(numbers))]
-
-    run(scenario())
-
-
-def test_an_answer_is_computed_to_its_end_although_its_client_has_left():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.engine.paused.set()
-            request = asyncio.create_task(post(api, "completions", **PROMPT))
-            await until(lambda: api.engine.num_live)
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-            api.engine.paused.clear()
-            answer = await post(api, "completions", **PROMPT)
-            assert answer.json()["choices"][0]["text"] == ("abcdefgh" * 3)[:20]
-            assert len(api.engine.added) == 1 and not api.engine.aborted
-
-    run(scenario())
-
-
-def test_the_key_of_another_body_or_route_is_refused_by_name():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            await post(api, "completions", **PROMPT)
-            stream = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT, stream=True)
-            last = {"Last-Event-ID": events_of(stream.text)[0][0]}
+    async with fake_api(says("Hello, world. ")) as api:
+        body = {**BODIES[route], "stream": True}
+        events = events_of((await post(api, route, **body)).text)
+        inside = [event_id for event_id, _ in events if not event_id.endswith("e")]
+        for last in (wrong for event_id in (inside[0], inside[-1]) for wrong in forged(event_id)):
             for answer in (
-                await post(api, "completions", **PROMPT, temperature=0),
-                await post(api, "chat/completions", **CHAT),
-                await post(api, "completions", last, **PROMPT),
+                await post(api, route, {"Last-Event-ID": last}, **body),
+                await post(api, route, KEY | {"Last-Event-ID": last}, **body),
+                await api.client.get(f"/v1/streams/{last[:32]}", headers={"Last-Event-ID": last}),
             ):
-                error = answer.json()["error"]
-                assert (answer.status_code, error["code"], error["param"]) == (
-                    422, "idempotency_key_reused", "Idempotency-Key",
-                )  # fmt: skip
-            for headers in (
-                KEY | last,
-                {"Idempotency-Key": ""},
-                {"Idempotency-Key": "x" * 256},
-                {"Last-Event-ID": "1"},
-            ):
-                answer = await post(api, "completions", headers, **PROMPT, stream=True)
-                assert answer.status_code == 400 and answer.json()["error"]["param"] in (*headers,), headers
-            assert len(api.engine.added) == 2
-
-    run(scenario())
+                assert answer.status_code in (400, 409), (last, answer.text)
+                assert answer.status_code == 400 or answer.headers["X-Should-Retry"] == "false"
+                assert "Last-Event-ID" in answer.json()["error"]["message"]
+        assert len(api.engine.added) == 1
 
 
-def test_a_refused_request_leaves_its_key_free():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            assert (await post(api, "completions", prompt="a" * 5000)).status_code == 400
-            assert (await post(api, "completions", **PROMPT)).status_code == 200
-
-    run(scenario())
-
-
-def test_an_engine_that_refuses_is_an_error_for_every_request_with_the_key_and_then_the_key_is_free():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
-            answers = await asyncio.gather(*(post(api, "completions", **PROMPT) for _ in range(3)))
-            assert {answer.status_code for answer in answers} == {500}
-            api.engine.refusal = None
-            assert (await post(api, "completions", **PROMPT)).status_code == 200
-
-    run(scenario())
+async def test_sequence_numbers_of_a_response_go_on_where_they_were():
+    async with fake_api(says("Hello, world. ")) as api:
+        body = {**BODIES["responses"], "stream": True}
+        events = events_of((await post(api, "responses", **body)).text)
+        for i, (event_id, _) in enumerate(events):
+            rest = events_of((await post(api, "responses", {"Last-Event-ID": event_id}, **body)).text)
+            numbers = [json.loads(e.rpartition("data: ")[2])["sequence_number"] for _, e in events[: i + 1] + rest]
+            assert numbers == [*range(len(numbers))]
 
 
-def test_each_api_key_has_answers_of_its_own():
-    async def scenario() -> None:
-        keys = tuple(f"{name}:{hash_key(name)}" for name in ("ann", "bob"))
-        async with fake_api(auth=AuthConfig(api_keys=keys)) as api:
-            ann, bob = ({**KEY, "Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
-            first = await post(api, "completions", ann, **PROMPT, stream=True)
-            second = await post(api, "completions", bob, **PROMPT, stream=True)
-            event_id = events_of(first.text)[0][0]
-            assert event_id.partition(":")[0] != events_of(second.text)[0][0].partition(":")[0]
-            stolen = await api.client.get(
-                f"/v1/streams/{event_id.partition(':')[0]}", headers={**bob, "Last-Event-ID": event_id}
-            )
-            assert stolen.status_code == 404 and stolen.json()["error"]["code"] == "stream_not_found"
-
-    run(scenario())
+async def test_an_answer_is_computed_to_its_end_although_its_client_has_left():
+    async with fake_api() as api:
+        api.engine.paused.set()
+        request = asyncio.create_task(post(api, "completions", **PROMPT))
+        await until(lambda: api.engine.num_live)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        api.engine.paused.clear()
+        answer = await post(api, "completions", **PROMPT)
+        assert answer.json()["choices"][0]["text"] == ("abcdefgh" * 3)[:20]
+        assert len(api.engine.added) == 1 and not api.engine.aborted
 
 
-def test_another_ingress_has_the_answer_of_one_that_has_ended(shared):
-    async def scenario() -> None:
-        async with fake_api(store=shared) as api:
-            events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
-            await until(lambda: not _live(api))
-        async with fake_api(store=shared) as api:
-            rest = events_of(
-                (await api.client.get(f"/v1/streams/{events[0][0][:32]}", headers={"Last-Event-ID": events[4][0]})).text
-            )
-            assert text_of(events[:5]) + text_of(rest) == text_of(events)
-            assert not api.engine.added
-
-    run(scenario())
-
-
-def test_an_answer_that_an_ingress_left_is_computed_again_with_its_seed_and_goes_on_where_it_was(shared):
-    async def scenario() -> None:
-        def drawn(request: Any) -> list[int]:
-            return tokenizer().encode("".join(chr(97 + (request.params.seed + i) % 26) for i in range(20)))[:20]
-
-        async with fake_api(drawn, store=shared) as api:
-            whole = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
-            await until(lambda: not _live(api))
-        await change_record(shared, whole[0][0][:32], outputs=None)  # as if it had died before the end
-        async with fake_api(drawn, store=shared) as api:
-            rest = await post(api, "completions", KEY | {"Last-Event-ID": whole[6][0]}, **PROMPT, stream=True)
-            assert events_of(rest.text) == whole[7:]
-            assert len(api.engine.added) == 1
-
-    run(scenario())
+async def test_the_key_of_another_body_or_route_is_refused_by_name():
+    async with fake_api() as api:
+        await post(api, "completions", **PROMPT)
+        stream = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT, stream=True)
+        last = {"Last-Event-ID": events_of(stream.text)[0][0]}
+        for answer in (
+            await post(api, "completions", **PROMPT, temperature=0),
+            await post(api, "chat/completions", **CHAT),
+            await post(api, "completions", last, **PROMPT),
+        ):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                422, "idempotency_key_reused", "Idempotency-Key",
+            )  # fmt: skip
+        for headers in (
+            KEY | last,
+            {"Idempotency-Key": ""},
+            {"Idempotency-Key": "x" * 256},
+            {"Last-Event-ID": "1"},
+        ):
+            answer = await post(api, "completions", headers, **PROMPT, stream=True)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] in (*headers,), headers
+        assert len(api.engine.added) == 2
 
 
-def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
-    async def scenario() -> None:
-        with redis_server() as redis:
-            async with fake_api(store=StoreConfig(url=redis.url)) as api:
-                api.engine.paused.set()
-                begun = asyncio.create_task(post(api, "completions", **PROMPT))
-                await until(lambda: api.engine.num_live)
-                redis.kill()
-                api.engine.paused.clear()
-                assert (await begun).json()["choices"][0]["finish_reason"] == "length"
-                refused = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-                assert "Retry-After" in refused.headers and len(api.engine.added) == 1
-                metrics = Scrape((await api.client.get("/metrics")).text)
-                assert metrics.sum("manta_store_errors_total", reason="unavailable") >= 1
-                assert (await api.post("completions", **PROMPT)).status_code == 200
+async def test_a_refused_request_leaves_its_key_free():
+    async with fake_api() as api:
+        assert (await post(api, "completions", prompt="a" * 5000)).status_code == 400
+        assert (await post(api, "completions", **PROMPT)).status_code == 200
 
-    run(scenario())
+
+async def test_an_engine_that_refuses_is_an_error_for_every_request_with_the_key_and_then_the_key_is_free():
+    async with fake_api() as api:
+        api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
+        answers = await asyncio.gather(*(post(api, "completions", **PROMPT) for _ in range(3)))
+        assert {answer.status_code for answer in answers} == {500}
+        api.engine.refusal = None
+        assert (await post(api, "completions", **PROMPT)).status_code == 200
+
+
+async def test_each_api_key_has_answers_of_its_own():
+    keys = tuple(f"{name}:{hash_key(name)}" for name in ("ann", "bob"))
+    async with fake_api(auth=AuthConfig(api_keys=keys)) as api:
+        ann, bob = ({**KEY, "Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+        first = await post(api, "completions", ann, **PROMPT, stream=True)
+        second = await post(api, "completions", bob, **PROMPT, stream=True)
+        event_id = events_of(first.text)[0][0]
+        assert event_id.partition(":")[0] != events_of(second.text)[0][0].partition(":")[0]
+        stolen = await api.client.get(
+            f"/v1/streams/{event_id.partition(':')[0]}", headers={**bob, "Last-Event-ID": event_id}
+        )
+        assert stolen.status_code == 404 and stolen.json()["error"]["code"] == "stream_not_found"
+
+
+async def test_another_ingress_has_the_answer_of_one_that_has_ended(shared):
+    async with fake_api(store=shared) as api:
+        events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+        await until(lambda: not _live(api))
+    async with fake_api(store=shared) as api:
+        rest = events_of(
+            (await api.client.get(f"/v1/streams/{events[0][0][:32]}", headers={"Last-Event-ID": events[4][0]})).text
+        )
+        assert text_of(events[:5]) + text_of(rest) == text_of(events)
+        assert not api.engine.added
+
+
+async def test_an_answer_that_an_ingress_left_is_computed_again_with_its_seed_and_goes_on_where_it_was(shared):
+    def drawn(request: Any) -> list[int]:
+        return tokenizer().encode("".join(chr(97 + (request.params.seed + i) % 26) for i in range(20)))[:20]
+
+    async with fake_api(drawn, store=shared) as api:
+        whole = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+        await until(lambda: not _live(api))
+    await change_record(shared, whole[0][0][:32], outputs=None)  # as if it had died before the end
+    async with fake_api(drawn, store=shared) as api:
+        rest = await post(api, "completions", KEY | {"Last-Event-ID": whole[6][0]}, **PROMPT, stream=True)
+        assert events_of(rest.text) == whole[7:]
+        assert len(api.engine.added) == 1
+
+
+async def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
+    with redis_server() as redis:
+        async with fake_api(store=StoreConfig(url=redis.url)) as api:
+            api.engine.paused.set()
+            begun = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: api.engine.num_live)
+            redis.kill()
+            api.engine.paused.clear()
+            assert (await begun).json()["choices"][0]["finish_reason"] == "length"
+            refused = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+            assert "Retry-After" in refused.headers and len(api.engine.added) == 1
+            metrics = Scrape((await api.client.get("/metrics")).text)
+            assert metrics.sum("manta_store_errors_total", reason="unavailable") >= 1
+            assert (await api.post("completions", **PROMPT)).status_code == 200
 
 
 @contextmanager
@@ -360,84 +324,73 @@ def test_on_a_full_disk_a_key_is_refused_and_what_was_promised_is_answered_also_
         run(scenario(tmp_path / "disk", fill))
 
 
-def test_an_answer_that_was_asked_for_again_ends_with_its_time_in_the_store_and_so_does_one_asked_for_in_vain(tmp_path):
+async def test_an_answer_that_was_asked_for_again_ends_with_its_time_in_the_store_and_so_does_one_asked_for_in_vain(
+    tmp_path,
+):
     config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
-
-    async def scenario() -> None:
-        async with fake_api(store=config) as api:
-            stream_id = events_of((await post(api, "completions", **PROMPT, stream=True)).text)[0][0][:32]
-        async with fake_api(store=config) as api:
-            assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200 and not api.engine.added
-            await expire_record(config, stream_id)
-            assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200
-            assert len(api.engine.added) == 1
-        await change_record(config, stream_id, outputs=None)
-        async with fake_api(store=config) as api:
-            assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 422
-            await expire_record(config, stream_id)
-            assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 200
-
-    run(scenario())
+    async with fake_api(store=config) as api:
+        stream_id = events_of((await post(api, "completions", **PROMPT, stream=True)).text)[0][0][:32]
+    async with fake_api(store=config) as api:
+        assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200 and not api.engine.added
+        await expire_record(config, stream_id)
+        assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200
+        assert len(api.engine.added) == 1
+    await change_record(config, stream_id, outputs=None)
+    async with fake_api(store=config) as api:
+        assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 422
+        await expire_record(config, stream_id)
+        assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 200
 
 
-def test_a_request_that_is_refused_does_not_part_others_with_its_key_from_their_answer():
-    async def scenario() -> None:
-        reads, refused, read = list[JobSource](), asyncio.Event(), JobSource.start
+async def test_a_request_that_is_refused_does_not_part_others_with_its_key_from_their_answer():
+    reads, refused, read = list[JobSource](), asyncio.Event(), JobSource.start
 
-        async def counted(self: JobSource, *args: Any) -> Any:
-            reads.append(self)
-            if len(reads) == 2:
-                raise InvalidParameter("prompt", "a", "another one")
-            if len(reads) == 1:
-                await refused.wait()
-            return await read(self, *args)
+    async def counted(self: JobSource, *args: Any) -> Any:
+        reads.append(self)
+        if len(reads) == 2:
+            raise InvalidParameter("prompt", "a", "another one")
+        if len(reads) == 1:
+            await refused.wait()
+        return await read(self, *args)
 
-        async with fake_api() as api:
-            api.engine.paused.set()
-            with (
-                mock.patch.object(JobSource, "start", counted),
-                mock.patch.object(Job, "_take_over", side_effect=AssertionError("it is computed here")),
-            ):
-                first = asyncio.create_task(post(api, "completions", **PROMPT))
-                await until(lambda: reads)
-                assert (await post(api, "completions", **PROMPT)).status_code == 400
-                refused.set()
-                await until(lambda: api.engine.num_live)
-                third = asyncio.create_task(post(api, "completions", **PROMPT))
-                await until(lambda: len(reads) == 3)
-                api.engine.paused.clear()
-                assert (await first).status_code == 200 and (await third).text == (await first).text
-
-    run(scenario())
-
-
-def test_a_background_response_that_is_cancelled_is_computed_no_further():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.engine.paused.set()
-            started = await post(api, "responses", input="hello", background=True)
+    async with fake_api() as api:
+        api.engine.paused.set()
+        with (
+            mock.patch.object(JobSource, "start", counted),
+            mock.patch.object(Job, "_take_over", side_effect=AssertionError("it is computed here")),
+        ):
+            first = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: reads)
+            assert (await post(api, "completions", **PROMPT)).status_code == 400
+            refused.set()
             await until(lambda: api.engine.num_live)
-            cancelled = await api.client.post(f"/v1/responses/{started.json()['id']}/cancel")
-            assert cancelled.json()["status"] == "cancelled"
-            await until(lambda: not api.engine.num_live)
-
-    run(scenario())
-
-
-def test_the_key_of_a_lease_is_no_stream():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.engine.paused.set()
-            begun = asyncio.create_task(post(api, "completions", **PROMPT))
-            await until(lambda: api.engine.num_live)
-            stream_id = job_id_of("", KEY["Idempotency-Key"])
-            for name in (f"{stream_id}:lease", f"-lease:{stream_id}"):
-                answer = await api.client.get(f"/v1/streams/{name}")
-                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+            third = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: len(reads) == 3)
             api.engine.paused.clear()
-            assert (await begun).status_code == 200
+            assert (await first).status_code == 200 and (await third).text == (await first).text
 
-    run(scenario())
+
+async def test_a_background_response_that_is_cancelled_is_computed_no_further():
+    async with fake_api() as api:
+        api.engine.paused.set()
+        started = await post(api, "responses", input="hello", background=True)
+        await until(lambda: api.engine.num_live)
+        cancelled = await api.client.post(f"/v1/responses/{started.json()['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        await until(lambda: not api.engine.num_live)
+
+
+async def test_the_key_of_a_lease_is_no_stream():
+    async with fake_api() as api:
+        api.engine.paused.set()
+        begun = asyncio.create_task(post(api, "completions", **PROMPT))
+        await until(lambda: api.engine.num_live)
+        stream_id = job_id_of("", KEY["Idempotency-Key"])
+        for name in (f"{stream_id}:lease", f"-lease:{stream_id}"):
+            answer = await api.client.get(f"/v1/streams/{name}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+        api.engine.paused.clear()
+        assert (await begun).status_code == 200
 
 
 async def expire_record(config: StoreConfig, stream_id: str) -> None:
@@ -457,29 +410,25 @@ async def change_record(config: StoreConfig, stream_id: str, value: bytes | None
     await store.close()
 
 
-def test_a_stored_answer_that_cannot_be_read_or_gone_on_with_is_an_error_by_name(tmp_path):
+async def test_a_stored_answer_that_cannot_be_read_or_gone_on_with_is_an_error_by_name(tmp_path):
     config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
-
-    async def scenario() -> None:
-        async with fake_api(store=config) as api:
-            events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
-        stream_id, last = events[0][0][:32], {"Last-Event-ID": events[5][0]}
-        await change_record(config, stream_id, outputs=None)
-        async with fake_api(store=config, fingerprint="fp_other") as api:
-            answer = await post(api, "completions", **PROMPT, stream=True)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_not_reproducible")
-            assert "fp_other" in answer.text and not api.engine.added
-        async with fake_api(says("something else, of other weights"), store=config) as api:
-            answer = await post(api, "completions", last, **PROMPT, stream=True)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_diverged")
-        await change_record(config, stream_id, b"no record")
-        async with fake_api(store=config) as api:
-            answer = await post(api, "completions", **PROMPT, stream=True)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_value_corrupt")
-            metrics = Scrape((await api.client.get("/metrics")).text)
-            assert metrics.sum("manta_store_errors_total", reason="corrupt") == 1
-
-    run(scenario())
+    async with fake_api(store=config) as api:
+        events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+    stream_id, last = events[0][0][:32], {"Last-Event-ID": events[5][0]}
+    await change_record(config, stream_id, outputs=None)
+    async with fake_api(store=config, fingerprint="fp_other") as api:
+        answer = await post(api, "completions", **PROMPT, stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_not_reproducible")
+        assert "fp_other" in answer.text and not api.engine.added
+    async with fake_api(says("something else, of other weights"), store=config) as api:
+        answer = await post(api, "completions", last, **PROMPT, stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_diverged")
+    await change_record(config, stream_id, b"no record")
+    async with fake_api(store=config) as api:
+        answer = await post(api, "completions", **PROMPT, stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_value_corrupt")
+        metrics = Scrape((await api.client.get("/metrics")).text)
+        assert metrics.sum("manta_store_errors_total", reason="corrupt") == 1
 
 
 def _live(api: FakeApi) -> int:

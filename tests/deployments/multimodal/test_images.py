@@ -63,105 +63,91 @@ def seen(api: FakeApi) -> tuple[str, list[bytes]]:
     return " ".join(word or "?" for word in words), [feature.mm_hash for feature in request.mm_features]
 
 
-def test_images_reach_the_engine_in_their_order_by_each_api(tmp_path):
+async def test_images_reach_the_engine_in_their_order_by_each_api(tmp_path):
     first, second = data_url(IMAGE), data_url(OTHER)
+    async with api_with_images(tmp_path) as (api, server):
+        answers = {}
+        content = [text_part("look"), image_part(first), text_part("at this"), image_part(second)]
+        answer = await api.post("chat/completions", messages=user(*content), max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        answers["chat"] = seen(api)
+        content = [image_part(f"{server.url}/image.png"), text_part("this")]
+        answer = await api.post("chat/completions", messages=user(*content), n=2, max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        assert seen(api) == ("<unk> IMAGE this", answers["chat"][1][:1])  # the same picture from elsewhere
 
-    async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, server):
-            answers = {}
-            content = [text_part("look"), image_part(first), text_part("at this"), image_part(second)]
-            answer = await api.post("chat/completions", messages=user(*content), max_tokens=2)
-            assert answer.status_code == 200, answer.text
-            answers["chat"] = seen(api)
-            content = [image_part(f"{server.url}/image.png"), text_part("this")]
-            answer = await api.post("chat/completions", messages=user(*content), n=2, max_tokens=2)
-            assert answer.status_code == 200, answer.text
-            assert seen(api) == ("<unk> IMAGE this", answers["chat"][1][:1])  # the same picture from elsewhere
+        content = [
+            {"type": "input_text", "text": "look"},
+            {"type": "input_image", "image_url": first, "detail": "auto"},
+            {"type": "input_text", "text": "at this"},
+            {"type": "input_image", "image_url": second},
+        ]
+        answer = await api.post("responses", input=user(*content), max_output_tokens=2)
+        assert answer.status_code == 200, answer.text
+        answers["responses"] = seen(api)
 
-            content = [
-                {"type": "input_text", "text": "look"},
-                {"type": "input_image", "image_url": first, "detail": "auto"},
-                {"type": "input_text", "text": "at this"},
-                {"type": "input_image", "image_url": second},
-            ]
-            answer = await api.post("responses", input=user(*content), max_output_tokens=2)
-            assert answer.status_code == 200, answer.text
-            answers["responses"] = seen(api)
-
-            source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
-            content = [
-                text_part("look"),
-                {"type": "image", "source": source},
-                text_part("at this"),
-                {"type": "image", "source": {"type": "url", "url": second}},
-            ]
-            answer = await api.post("messages", messages=user(*content), max_tokens=2)
-            assert answer.status_code == 200, answer.text
-            answers["anthropic"] = seen(api)
-            prompt, hashes = answers["chat"]
-            assert prompt == "<unk> look IMAGE at this IMAGE" and len(set(hashes)) == 2
-            assert set(map(str, answers.values())) == {str(answers["chat"])}
-
-    asyncio.run(scenario())
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
+        content = [
+            text_part("look"),
+            {"type": "image", "source": source},
+            text_part("at this"),
+            {"type": "image", "source": {"type": "url", "url": second}},
+        ]
+        answer = await api.post("messages", messages=user(*content), max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        answers["anthropic"] = seen(api)
+        prompt, hashes = answers["chat"]
+        assert prompt == "<unk> look IMAGE at this IMAGE" and len(set(hashes)) == 2
+        assert set(map(str, answers.values())) == {str(answers["chat"])}
 
 
-def test_what_tools_return_may_be_images(tmp_path):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, _):
-            calls = [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
-            messages = [
-                *user(text_part("look")),
-                {"role": "assistant", "content": "", "tool_calls": calls},
-                {"role": "tool", "tool_call_id": "a", "content": [image_part(data_url(IMAGE))]},
-            ]
-            assert (await api.post("chat/completions", messages=messages, max_tokens=2)).status_code == 200
-            chat = seen(api)
-            source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
-            result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
-            messages = [
-                *user(text_part("look")),
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
-                *user(result),
-            ]
-            assert (await api.post("messages", messages=messages, max_tokens=2)).status_code == 200
-            assert seen(api)[1] == chat[1]
-            items = [
-                {"role": "user", "content": "look"},
-                {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "a",
-                 "output": [{"type": "input_image", "image_url": data_url(IMAGE)}]},
-            ]  # fmt: skip
-            assert (await api.post("responses", input=items, max_output_tokens=2)).status_code == 200
-            assert seen(api)[1] == chat[1]
-
-    asyncio.run(scenario())
+async def test_what_tools_return_may_be_images(tmp_path):
+    async with api_with_images(tmp_path) as (api, _):
+        calls = [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+        messages = [
+            *user(text_part("look")),
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "a", "content": [image_part(data_url(IMAGE))]},
+        ]
+        assert (await api.post("chat/completions", messages=messages, max_tokens=2)).status_code == 200
+        chat = seen(api)
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+        messages = [
+            *user(text_part("look")),
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+            *user(result),
+        ]
+        assert (await api.post("messages", messages=messages, max_tokens=2)).status_code == 200
+        assert seen(api)[1] == chat[1]
+        items = [
+            {"role": "user", "content": "look"},
+            {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a",
+             "output": [{"type": "input_image", "image_url": data_url(IMAGE)}]},
+        ]  # fmt: skip
+        assert (await api.post("responses", input=items, max_output_tokens=2)).status_code == 200
+        assert seen(api)[1] == chat[1]
 
 
 @pytest.mark.parametrize(("max_per_request", "modalities"), [(1, ["text", "image"]), (0, ["text"])])
-def test_the_list_of_models_says_whether_one_is_served_with_images(tmp_path, max_per_request, modalities):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path, max_per_request=max_per_request) as (api, _):
-            (card,) = (await api.client.get("/v1/models")).json()["data"]
-            assert card["input_modalities"] == modalities
-
-    asyncio.run(scenario())
+async def test_the_list_of_models_says_whether_one_is_served_with_images(tmp_path, max_per_request, modalities):
+    async with api_with_images(tmp_path, max_per_request=max_per_request) as (api, _):
+        (card,) = (await api.client.get("/v1/models")).json()["data"]
+        assert card["input_modalities"] == modalities
 
 
-def test_an_image_of_low_detail_has_fewer_tokens_and_tokenize_counts_as_a_chat_does(tmp_path):
+async def test_an_image_of_low_detail_has_fewer_tokens_and_tokenize_counts_as_a_chat_does(tmp_path):
     large = data_url(file_of(picture(2000, 12), "PNG"))
-
-    async def scenario() -> None:
-        async with api_with_images(tmp_path, max_pixels=10**6, max_bytes=10**6) as (api, _):
-            counts = []
-            for detail in ("high", "low"):
-                messages = user(image_part(large, detail=detail), text_part("look"))
-                answer = await api.post("chat/completions", messages=messages, max_tokens=2)
-                counts.append(answer.json()["usage"]["prompt_tokens"])
-                tokens = await api.client.post("/tokenize", json={"messages": messages})
-                assert tokens.json()["count"] == counts[-1] and tokens.json()["tokens"] == api.engine.added[-1].prompt
-            assert counts[1] < counts[0]
-
-    asyncio.run(scenario())
+    async with api_with_images(tmp_path, max_pixels=10**6, max_bytes=10**6) as (api, _):
+        counts = []
+        for detail in ("high", "low"):
+            messages = user(image_part(large, detail=detail), text_part("look"))
+            answer = await api.post("chat/completions", messages=messages, max_tokens=2)
+            counts.append(answer.json()["usage"]["prompt_tokens"])
+            tokens = await api.client.post("/tokenize", json={"messages": messages})
+            assert tokens.json()["count"] == counts[-1] and tokens.json()["tokens"] == api.engine.added[-1].prompt
+        assert counts[1] < counts[0]
 
 
 # URL of an image (or the whole part), and what the error says
@@ -203,29 +189,26 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-def test_each_bad_image_is_refused_by_name_and_disturbs_nothing_else(tmp_path):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path, max_in_flight=2) as (api, server):
-            bad = [json.loads(json.dumps(one).replace("SERVER", server.url)) for one, _ in BAD]
-            parts = [one if isinstance(one, dict) else image_part(one) for one in bad]
-            content = [image_part(data_url(IMAGE)), text_part("look")]
-            answers = [
-                api.post("chat/completions", messages=user(text_part("look"), part, *content[:1]), max_tokens=2)
-                for part in parts
-            ]
-            good = [api.post("chat/completions", messages=user(*content), max_tokens=2) for _ in range(3)]
-            refused, answered = await asyncio.gather(asyncio.gather(*answers), asyncio.gather(*good))
-            assert [answer.status_code for answer in answered] == [200] * 3
-            for (one, message), answer in zip(BAD, refused, strict=True):
-                assert answer.status_code == 400, (one, answer.text)
-                error = answer.json()["error"]
-                assert message in error["message"] and error["param"] == "messages", (one, error)
-                assert error["type"] == "invalid_request_error" and "secret" not in error["message"]
-                named = "messages[0].content" if isinstance(one, dict) else "messages[0].content[1].image_url"
-                assert named in error["message"] or "texts must not" in message, (one, error)
-            assert len(api.engine.added) == 3
-
-    asyncio.run(scenario())
+async def test_each_bad_image_is_refused_by_name_and_disturbs_nothing_else(tmp_path):
+    async with api_with_images(tmp_path, max_in_flight=2) as (api, server):
+        bad = [json.loads(json.dumps(one).replace("SERVER", server.url)) for one, _ in BAD]
+        parts = [one if isinstance(one, dict) else image_part(one) for one in bad]
+        content = [image_part(data_url(IMAGE)), text_part("look")]
+        answers = [
+            api.post("chat/completions", messages=user(text_part("look"), part, *content[:1]), max_tokens=2)
+            for part in parts
+        ]
+        good = [api.post("chat/completions", messages=user(*content), max_tokens=2) for _ in range(3)]
+        refused, answered = await asyncio.gather(asyncio.gather(*answers), asyncio.gather(*good))
+        assert [answer.status_code for answer in answered] == [200] * 3
+        for (one, message), answer in zip(BAD, refused, strict=True):
+            assert answer.status_code == 400, (one, answer.text)
+            error = answer.json()["error"]
+            assert message in error["message"] and error["param"] == "messages", (one, error)
+            assert error["type"] == "invalid_request_error" and "secret" not in error["message"]
+            named = "messages[0].content" if isinstance(one, dict) else "messages[0].content[1].image_url"
+            assert named in error["message"] or "texts must not" in message, (one, error)
+        assert len(api.engine.added) == 3
 
 
 @pytest.mark.parametrize(
@@ -235,32 +218,25 @@ def test_each_bad_image_is_refused_by_name_and_disturbs_nothing_else(tmp_path):
         ({"truncate_prompt_tokens": 10}, "truncate_prompt_tokens", "must be left out with images"),
     ],
 )
-def test_a_request_that_cannot_have_its_images_is_refused(tmp_path, fields, param, message):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, _):
-            body = {"messages": user(image_part(data_url(IMAGE))), **fields}
-            error = (await api.post("chat/completions", **body)).json()["error"]
-            assert error["param"] == param and message in error["message"]
-
-    asyncio.run(scenario())
+async def test_a_request_that_cannot_have_its_images_is_refused(tmp_path, fields, param, message):
+    async with api_with_images(tmp_path) as (api, _):
+        body = {"messages": user(image_part(data_url(IMAGE))), **fields}
+        error = (await api.post("chat/completions", **body)).json()["error"]
+        assert error["param"] == param and message in error["message"]
 
 
-def test_images_that_exceed_the_context_are_refused_as_a_long_prompt_is(tmp_path):
+async def test_images_that_exceed_the_context_are_refused_as_a_long_prompt_is(tmp_path):
     large = data_url(file_of(picture(100, 100)))  # 64 × 64 after resizing
-
-    async def scenario() -> None:
-        async with api_with_images(tmp_path, max_per_request=16) as (api, _):
-            answer = await api.post("chat/completions", messages=user(*[image_part(large)] * 9))
-            assert answer.status_code == 400, answer.text
-            error = answer.json()["error"]
-            assert error["code"] == "context_length_exceeded" and "at least 576 tokens" in error["message"]
-            assert api.engine.added == []
-
-    asyncio.run(scenario())
+    async with api_with_images(tmp_path, max_per_request=16) as (api, _):
+        answer = await api.post("chat/completions", messages=user(*[image_part(large)] * 9))
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded" and "at least 576 tokens" in error["message"]
+        assert api.engine.added == []
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
-def test_errors_name_the_image_as_the_api_does_and_so_does_a_model_that_reads_text_only(tmp_path, route):
+async def test_errors_name_the_image_as_the_api_does_and_so_does_a_model_that_reads_text_only(tmp_path, route):
     text, image, fields = {
         "chat/completions": (text_part("a"), image_part("data:"), {"messages": 1}),
         "responses": ({"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:"}, {"input": 1}),
@@ -274,36 +250,26 @@ def test_errors_name_the_image_as_the_api_does_and_so_does_a_model_that_reads_te
     }[route]
     turns = [*user(text), *user(text, image)]
     body = {name: turns, **({"max_tokens": 5, "system": "a"} if route == "messages" else {})}
-
-    async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, _):
-            assert f"{path} must be a data: URL in base64" in (await api.post(route, **body)).text
-        async with fake_api() as api:
-            answer = await api.post(route, **body)
-            assert answer.status_code == 400
-            assert f"{path} must be text, because model 'fake' reads no images" in answer.json()["error"]["message"]
-
-    asyncio.run(scenario())
+    async with api_with_images(tmp_path) as (api, _):
+        assert f"{path} must be a data: URL in base64" in (await api.post(route, **body)).text
+    async with fake_api() as api:
+        answer = await api.post(route, **body)
+        assert answer.status_code == 400
+        assert f"{path} must be text, because model 'fake' reads no images" in answer.json()["error"]["message"]
 
 
-def test_an_image_that_does_not_come_is_refused_once_its_time_is_over(tmp_path):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path, fetch_timeout_s=0.05) as (api, server):
-            answer = await api.post("chat/completions", messages=user(image_part(f"{server.url}/silent")))
-            assert answer.status_code == 400 and "loaded within 0.05 s" in answer.json()["error"]["message"]
-
-    asyncio.run(scenario())
+async def test_an_image_that_does_not_come_is_refused_once_its_time_is_over(tmp_path):
+    async with api_with_images(tmp_path, fetch_timeout_s=0.05) as (api, server):
+        answer = await api.post("chat/completions", messages=user(image_part(f"{server.url}/silent")))
+        assert answer.status_code == 400 and "loaded within 0.05 s" in answer.json()["error"]["message"]
 
 
-def test_a_request_waits_for_its_images_no_longer_than_its_own_deadline(tmp_path):
-    async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, server):
-            body = {"messages": user(image_part(f"{server.url}/silent"))}
-            headers = {"X-Request-Timeout-Ms": "50"}
-            answer = await api.client.post("/v1/chat/completions", json=body, headers=headers)
-            assert answer.status_code == 408 and answer.json()["error"]["type"] == "timeout_error"
-
-    asyncio.run(scenario())
+async def test_a_request_waits_for_its_images_no_longer_than_its_own_deadline(tmp_path):
+    async with api_with_images(tmp_path) as (api, server):
+        body = {"messages": user(image_part(f"{server.url}/silent"))}
+        headers = {"X-Request-Timeout-Ms": "50"}
+        answer = await api.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 408 and answer.json()["error"]["type"] == "timeout_error"
 
 
 def test_no_more_images_are_processed_at_a_time_than_allowed(tmp_path, monkeypatch):
@@ -330,7 +296,9 @@ def test_no_more_images_are_processed_at_a_time_than_allowed(tmp_path, monkeypat
     assert most == 1
 
 
-def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_nor_their_files(tmp_path, monkeypatch):
+async def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_nor_their_files(
+    tmp_path, monkeypatch
+):
     loader = ImageLoader(ImageConfig(max_processing=1), processor(tmp_path, "qwen3_vl"))
     begun, go_on = threading.Semaphore(0), threading.Event()
     process, file = ImageLoader._process, bytes(bytearray(IMAGE))
@@ -346,20 +314,16 @@ def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_n
 
     monkeypatch.setattr(ImageLoader, "_process", slow)
     monkeypatch.setattr(loader._media, "load", load)
-
-    async def scenario() -> None:
-        asked = [asyncio.create_task(loader.load([RequestedImage("x", data_url(IMAGE), False)])) for _ in range(3)]
-        assert await asyncio.to_thread(begun.acquire, timeout=30)
-        for given_up in asked[:2]:
-            given_up.cancel()
-        await asyncio.wait(asked[:2])
-        assert not begun.acquire(blocking=False), "the first is still at work"
-        assert sys.getrefcount(file) == references + 1, "those that are given up keep their file"
-        go_on.set()
-        assert len(await asked[2]) == 1
-        assert begun.acquire(blocking=False) and not begun.acquire(blocking=False), "the second never began"
-
-    asyncio.run(scenario())
+    asked = [asyncio.create_task(loader.load([RequestedImage("x", data_url(IMAGE), False)])) for _ in range(3)]
+    assert await asyncio.to_thread(begun.acquire, timeout=30)
+    for given_up in asked[:2]:
+        given_up.cancel()
+    await asyncio.wait(asked[:2])
+    assert not begun.acquire(blocking=False), "the first is still at work"
+    assert sys.getrefcount(file) == references + 1, "those that are given up keep their file"
+    go_on.set()
+    assert len(await asked[2]) == 1
+    assert begun.acquire(blocking=False) and not begun.acquire(blocking=False), "the second never began"
 
 
 @pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "once"}], ids=["answer", "job"])

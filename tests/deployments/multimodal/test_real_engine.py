@@ -68,59 +68,52 @@ async def events(client: httpx.AsyncClient, route: str, body: dict[str, Any]) ->
         return [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
 
 
-def test_chats_about_images_are_answered_as_offline_beside_bad_images_and_text(folder, offline):
-    async def scenario() -> None:
-        async with real_api(folder) as api, image_server() as server:
-            first, second, question = data_url(IMAGE), data_url(OTHER), text_part("What is this?")
-            bad = {"messages": user(image_part(data_url(b"no image"))), **GREEDY}
-            *answers, refused = await asyncio.gather(
-                chat(api.client, image_part(first), question),
-                chat(api.client, image_part(f"{server.url}/image.png"), question),
-                chat(api.client, image_part(first), question, n=3),
-                chat(api.client, text_part("First"), image_part(first), text_part("then"), image_part(second),
-                     text_part("what?")),
-                chat(api.client, text_part("First"), image_part(second), text_part("then"), image_part(first),
-                     text_part("what?")),
-                chat(api.client, question),
-                api.client.post("/v1/chat/completions", json=bad),
-            )  # fmt: skip
-            assert answers == [offline[name] for name in ("one", "one", "one", "two", "swapped", "text")]
-            assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_image"
-            scrape = await api.scrape_when(lambda s: s.sum("manta_engine_requests_ended_total") == 8)
-            assert scrape.sum("manta_images_encoded_total") == 2
-
-    asyncio.run(scenario())
+async def test_chats_about_images_are_answered_as_offline_beside_bad_images_and_text(folder, offline):
+    async with real_api(folder) as api, image_server() as server:
+        first, second, question = data_url(IMAGE), data_url(OTHER), text_part("What is this?")
+        bad = {"messages": user(image_part(data_url(b"no image"))), **GREEDY}
+        *answers, refused = await asyncio.gather(
+            chat(api.client, image_part(first), question),
+            chat(api.client, image_part(f"{server.url}/image.png"), question),
+            chat(api.client, image_part(first), question, n=3),
+            chat(api.client, text_part("First"), image_part(first), text_part("then"), image_part(second),
+                 text_part("what?")),
+            chat(api.client, text_part("First"), image_part(second), text_part("then"), image_part(first),
+                 text_part("what?")),
+            chat(api.client, question),
+            api.client.post("/v1/chat/completions", json=bad),
+        )  # fmt: skip
+        assert answers == [offline[name] for name in ("one", "one", "one", "two", "swapped", "text")]
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_image"
+        scrape = await api.scrape_when(lambda s: s.sum("manta_engine_requests_ended_total") == 8)
+        assert scrape.sum("manta_images_encoded_total") == 2
 
 
-def test_streams_and_the_other_apis_answer_about_images_as_offline(folder, offline):
+async def test_streams_and_the_other_apis_answer_about_images_as_offline(folder, offline):
     text, prompt_tokens = offline["one"]
+    async with real_api(folder) as api:
+        messages = user(image_part(data_url(IMAGE)), text_part("What is this?"))
+        tokens = (await api.client.post("/tokenize", json={"messages": messages})).json()
+        assert tokens["count"] == len(tokens["tokens"]) == prompt_tokens
+        chunks = await events(api.client, "/v1/chat/completions", {"messages": messages, **GREEDY})
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
 
-    async def scenario() -> None:
-        async with real_api(folder) as api:
-            messages = user(image_part(data_url(IMAGE)), text_part("What is this?"))
-            tokens = (await api.client.post("/tokenize", json={"messages": messages})).json()
-            assert tokens["count"] == len(tokens["tokens"]) == prompt_tokens
-            chunks = await events(api.client, "/v1/chat/completions", {"messages": messages, **GREEDY})
-            assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+        content = [
+            {"type": "input_image", "image_url": data_url(IMAGE), "detail": "auto"},
+            {"type": "input_text", "text": "What is this?"},
+        ]
+        body = {"input": user(*content), "temperature": 0, "max_output_tokens": MAX_TOKENS}
+        answer = (await api.client.post("/v1/responses", json=body)).json()
+        assert answer["output"][0]["content"][0]["text"] == text, answer
+        assert answer["usage"]["input_tokens"] == prompt_tokens
+        streamed = await events(api.client, "/v1/responses", body)
+        assert "".join(e["delta"] for e in streamed if e["type"] == "response.output_text.delta") == text
 
-            content = [
-                {"type": "input_image", "image_url": data_url(IMAGE), "detail": "auto"},
-                {"type": "input_text", "text": "What is this?"},
-            ]
-            body = {"input": user(*content), "temperature": 0, "max_output_tokens": MAX_TOKENS}
-            answer = (await api.client.post("/v1/responses", json=body)).json()
-            assert answer["output"][0]["content"][0]["text"] == text, answer
-            assert answer["usage"]["input_tokens"] == prompt_tokens
-            streamed = await events(api.client, "/v1/responses", body)
-            assert "".join(e["delta"] for e in streamed if e["type"] == "response.output_text.delta") == text
-
-            source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
-            body = {"messages": user({"type": "image", "source": source}, text_part("What is this?")), **GREEDY}
-            answer = (await api.client.post("/v1/messages", json=body)).json()
-            assert answer["content"][0]["text"] == text, answer
-            usage = answer["usage"]
-            assert usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0) == prompt_tokens
-            streamed = await events(api.client, "/v1/messages", body)
-            assert "".join(e["delta"]["text"] for e in streamed if e["type"] == "content_block_delta") == text
-
-    asyncio.run(scenario())
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()}
+        body = {"messages": user({"type": "image", "source": source}, text_part("What is this?")), **GREEDY}
+        answer = (await api.client.post("/v1/messages", json=body)).json()
+        assert answer["content"][0]["text"] == text, answer
+        usage = answer["usage"]
+        assert usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0) == prompt_tokens
+        streamed = await events(api.client, "/v1/messages", body)
+        assert "".join(e["delta"]["text"] for e in streamed if e["type"] == "content_block_delta") == text

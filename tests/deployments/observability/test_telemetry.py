@@ -11,7 +11,6 @@ import pytest
 
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.telemetry import MetricsMiddleware, NoPeers, Telemetry
-from tests.scenarios import run
 
 
 @dataclass
@@ -22,18 +21,15 @@ class FakePeers(NoPeers):
         return self.found
 
 
-def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():
-    async def scenario() -> None:
-        stale, other = IngressStats("a"), IngressStats("b")
-        other.answered("GET /", 200, 0.1, 0, 5)
+async def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():
+    stale, other = IngressStats("a"), IngressStats("b")
+    other.answered("GET /", 200, 0.1, 0, 5)
 
-        telemetry = Telemetry("a", peers=FakePeers([stale, other]))
-        telemetry.stats.answered("GET /", 404, 0.1, 0, 5)
-        own, theirs = await telemetry.all_stats()
-        assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})
-        assert (theirs.ingress_id, theirs.routes["GET /"].statuses) == ("b", {200: 1})
-
-    run(scenario())
+    telemetry = Telemetry("a", peers=FakePeers([stale, other]))
+    telemetry.stats.answered("GET /", 404, 0.1, 0, 5)
+    own, theirs = await telemetry.all_stats()
+    assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})
+    assert (theirs.ingress_id, theirs.routes["GET /"].statuses) == ("b", {200: 1})
 
 
 def test_counts_are_the_same_after_their_way_between_ingresses():
@@ -72,19 +68,16 @@ async def fails(scope: Any, receive: Any, send: Any) -> None:
         (fails, b"0", {500: 1}, (0, 0)),
     ],
 )
-def test_every_request_counts_once_however_it_ends(app, length, statuses, num_bytes):
-    async def scenario() -> None:
-        async def send(message: Any) -> None:
-            pass
+async def test_every_request_counts_once_however_it_ends(app, length, statuses, num_bytes):
+    async def send(message: Any) -> None:
+        pass
 
-        scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
-        telemetry = Telemetry("a")
-        call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
-        await asyncio.wait([call])
-        assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
-        assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
-        (route,) = telemetry.stats.routes.values()
-        assert route.statuses == statuses
-        assert (route.request_bytes, route.response_bytes) == num_bytes
-
-    run(scenario())
+    scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
+    telemetry = Telemetry("a")
+    call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
+    await asyncio.wait([call])
+    assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
+    assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
+    (route,) = telemetry.stats.routes.values()
+    assert route.statuses == statuses
+    assert (route.request_bytes, route.response_bytes) == num_bytes

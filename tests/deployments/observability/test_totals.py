@@ -62,20 +62,17 @@ def test_rates_are_those_since_the_line_before(lines):
     ]
 
 
-def test_engines_are_asked_only_after_an_interval_with_a_request(lines, monkeypatch):
-    async def scenario() -> None:
-        monkeypatch.setattr(totals, "INTERVAL_S", 0.01)
-        pool, telemetry = FakePool(), Telemetry("i")
-        running = asyncio.create_task(TotalsLog({"m": pool}, telemetry).run())  # type: ignore[dict-item]
-        for _ in range(20):
-            await asyncio.sleep(0.005)
-        assert (pool.asked, lines) == (0, [])
-        timeline = SequenceTimeline(request_id="r", model="m", prompt_tokens=1, arrived_at=0.0)
-        telemetry.timelines.begin(timeline)
-        await until(lambda: bool(lines))
-        running.cancel()
-
-    asyncio.run(scenario())
+async def test_engines_are_asked_only_after_an_interval_with_a_request(lines, monkeypatch):
+    monkeypatch.setattr(totals, "INTERVAL_S", 0.01)
+    pool, telemetry = FakePool(), Telemetry("i")
+    running = asyncio.create_task(TotalsLog({"m": pool}, telemetry).run())  # type: ignore[dict-item]
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert (pool.asked, lines) == (0, [])
+    timeline = SequenceTimeline(request_id="r", model="m", prompt_tokens=1, arrived_at=0.0)
+    telemetry.timelines.begin(timeline)
+    await until(lambda: bool(lines))
+    running.cancel()
 
 
 def test_what_other_ingresses_had_while_this_one_was_idle_does_not_count(lines, monkeypatch):
@@ -94,17 +91,14 @@ def test_what_other_ingresses_had_while_this_one_was_idle_does_not_count(lines, 
     assert "output_tokens_per_s=0.0" in lines[0]
 
 
-def test_a_look_that_fails_is_not_the_last(lines, monkeypatch):
-    async def scenario() -> None:
-        monkeypatch.setattr(totals, "INTERVAL_S", 0.01)
-        pool, telemetry = FakePool(), Telemetry("i")
-        stats, pool.stats = pool.stats, None  # type: ignore[assignment]  no status can be made of it
-        telemetry.timelines.begin(SequenceTimeline(request_id="r", model="m", prompt_tokens=1, arrived_at=0.0))
-        running = asyncio.create_task(TotalsLog({"m": pool}, telemetry).run())  # type: ignore[dict-item]
-        await until(lambda: bool(lines))
-        assert "the totals are unknown" in lines[0]
-        pool.stats = stats
-        await until(lambda: lines[-1].startswith("totals "))
-        running.cancel()
-
-    asyncio.run(scenario())
+async def test_a_look_that_fails_is_not_the_last(lines, monkeypatch):
+    monkeypatch.setattr(totals, "INTERVAL_S", 0.01)
+    pool, telemetry = FakePool(), Telemetry("i")
+    stats, pool.stats = pool.stats, None  # type: ignore[assignment]  no status can be made of it
+    telemetry.timelines.begin(SequenceTimeline(request_id="r", model="m", prompt_tokens=1, arrived_at=0.0))
+    running = asyncio.create_task(TotalsLog({"m": pool}, telemetry).run())  # type: ignore[dict-item]
+    await until(lambda: bool(lines))
+    assert "the totals are unknown" in lines[0]
+    pool.stats = stats
+    await until(lambda: lines[-1].startswith("totals "))
+    running.cancel()

@@ -172,17 +172,13 @@ def test_an_operation_has_the_name_of_the_conventions(path, operation):
     assert operation_of(path) == operation
 
 
-def test_requests_are_served_though_no_collector_listens(receiver, monkeypatch):
+async def test_requests_are_served_though_no_collector_listens(receiver, monkeypatch):
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
-
-    async def scenario() -> None:
-        receiver.close()
-        tracing = Tracing(TracingConfig(otlp_endpoint=receiver.endpoint))
-        async with fake_api(says("a"), tracing=tracing) as api:
-            assert (await api.post("completions", prompt="a")).status_code == 200
-        tracing.close()
-
-    run(scenario())
+    receiver.close()
+    traces = Tracing(TracingConfig(otlp_endpoint=receiver.endpoint))
+    async with fake_api(says("a"), tracing=traces) as api:
+        assert (await api.post("completions", prompt="a")).status_code == 200
+    traces.close()
 
 
 def test_a_handoff_lies_inside_the_prefill_it_is_part_of():

@@ -47,7 +47,7 @@ TEXT = "The quick brown fox. " * 20_000
         ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}),
     ],
 )
-def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(path, body, monkeypatch):
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(path, body, monkeypatch):
     tokenized: list[int] = []
     encode = type(tokenizer())._encode
 
@@ -55,25 +55,19 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(path, body, monk
         tokenized.append(len(text))
         return encode(self, text, add_special_tokens)
 
-    async def scenario() -> None:
-        async with fake_api() as api:
-            monkeypatch.setattr(type(tokenizer()), "_encode", recorded)
-            response = await api.client.post(path, json=body)
-            Bad(path, b"", "prompt").check(response)
-            assert max(tokenized, default=0) < 100
-
-    asyncio.run(scenario())
+    async with fake_api() as api:
+        monkeypatch.setattr(type(tokenizer()), "_encode", recorded)
+        response = await api.client.post(path, json=body)
+        Bad(path, b"", "prompt").check(response)
+        assert max(tokenized, default=0) < 100
 
 
 @pytest.mark.parametrize("prompt", ["a b " * 300, [5] * MAX_MODEL_LEN, "a" * 10**5])
-def test_prompt_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(prompt):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            error = (await api.post("completions", prompt=prompt)).json()["error"]
-            assert error["code"] == "context_length_exceeded"
-            assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
-
-    asyncio.run(scenario())
+async def test_prompt_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(prompt):
+    async with fake_api() as api:
+        error = (await api.post("completions", prompt=prompt)).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
 
 
 JSON = {"Content-Type": "application/json"}
@@ -373,25 +367,21 @@ def test_no_text_makes_counting_values_a_loop_over_its_signs(text):
         ("/v1/completions", {"prompt": "{" * 10_000, "truncate_prompt_tokens": 5, "max_tokens": 1}),
     ],
 )
-def test_tokenizing_waits_for_no_other_work_of_the_ingress(path, body):
+async def test_tokenizing_waits_for_no_other_work_of_the_ingress(path, body):
     """Threads that wait for files, say, or for Ray: here for good."""
-
-    async def scenario() -> None:
-        held, loop = threading.Event(), asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as others:
-            loop.set_default_executor(others)
-            others.submit(held.wait)
-            try:
-                async with fake_api(says("ok")) as api, asyncio.timeout(60):
-                    response = await api.client.post(path, json=body)
-                    assert response.status_code == 200, response.text
-            finally:
-                held.set()
-
-    asyncio.run(scenario())
+    held, loop = threading.Event(), asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as others:
+        loop.set_default_executor(others)
+        others.submit(held.wait)
+        try:
+            async with fake_api(says("ok")) as api, asyncio.timeout(60):
+                response = await api.client.post(path, json=body)
+                assert response.status_code == 200, response.text
+        finally:
+            held.set()
 
 
-def test_words_are_not_tokenized_on_the_event_loop(monkeypatch):
+async def test_words_are_not_tokenized_on_the_event_loop(monkeypatch):
     threads: list[threading.Thread] = []
     token_ids = type(tokenizer()).bad_words_token_ids
 
@@ -400,20 +390,16 @@ def test_words_are_not_tokenized_on_the_event_loop(monkeypatch):
         return token_ids(self, words)
 
     monkeypatch.setattr(type(tokenizer()), "bad_words_token_ids", recorded)
-
-    async def scenario() -> None:
-        async with fake_api() as api:
-            words = [f"word{i}" for i in range(1000)]
-            for route, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
-                response = await api.post(route, **body, max_tokens=1, bad_words=words)
-                assert response.status_code == 200
-            assert len(threads) == 2
-            assert threading.main_thread() not in threads
-
-    asyncio.run(scenario())
+    async with fake_api() as api:
+        words = [f"word{i}" for i in range(1000)]
+        for route, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
+            response = await api.post(route, **body, max_tokens=1, bad_words=words)
+            assert response.status_code == 200
+        assert len(threads) == 2
+        assert threading.main_thread() not in threads
 
 
-def test_the_loop_turns_and_streams_go_on_while_a_long_prompt_that_fits_is_tokenized(monkeypatch):
+async def test_the_loop_turns_and_streams_go_on_while_a_long_prompt_that_fits_is_tokenized(monkeypatch):
     """Half a megabyte. In turns, not in time: without letting go of the GIL the loop would not turn once."""
     tokenizing = threading.Event()
     encode, turns = type(tokenizer())._encode, 0
@@ -435,16 +421,13 @@ def test_the_loop_turns_and_streams_go_on_while_a_long_prompt_that_fits_is_token
             await asyncio.sleep(0)
             turns += tokenizing.is_set()
 
-    async def scenario() -> None:
-        limits = {"max_model_len": 2**20, "max_waiting_tokens": 2**20}
-        async with fake_api(says("a" * 1000), **limits) as api:
-            counting = asyncio.create_task(count_turns())
-            async with longest_turn() as turn:
-                response = await api.post("completions", prompt=TEXT + TEXT[:100_000], max_tokens=1)
-            counting.cancel()
-            assert response.status_code == 200, response.text
-            assert response.json()["usage"]["prompt_tokens"] > 10**5
-            assert turns > 100
-            assert turn.cpu_s < 0.05 * slowness()
-
-    asyncio.run(scenario())
+    limits = {"max_model_len": 2**20, "max_waiting_tokens": 2**20}
+    async with fake_api(says("a" * 1000), **limits) as api:
+        counting = asyncio.create_task(count_turns())
+        async with longest_turn() as turn:
+            response = await api.post("completions", prompt=TEXT + TEXT[:100_000], max_tokens=1)
+        counting.cancel()
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["prompt_tokens"] > 10**5
+        assert turns > 100
+        assert turn.cpu_s < 0.05 * slowness()

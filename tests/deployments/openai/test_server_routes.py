@@ -14,160 +14,129 @@ from deployments.http.middleware import AuthConfig
 from engine.core.tape.file import TapeFile
 from engine.core.tape.ring import EngineTape, Segment, hashes_entry
 from tests.deployments.fake_api import fake_api, until
-from tests.scenarios import run
 
 HASH = b"hash of a prompt"
 
 
-def test_request_is_served_by_the_model_it_names():
-    async def scenario() -> None:
-        async with fake_api(names=("one", "two/b")) as api:
-            for name in ("one", "two/b"):
-                response = (await api.post("completions", prompt="a", model=name, max_tokens=1)).json()
-                assert response["model"] == name
-            assert [m["id"] for m in (await api.client.get("/v1/models")).json()["data"]] == ["one", "two/b"]
-            card = (await api.client.get("/v1/models/two/b")).json()
-            assert (card["id"], card["object"], card["max_model_len"]) == ("two/b", "model", 512)
-            assert card["input_modalities"] == ["text"]
-
-    run(scenario())
+async def test_request_is_served_by_the_model_it_names():
+    async with fake_api(names=("one", "two/b")) as api:
+        for name in ("one", "two/b"):
+            response = (await api.post("completions", prompt="a", model=name, max_tokens=1)).json()
+            assert response["model"] == name
+        assert [m["id"] for m in (await api.client.get("/v1/models")).json()["data"]] == ["one", "two/b"]
+        card = (await api.client.get("/v1/models/two/b")).json()
+        assert (card["id"], card["object"], card["max_model_len"]) == ("two/b", "model", 512)
+        assert card["input_modalities"] == ["text"]
 
 
 @pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}])
-def test_request_that_names_no_model_is_served_where_there_is_only_one(model):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            assert (await api.post("completions", prompt="a", max_tokens=1, **model)).json()["model"] == "fake"
-        async with fake_api(names=("one", "two")) as api:
-            response = await api.post("completions", prompt="a", **model)
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
-            assert "one, two" in response.json()["error"]["message"]
-
-    run(scenario())
+async def test_request_that_names_no_model_is_served_where_there_is_only_one(model):
+    async with fake_api() as api:
+        assert (await api.post("completions", prompt="a", max_tokens=1, **model)).json()["model"] == "fake"
+    async with fake_api(names=("one", "two")) as api:
+        response = await api.post("completions", prompt="a", **model)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+        assert "one, two" in response.json()["error"]["message"]
 
 
-def test_models_do_not_take_each_others_places_in_the_queue():
-    async def scenario() -> None:
-        async with fake_api(names=("one", "two"), max_num_seqs=1, max_waiting=1) as api:
-            api.engine.paused.set()
+async def test_models_do_not_take_each_others_places_in_the_queue():
+    async with fake_api(names=("one", "two"), max_num_seqs=1, max_waiting=1) as api:
+        api.engine.paused.set()
 
-            def ask(model: str) -> asyncio.Task[Any]:
-                return asyncio.create_task(api.post("completions", prompt="a", model=model, max_tokens=1))
+        def ask(model: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(api.post("completions", prompt="a", model=model, max_tokens=1))
 
-            responses = [ask("one") for _ in range(3)]
-            responses += [ask("two") for _ in range(3)]
-            await asyncio.sleep(0)
-            refused = await ask("one")
-            assert refused.status_code == 429
-            api.engine.paused.clear()
-            assert [(await response).status_code for response in responses] == [200] * 6
-
-    run(scenario())
+        responses = [ask("one") for _ in range(3)]
+        responses += [ask("two") for _ in range(3)]
+        await asyncio.sleep(0)
+        refused = await ask("one")
+        assert refused.status_code == 429
+        api.engine.paused.clear()
+        assert [(await response).status_code for response in responses] == [200] * 6
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-def test_health_fails_while_the_engine_makes_no_progress(path):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            await api.until_status()
-            for method in ("GET", "HEAD"):
-                response = await api.client.request(method, path)
-                assert (response.status_code, response.content) == (200, b"")
-            api.engine.step_age_s = 60.0
-            async with asyncio.timeout(60):
-                while (response := await api.client.get(path)).status_code == 200:
-                    await asyncio.sleep(0.005)
-            assert response.status_code == 503
-            assert "no step ended for 60 s" in response.json()["error"]["message"]
-            assert response.headers["retry-after"] == "1"
-            api.engine.step_age_s = 0.0
-            async with asyncio.timeout(60):
-                while (await api.client.get(path)).status_code == 503:
-                    await asyncio.sleep(0.005)
-
-    run(scenario())
-
-
-def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_none():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            await api.until_status()
-            response = await api.client.post("/reset_prefix_cache")
+async def test_health_fails_while_the_engine_makes_no_progress(path):
+    async with fake_api() as api:
+        await api.until_status()
+        for method in ("GET", "HEAD"):
+            response = await api.client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
-            await until(lambda: api.engine.resets == 1)
-            api.replica.fail("rank 0 died")
-            assert (await api.client.post("/reset_prefix_cache")).status_code == 503
-
-    run(scenario())
-
-
-def test_model_answers_to_its_aliases_under_its_name():
-    async def scenario() -> None:
-        async with fake_api(aliases=("gpt-4o", "best")) as api:
-            cards = (await api.client.get("/v1/models")).json()["data"]
-            assert [card["id"] for card in cards] == ["fake", "gpt-4o", "best"]
-            assert (await api.client.get("/v1/models/best")).json()["id"] == "best"
-            response = await api.post("completions", model="gpt-4o", prompt="a", max_tokens=1)
-            assert response.json()["model"] == "fake"
-            unknown = (await api.post("completions", model="other", prompt="a")).json()["error"]
-            assert "fake, gpt-4o, best" in unknown["message"]
-
-    run(scenario())
+        api.engine.step_age_s = 60.0
+        async with asyncio.timeout(60):
+            while (response := await api.client.get(path)).status_code == 200:
+                await asyncio.sleep(0.005)
+        assert response.status_code == 503
+        assert "no step ended for 60 s" in response.json()["error"]["message"]
+        assert response.headers["retry-after"] == "1"
+        api.engine.step_age_s = 0.0
+        async with asyncio.timeout(60):
+            while (await api.client.get(path)).status_code == 503:
+                await asyncio.sleep(0.005)
 
 
-def test_version_and_load():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            assert (await api.client.get("/version")).json() == {"version": VERSION}
-            assert (await api.client.get("/load")).json() == {"server_load": 0}
-
-    run(scenario())
-
-
-def test_id_of_an_answer_is_made_of_the_requests_id():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            ask = {"prompt": "a", "max_tokens": 1}
-            headers = {"X-Request-Id": "abc"}
-            response = await api.client.post("/v1/completions", json=ask, headers=headers)
-            assert response.json()["id"] == "cmpl-abc"
-            response = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
-            assert response.json()["id"] == "cmpl-xyz"
-
-    run(scenario())
+async def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_none():
+    async with fake_api() as api:
+        await api.until_status()
+        response = await api.client.post("/reset_prefix_cache")
+        assert (response.status_code, response.content) == (200, b"")
+        await until(lambda: api.engine.resets == 1)
+        api.replica.fail("rank 0 died")
+        assert (await api.client.post("/reset_prefix_cache")).status_code == 503
 
 
-def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch, caplog):
-    async def scenario() -> None:
-        async with fake_api() as api:
-
-            def fail(*_: Any) -> None:
-                raise KeyError("/secret/path")
-
-            monkeypatch.setattr(api.model.admission, "check", fail)
-            response = await api.post("completions", prompt="a")
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "internal_error"
-            assert "secret" not in response.text
-            assert "/secret/path" in caplog.text
-
-    run(scenario())
+async def test_model_answers_to_its_aliases_under_its_name():
+    async with fake_api(aliases=("gpt-4o", "best")) as api:
+        cards = (await api.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["fake", "gpt-4o", "best"]
+        assert (await api.client.get("/v1/models/best")).json()["id"] == "best"
+        response = await api.post("completions", model="gpt-4o", prompt="a", max_tokens=1)
+        assert response.json()["model"] == "fake"
+        unknown = (await api.post("completions", model="other", prompt="a")).json()["error"]
+        assert "fake, gpt-4o, best" in unknown["message"]
 
 
-def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():
-    async def scenario() -> None:
-        auth = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("boss", "user")), admin_keys=("boss",))
-        async with fake_api(auth=auth) as api:
-            await api.until_status()
-            segment = Segment(0.0, pickle.dumps(None), hashes_entry(1, [HASH]), b"")
-            tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[segment])
-            api.engine.tape = msgspec.msgpack.encode(tape)
-            for key, status in (("user", 403), ("boss", 200)):
-                response = await api.client.get("/debug/tape", headers={"authorization": f"Bearer {key}"})
-                assert response.status_code == status
-            (keyed,) = msgspec.msgpack.decode(zlib.decompress(response.content), type=TapeFile).engines
-            found = msgspec.msgpack.decode(keyed, type=EngineTape)
-            assert found.engine_id == "e" and HASH not in keyed
-            assert len(found.segments[0].entries) == len(hashes_entry(1, [HASH]))
+async def test_version_and_load():
+    async with fake_api() as api:
+        assert (await api.client.get("/version")).json() == {"version": VERSION}
+        assert (await api.client.get("/load")).json() == {"server_load": 0}
 
-    run(scenario())
+
+async def test_id_of_an_answer_is_made_of_the_requests_id():
+    async with fake_api() as api:
+        ask = {"prompt": "a", "max_tokens": 1}
+        headers = {"X-Request-Id": "abc"}
+        response = await api.client.post("/v1/completions", json=ask, headers=headers)
+        assert response.json()["id"] == "cmpl-abc"
+        response = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
+        assert response.json()["id"] == "cmpl-xyz"
+
+
+async def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch, caplog):
+    async with fake_api() as api:
+
+        def fail(*_: Any) -> None:
+            raise KeyError("/secret/path")
+
+        monkeypatch.setattr(api.model.admission, "check", fail)
+        response = await api.post("completions", prompt="a")
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "secret" not in response.text
+        assert "/secret/path" in caplog.text
+
+
+async def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():
+    auth = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("boss", "user")), admin_keys=("boss",))
+    async with fake_api(auth=auth) as api:
+        await api.until_status()
+        segment = Segment(0.0, pickle.dumps(None), hashes_entry(1, [HASH]), b"")
+        tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[segment])
+        api.engine.tape = msgspec.msgpack.encode(tape)
+        for key, status in (("user", 403), ("boss", 200)):
+            response = await api.client.get("/debug/tape", headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == status
+        (keyed,) = msgspec.msgpack.decode(zlib.decompress(response.content), type=TapeFile).engines
+        found = msgspec.msgpack.decode(keyed, type=EngineTape)
+        assert found.engine_id == "e" and HASH not in keyed
+        assert len(found.segments[0].entries) == len(hashes_entry(1, [HASH]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -16,7 +15,6 @@ from engine.wire.sampling_params import ThinkingBudget
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
-from tests.scenarios import run
 
 HELLO = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -105,113 +103,92 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("template", "text", "fields", "expected", "reason"), ANSWERS)
-def test_calls_are_told_from_content_in_streams_and_whole_answers(template, text, fields, expected, reason):
-    async def scenario() -> None:
-        async with serving(text, template) as api:
-            for way in (ask, ask_streamed):
-                choice = await way(api, tools=TOOLS, **fields)
-                assert without_ids(choice["message"]) == expected, way
-                assert choice["finish_reason"] == reason, way
-
-    run(scenario())
+async def test_calls_are_told_from_content_in_streams_and_whole_answers(template, text, fields, expected, reason):
+    async with serving(text, template) as api:
+        for way in (ask, ask_streamed):
+            choice = await way(api, tools=TOOLS, **fields)
+            assert without_ids(choice["message"]) == expected, way
+            assert choice["finish_reason"] == reason, way
 
 
 @pytest.mark.parametrize("markers", ["tokens", "special", "text"])
-def test_tags_are_found_whether_they_are_tokens_special_tokens_or_text(markers):
-    async def scenario() -> None:
-        async with serving(f"<think>hm</think>{CALL}", markers=markers) as api:
-            for way in (ask, ask_streamed):
-                assert without_ids((await way(api, tools=TOOLS))["message"]) == message(None, WEATHER, reasoning="hm")
-
-    run(scenario())
+async def test_tags_are_found_whether_they_are_tokens_special_tokens_or_text(markers):
+    async with serving(f"<think>hm</think>{CALL}", markers=markers) as api:
+        for way in (ask, ask_streamed):
+            assert without_ids((await way(api, tools=TOOLS))["message"]) == message(None, WEATHER, reasoning="hm")
 
 
-def test_answer_cut_by_max_tokens_says_so():
-    async def scenario() -> None:
-        async with serving(CALL[:-30], ended=False) as api:
-            whole, streamed = await ask(api, tools=TOOLS), await ask_streamed(api, tools=TOOLS)
-            assert (whole["finish_reason"], whole["message"]["content"]) == ("length", CALL[:-30])
-            assert streamed["finish_reason"] == "length"
-            assert ARGUMENTS.startswith(streamed["message"]["tool_calls"][0]["function"]["arguments"])
-
-    run(scenario())
+async def test_answer_cut_by_max_tokens_says_so():
+    async with serving(CALL[:-30], ended=False) as api:
+        whole, streamed = await ask(api, tools=TOOLS), await ask_streamed(api, tools=TOOLS)
+        assert (whole["finish_reason"], whole["message"]["content"]) == ("length", CALL[:-30])
+        assert streamed["finish_reason"] == "length"
+        assert ARGUMENTS.startswith(streamed["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-def test_choices_of_one_stream_count_their_calls_for_themselves():
-    async def scenario() -> None:
-        async with serving(f"{CALL}{CALL}") as api:
-            chunks = await api.stream("chat/completions", messages=HELLO, tools=TOOLS, n=2)
-            choices = [choice for chunk in chunks for choice in chunk["choices"]]
-            for index in (0, 1):
-                deltas = [choice["delta"] for choice in choices if choice["index"] == index]
-                calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-                assert sorted({call["index"] for call in calls}) == [0, 1]
-                assert len({call["id"] for call in calls if "id" in call}) == 2
-
-    run(scenario())
+async def test_choices_of_one_stream_count_their_calls_for_themselves():
+    async with serving(f"{CALL}{CALL}") as api:
+        chunks = await api.stream("chat/completions", messages=HELLO, tools=TOOLS, n=2)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        for index in (0, 1):
+            deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+            assert sorted({call["index"] for call in calls}) == [0, 1]
+            assert len({call["id"] for call in calls if "id" in call}) == 2
 
 
 def prompt_of(api: FakeApi, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(api.engine.added[-1].prompt, skip_special_tokens=False)
 
 
-def test_prompt_shows_tools_calls_and_their_results():
-    async def scenario() -> None:
-        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-        cut = {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": '{"a'}}
-        conversation = [
-            *HELLO,
-            {"role": "assistant", "content": None, "tool_calls": [call, cut], "reasoning": "hm", "function_call": None},
-            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-            {"role": "assistant", "content": "It rains.", "tool_calls": []},
-            *HELLO,
-        ]
-        async with serving("hi") as api:
-            await ask(api, messages=conversation, tools=TOOLS)
-            prompt = prompt_of(api, chat_tokenizer(QWEN))
-            tools = "\n".join(json.dumps(tool) for tool in TOOLS)
-            assert prompt == (
-                f"<|im_start|>system\n<tools>\n{tools}\n</tools><|im_end|>\n"
-                "<|im_start|>user\nhello<|im_end|>\n"
-                f"<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n{CALL}\n"
-                '<tool_call>\n{"name": "now", "arguments": "{\\"a"}\n</tool_call><|im_end|>\n'
-                "<|im_start|>tool\nrain<|im_end|>\n"
-                "<|im_start|>assistant\nIt rains.<|im_end|>\n"
-                "<|im_start|>user\nhello<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            )
-            await ask(api, tools=TOOLS, tool_choice="none")
-            assert "weather" not in prompt_of(api, chat_tokenizer(QWEN))
-
-    run(scenario())
+async def test_prompt_shows_tools_calls_and_their_results():
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    cut = {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": '{"a'}}
+    conversation = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call, cut], "reasoning": "hm", "function_call": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "assistant", "content": "It rains.", "tool_calls": []},
+        *HELLO,
+    ]
+    async with serving("hi") as api:
+        await ask(api, messages=conversation, tools=TOOLS)
+        prompt = prompt_of(api, chat_tokenizer(QWEN))
+        tools = "\n".join(json.dumps(tool) for tool in TOOLS)
+        assert prompt == (
+            f"<|im_start|>system\n<tools>\n{tools}\n</tools><|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n"
+            f"<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n{CALL}\n"
+            '<tool_call>\n{"name": "now", "arguments": "{\\"a"}\n</tool_call><|im_end|>\n'
+            "<|im_start|>tool\nrain<|im_end|>\n"
+            "<|im_start|>assistant\nIt rains.<|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+        await ask(api, tools=TOOLS, tool_choice="none")
+        assert "weather" not in prompt_of(api, chat_tokenizer(QWEN))
 
 
-def test_template_that_looks_for_the_key_sees_no_empty_list_of_calls():
-    async def scenario() -> None:
-        async with serving("hi", LLAMA) as api:
-            for calls in ([], None):
-                turn = {"role": "assistant", "content": "yes", "tool_calls": calls}
-                await ask(api, messages=[*HELLO, turn, *HELLO])
-
-    run(scenario())
+async def test_template_that_looks_for_the_key_sees_no_empty_list_of_calls():
+    async with serving("hi", LLAMA) as api:
+        for calls in ([], None):
+            turn = {"role": "assistant", "content": "yes", "tool_calls": calls}
+            await ask(api, messages=[*HELLO, turn, *HELLO])
 
 
-def test_forced_calls_are_held_to_the_schema_of_the_tools():
-    async def scenario() -> None:
-        async with serving("[]") as api:
-            thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
-            await ask(api, tools=TOOLS, tool_choice="required", **thinks_not)
-            schema = api.engine.added[-1].params.structured_outputs.json
-            names = [call["properties"]["name"] for call in schema["items"]["anyOf"]]
-            assert (schema["minItems"], names) == (1, [{"const": "weather"}, {"const": "now"}])
-            await ask(api, tools=TOOLS, tool_choice=NAMED, **thinks_not)
-            assert api.engine.added[-1].params.structured_outputs.json == PARAMETERS
-            await ask(api, tools=TOOLS, tool_choice=NAMED)  # it may think first
-            assert "start: ((<" in api.engine.added[-1].params.structured_outputs.grammar
-            await ask(api, tools=TOOLS)
-            assert api.engine.added[-1].params.structured_outputs is None
-
-    run(scenario())
+async def test_forced_calls_are_held_to_the_schema_of_the_tools():
+    async with serving("[]") as api:
+        thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
+        await ask(api, tools=TOOLS, tool_choice="required", **thinks_not)
+        schema = api.engine.added[-1].params.structured_outputs.json
+        names = [call["properties"]["name"] for call in schema["items"]["anyOf"]]
+        assert (schema["minItems"], names) == (1, [{"const": "weather"}, {"const": "now"}])
+        await ask(api, tools=TOOLS, tool_choice=NAMED, **thinks_not)
+        assert api.engine.added[-1].params.structured_outputs.json == PARAMETERS
+        await ask(api, tools=TOOLS, tool_choice=NAMED)  # it may think first
+        assert "start: ((<" in api.engine.added[-1].params.structured_outputs.grammar
+        await ask(api, tools=TOOLS)
+        assert api.engine.added[-1].params.structured_outputs is None
 
 
 THOUGHTS, REST = "\nHm, 1 + 1.\n", "\n\nIt is 2."
@@ -227,82 +204,67 @@ THOUGHTS, REST = "\nHm, 1 + 1.\n", "\n\nIt is 2."
         (QWEN, f"<think>{THOUGHTS}</think>{REST}", {"include_reasoning": False}, message("It is 2.")),
     ],
 )
-def test_reasoning_has_a_field_of_its_own_and_its_tokens_are_counted(template, text, fields, expected):
-    async def scenario() -> None:
-        async with serving(text, template) as api:
-            for way in (ask, ask_streamed):
-                assert without_ids((await way(api, **fields))["message"]) == expected
-            whole = (await api.post("chat/completions", messages=HELLO)).json()["usage"]
-            options = {"include_usage": True}
-            *_, last = await api.stream("chat/completions", messages=HELLO, stream_options=options)
-            tokenizer = chat_tokenizer(template)
-            reasoned = len(tokenizer.encode(THOUGHTS, False)) if THOUGHTS in text else 0
-            assert whole["completion_tokens_details"]["reasoning_tokens"] == reasoned
-            assert last["usage"] == whole
-            assert whole["completion_tokens"] == len(tokenizer.encode(text, False)) + 1
-
-    run(scenario())
+async def test_reasoning_has_a_field_of_its_own_and_its_tokens_are_counted(template, text, fields, expected):
+    async with serving(text, template) as api:
+        for way in (ask, ask_streamed):
+            assert without_ids((await way(api, **fields))["message"]) == expected
+        whole = (await api.post("chat/completions", messages=HELLO)).json()["usage"]
+        options = {"include_usage": True}
+        *_, last = await api.stream("chat/completions", messages=HELLO, stream_options=options)
+        tokenizer = chat_tokenizer(template)
+        reasoned = len(tokenizer.encode(THOUGHTS, False)) if THOUGHTS in text else 0
+        assert whole["completion_tokens_details"]["reasoning_tokens"] == reasoned
+        assert last["usage"] == whole
+        assert whole["completion_tokens"] == len(tokenizer.encode(text, False)) + 1
 
 
-def test_reasoning_stays_in_the_content_where_no_parser_is_configured():
-    async def scenario() -> None:
-        async with serving("<think>a</think>b", reasoning_parser="none") as api:
-            response = (await api.post("chat/completions", messages=HELLO)).json()
-            assert response["choices"][0]["message"] == message("<think>a</think>b")
-            assert "completion_tokens_details" not in response["usage"]
-
-    run(scenario())
+async def test_reasoning_stays_in_the_content_where_no_parser_is_configured():
+    async with serving("<think>a</think>b", reasoning_parser="none") as api:
+        response = (await api.post("chat/completions", messages=HELLO)).json()
+        assert response["choices"][0]["message"] == message("<think>a</think>b")
+        assert "completion_tokens_details" not in response["usage"]
 
 
 @pytest.mark.parametrize(
     ("template", "fields", "begins"),
     [(QWEN, {}, True), (QWEN, {"chat_template_kwargs": {"enable_thinking": False}}, True), (DEEPSEEK, {}, False)],
 )
-def test_budget_of_reasoning_goes_to_the_engine_with_the_tokens_of_the_tags(template, fields, begins):
-    async def scenario() -> None:
-        async with serving("</think>hi", template) as api:
-            body = {"messages": HELLO, "thinking_token_budget": 9, **fields}
-            response = await api.post("chat/completions", **body)
-            assert "warning" not in response.headers
-            tokenizer = chat_tokenizer(template)
-            opening, closing = (tokenizer.encode(tag, False)[0] for tag in ("<think>", "</think>"))
-            expected = ThinkingBudget(9, closing, opening if begins else None)
-            assert api.engine.added[0].params.thinking_budget == expected
-
-    run(scenario())
+async def test_budget_of_reasoning_goes_to_the_engine_with_the_tokens_of_the_tags(template, fields, begins):
+    async with serving("</think>hi", template) as api:
+        body = {"messages": HELLO, "thinking_token_budget": 9, **fields}
+        response = await api.post("chat/completions", **body)
+        assert "warning" not in response.headers
+        tokenizer = chat_tokenizer(template)
+        opening, closing = (tokenizer.encode(tag, False)[0] for tag in ("<think>", "</think>"))
+        expected = ThinkingBudget(9, closing, opening if begins else None)
+        assert api.engine.added[0].params.thinking_budget == expected
 
 
 @pytest.mark.parametrize(("template", "markers"), [(LLAMA, "tokens"), (QWEN, "text")])
-def test_budget_of_reasoning_is_ignored_with_a_warning_where_its_end_is_no_token(template, markers):
-    async def scenario() -> None:
-        async with serving("hi", template, markers=markers) as api:
-            response = await api.post("chat/completions", messages=HELLO, thinking_token_budget=9)
-            assert response.headers["warning"] == '299 manta "ignored: thinking_token_budget"'
-            assert api.engine.added[0].params.thinking_budget is None
-
-    run(scenario())
+async def test_budget_of_reasoning_is_ignored_with_a_warning_where_its_end_is_no_token(template, markers):
+    async with serving("hi", template, markers=markers) as api:
+        response = await api.post("chat/completions", messages=HELLO, thinking_token_budget=9)
+        assert response.headers["warning"] == '299 manta "ignored: thinking_token_budget"'
+        assert api.engine.added[0].params.thinking_budget is None
 
 
-def test_official_client_reads_calls_and_reasoning():
-    async def scenario() -> None:
-        async with serving(f"<think>hm</think>Wait.\n{CALL}") as api:
-            client = AsyncOpenAI(base_url="http://fake/v1", api_key="none", http_client=api.client)
-            completion = await client.chat.completions.create(model="fake", messages=HELLO, tools=TOOLS)
-            (call,) = completion.choices[0].message.tool_calls
-            assert (call.function.name, call.function.arguments) == WEATHER
-            assert completion.choices[0].message.reasoning == "hm"
-            assert completion.usage.completion_tokens_details.reasoning_tokens > 0
-            events = []
-            async with client.chat.completions.stream(model="fake", messages=HELLO, tools=TOOLS) as stream:
-                async for event in stream:
-                    events.append(event.type)
-                final = await stream.get_final_completion()
-            choice = final.choices[0]
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
-            assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [WEATHER]
-            assert "tool_calls.function.arguments.delta" in events
-
-    run(scenario())
+async def test_official_client_reads_calls_and_reasoning():
+    async with serving(f"<think>hm</think>Wait.\n{CALL}") as api:
+        client = AsyncOpenAI(base_url="http://fake/v1", api_key="none", http_client=api.client)
+        completion = await client.chat.completions.create(model="fake", messages=HELLO, tools=TOOLS)
+        (call,) = completion.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == WEATHER
+        assert completion.choices[0].message.reasoning == "hm"
+        assert completion.usage.completion_tokens_details.reasoning_tokens > 0
+        events = []
+        async with client.chat.completions.stream(model="fake", messages=HELLO, tools=TOOLS) as stream:
+            async for event in stream:
+                events.append(event.type)
+            final = await stream.get_final_completion()
+        choice = final.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
+        assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [WEATHER]
+        assert "tool_calls.function.arguments.delta" in events
 
 
 BAD = [
@@ -334,48 +296,36 @@ BAD = [
 
 
 @pytest.mark.parametrize(("template", "body", "field"), BAD)
-def test_bad_tools_are_a_400_that_names_the_field(template, body, field):
-    async def scenario() -> None:
-        async with serving("hi", template) as api:
-            for stream in (True, False):
-                response = await api.post("chat/completions", **{"messages": HELLO, **body}, stream=stream)
-                assert response.status_code == 400, response.text
-                error = response.json()["error"]
-                assert error["param"] in (field, field.partition("[")[0]) and field in error["message"], error
-            assert not api.engine.added
-
-    run(scenario())
+async def test_bad_tools_are_a_400_that_names_the_field(template, body, field):
+    async with serving("hi", template) as api:
+        for stream in (True, False):
+            response = await api.post("chat/completions", **{"messages": HELLO, **body}, stream=stream)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] in (field, field.partition("[")[0]) and field in error["message"], error
+        assert not api.engine.added
 
 
-def test_legacy_fields_are_answered_with_what_replaced_them():
-    async def scenario() -> None:
-        async with serving("hi") as api:
-            for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-                response = await api.post("chat/completions", messages=HELLO, **{field: {"name": "f"}})
-                assert f"use {instead}" in response.json()["error"]["message"]
-
-    run(scenario())
+async def test_legacy_fields_are_answered_with_what_replaced_them():
+    async with serving("hi") as api:
+        for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+            response = await api.post("chat/completions", messages=HELLO, **{field: {"name": "f"}})
+            assert f"use {instead}" in response.json()["error"]["message"]
 
 
-def test_known_call_format_is_not_needed_where_a_call_is_forced():
-    async def scenario() -> None:
-        async with serving(ARGUMENTS, tool_call_parser="none") as api:
-            choice = await ask(api, tools=TOOLS, tool_choice=NAMED)
-            assert without_ids(choice["message"]) == message(None, WEATHER)
-
-    run(scenario())
+async def test_known_call_format_is_not_needed_where_a_call_is_forced():
+    async with serving(ARGUMENTS, tool_call_parser="none") as api:
+        choice = await ask(api, tools=TOOLS, tool_choice=NAMED)
+        assert without_ids(choice["message"]) == message(None, WEATHER)
 
 
-def test_empty_list_of_tools_counts_as_none():
-    async def scenario() -> None:
-        async with fake_api() as api:
-            hello = [{"role": "user", "content": "hello"}]
-            for tools in ({"tools": []}, {}, {"tools": [], "tool_choice": "auto"}):
-                response = await api.post("chat/completions", messages=hello, max_tokens=1, **tools)
-                assert response.status_code == 200, response.text
-            assert len({tuple(request.prompt) for request in api.engine.added}) == 1
-
-    asyncio.run(scenario())
+async def test_empty_list_of_tools_counts_as_none():
+    async with fake_api() as api:
+        hello = [{"role": "user", "content": "hello"}]
+        for tools in ({"tools": []}, {}, {"tools": [], "tool_choice": "auto"}):
+            response = await api.post("chat/completions", messages=hello, max_tokens=1, **tools)
+            assert response.status_code == 200, response.text
+        assert len({tuple(request.prompt) for request in api.engine.added}) == 1
 
 
 HARMONY = (
@@ -390,21 +340,18 @@ MISTRAL = f"[THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
     [(HARMONY, ("openai", "openai_gptoss"), 29), (MISTRAL, ("mistral", "mistral"), 9)],
 )
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
-def test_special_tokens_that_call_tools_are_read_whatever_the_choice(text, parsers, id_length, choice):
-    async def scenario() -> None:
-        names = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
-        async with serving(text, markers="special", **names) as api:
-            for answer in (
-                await ask(api, tools=TOOLS, tool_choice=choice),
-                await ask_streamed(api, tools=TOOLS, tool_choice=choice),
-            ):
-                message = answer["message"]
-                (call,) = message["tool_calls"]
-                assert call["function"] == {"name": "weather", "arguments": ARGUMENTS}
-                assert len(call["id"]) == id_length
-                assert (message["reasoning"], message["content"] or "") == ("Hm.", "")
-                assert answer["finish_reason"] == ("stop" if choice is NAMED else "tool_calls")
-            grammar = api.engine.added[-1].params.structured_outputs
-            assert (grammar is None) == (choice == "auto")
-
-    run(scenario())
+async def test_special_tokens_that_call_tools_are_read_whatever_the_choice(text, parsers, id_length, choice):
+    names = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
+    async with serving(text, markers="special", **names) as api:
+        for answer in (
+            await ask(api, tools=TOOLS, tool_choice=choice),
+            await ask_streamed(api, tools=TOOLS, tool_choice=choice),
+        ):
+            message = answer["message"]
+            (call,) = message["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": ARGUMENTS}
+            assert len(call["id"]) == id_length
+            assert (message["reasoning"], message["content"] or "") == ("Hm.", "")
+            assert answer["finish_reason"] == ("stop" if choice is NAMED else "tool_calls")
+        grammar = api.engine.added[-1].params.structured_outputs
+        assert (grammar is None) == (choice == "auto")

@@ -18,7 +18,6 @@ from engine.wire.messages import GenerateRequest
 from tests.deployments.fake_api import LocalPool
 from tests.deployments.real_api import BLOCK_SIZE, MAX_NUM_SEQS, real_api
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, make, poison, write_json
-from tests.scenarios import run
 
 PROMPTS = {"prompts": {"query": "what was ", "document": ""}, "default_prompt_name": "query"}
 OPTIONS = {"block_size": BLOCK_SIZE, "num_blocks": 512, "max_num_seqs": MAX_NUM_SEQS, "num_threads": 1}
@@ -32,24 +31,21 @@ def folder(tmp_path, request) -> Path:
 
 
 @pytest.mark.parametrize("folder", ["qwen3_embedding", "minilm"], indirect=True)
-def test_embeddings_of_the_official_client_are_those_of_the_offline_api(folder):
-    async def scenario() -> None:
-        async with real_api(folder) as api, client_of(api.client) as client:
-            for more in ({}, {"prompt_name": "document"}):
-                expected = vectors(folder, **more)
-                ask = {"model": "tiny", "input": TEXTS, "extra_body": {"truncate_prompt_tokens": -1, **more}}
-                for form in ({}, {"encoding_format": "float"}):  # by default the client asks for base64
-                    answer = await client.embeddings.create(**ask, **form)
-                    found = np.array([entry.embedding for entry in answer.data])
-                    # a batch of other texts sums in another order
-                    np.testing.assert_allclose(found, expected, atol=1e-6)
-            cut = await client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=8)
-            assert np.linalg.norm(cut.data[0].embedding) == pytest.approx(1, abs=1e-6)
-            assert len(cut.data[0].embedding) == 8
-            with pytest.raises(openai.BadRequestError, match="model 'tiny' cannot do 'generate'; it can do: embed"):
-                await client.completions.create(model="tiny", prompt="a")
-
-    run(scenario())
+async def test_embeddings_of_the_official_client_are_those_of_the_offline_api(folder):
+    async with real_api(folder) as api, client_of(api.client) as client:
+        for more in ({}, {"prompt_name": "document"}):
+            expected = vectors(folder, **more)
+            ask = {"model": "tiny", "input": TEXTS, "extra_body": {"truncate_prompt_tokens": -1, **more}}
+            for form in ({}, {"encoding_format": "float"}):  # by default the client asks for base64
+                answer = await client.embeddings.create(**ask, **form)
+                found = np.array([entry.embedding for entry in answer.data])
+                # a batch of other texts sums in another order
+                np.testing.assert_allclose(found, expected, atol=1e-6)
+        cut = await client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=8)
+        assert np.linalg.norm(cut.data[0].embedding) == pytest.approx(1, abs=1e-6)
+        assert len(cut.data[0].embedding) == 8
+        with pytest.raises(openai.BadRequestError, match="model 'tiny' cannot do 'generate'; it can do: embed"):
+            await client.completions.create(model="tiny", prompt="a")
 
 
 def vectors(folder: Path, prompt_name: str | None = None) -> np.ndarray:
@@ -60,37 +56,31 @@ def vectors(folder: Path, prompt_name: str | None = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("folder", ["qwen3_embedding", "minilm", "ms_marco_minilm", "bge_reranker"], indirect=True)
-def test_rankings_have_the_scores_of_the_offline_api(folder):
-    async def scenario() -> None:
-        documents = ["the lazy dog", "A cache keeps what was", "fox"]
-        with LLM(str(folder), **OPTIONS) as llm:
-            scores = [output.outputs.score for output in llm.score("the fox", documents, progress=False)]
-        async with real_api(folder) as api:
-            response = await api.client.post("/v1/rerank", json={"query": "the fox", "documents": documents})
-            results = response.json()["results"]
-            found = {result["index"]: result["relevance_score"] for result in results}
-            assert [found[i] for i in range(3)] == pytest.approx(scores, abs=1e-6)
-            assert [result["index"] for result in results] == sorted(range(3), key=lambda i: -scores[i])
-
-    run(scenario())
+async def test_rankings_have_the_scores_of_the_offline_api(folder):
+    documents = ["the lazy dog", "A cache keeps what was", "fox"]
+    with LLM(str(folder), **OPTIONS) as llm:
+        scores = [output.outputs.score for output in llm.score("the fox", documents, progress=False)]
+    async with real_api(folder) as api:
+        response = await api.client.post("/v1/rerank", json={"query": "the fox", "documents": documents})
+        results = response.json()["results"]
+        found = {result["index"]: result["relevance_score"] for result in results}
+        assert [found[i] for i in range(3)] == pytest.approx(scores, abs=1e-6)
+        assert [result["index"] for result in results] == sorted(range(3), key=lambda i: -scores[i])
 
 
 @pytest.mark.parametrize("folder", ["minilm"], indirect=True)
-def test_a_text_whose_embedding_is_not_finite_fails_its_request_alone(folder):
-    async def scenario() -> None:
-        poison(folder)
-        async with real_api(folder) as api:
-            answers = await asyncio.gather(*(api.client.post("/v1/embeddings", json={"input": ["dog"] * 40 + [last]})
-                                             for last in ("fox", "cache")))  # fmt: skip
-            assert [answer.status_code for answer in answers] == [500, 200]
-            scrape = await api.scrape_when(lambda scrape: scrape.sum("vllm:num_requests_running") == 0)
-            assert scrape.sum("vllm:request_success_total", finished_reason="stop") >= 41
-
-    run(scenario())
+async def test_a_text_whose_embedding_is_not_finite_fails_its_request_alone(folder):
+    poison(folder)
+    async with real_api(folder) as api:
+        answers = await asyncio.gather(*(api.client.post("/v1/embeddings", json={"input": ["dog"] * 40 + [last]})
+                                         for last in ("fox", "cache")))  # fmt: skip
+        assert [answer.status_code for answer in answers] == [500, 200]
+        scrape = await api.scrape_when(lambda scrape: scrape.sum("vllm:num_requests_running") == 0)
+        assert scrape.sum("vllm:request_success_total", finished_reason="stop") >= 41
 
 
 @pytest.mark.parametrize("folder", ["qwen3_embedding", "minilm"], indirect=True)
-def test_texts_whose_engine_is_lost_are_computed_again_as_a_whole(folder, monkeypatch):
+async def test_texts_whose_engine_is_lost_are_computed_again_as_a_whole(folder, monkeypatch):
     calls: list[tuple[GenerateRequest, ...]] = []
     generate = LocalPool.generate
 
@@ -101,24 +91,21 @@ def test_texts_whose_engine_is_lost_are_computed_again_as_a_whole(folder, monkey
             raise EngineUnavailable("rank 0 died")
         await generate(self, *requests)
 
-    async def scenario() -> None:
-        async with real_api(folder) as api:
-            body = {"input": TEXTS, "truncate_prompt_tokens": -1}
-            expected = (await api.client.post("/v1/embeddings", json=body)).json()["data"]
-            monkeypatch.setattr(retry, "BACK_OFF_S", 0.0)
-            monkeypatch.setattr(LocalPool, "generate", fails_at_first)
-            found = (await api.client.post("/v1/embeddings", json=body)).json()["data"]
-            for entry, other in zip(found, expected, strict=True):
-                assert entry["embedding"] == pytest.approx(other["embedding"], abs=1e-6)
-            first, *later = calls
-            lost = {f"{request.request_id}.1": request for request in first}
-            assert len(later) >= len(TEXTS) - 2, "two may have been answered before"
-            for (again,) in later:
-                assert (again.prompt, again.pooling) == (lost[again.request_id].prompt, lost[again.request_id].pooling)
-            replays = (await api.scrape()).sum("manta_request_replays_total", reason="engine_unavailable")
-            assert replays == len(later)
-
-    run(scenario())
+    async with real_api(folder) as api:
+        body = {"input": TEXTS, "truncate_prompt_tokens": -1}
+        expected = (await api.client.post("/v1/embeddings", json=body)).json()["data"]
+        monkeypatch.setattr(retry, "BACK_OFF_S", 0.0)
+        monkeypatch.setattr(LocalPool, "generate", fails_at_first)
+        found = (await api.client.post("/v1/embeddings", json=body)).json()["data"]
+        for entry, other in zip(found, expected, strict=True):
+            assert entry["embedding"] == pytest.approx(other["embedding"], abs=1e-6)
+        first, *later = calls
+        lost = {f"{request.request_id}.1": request for request in first}
+        assert len(later) >= len(TEXTS) - 2, "two may have been answered before"
+        for (again,) in later:
+            assert (again.prompt, again.pooling) == (lost[again.request_id].prompt, lost[again.request_id].pooling)
+        replays = (await api.scrape()).sum("manta_request_replays_total", reason="engine_unavailable")
+        assert replays == len(later)
 
 
 def client_of(client: httpx.AsyncClient) -> openai.AsyncOpenAI:

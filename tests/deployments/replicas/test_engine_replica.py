@@ -18,7 +18,6 @@ from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import until
 from tests.fake_engine import FakeEngine
 from tests.refused import Refused
-from tests.scenarios import run
 
 
 def generate_request(request_id: str = "a", **fields: Any) -> GenerateRequest:
@@ -54,139 +53,107 @@ async def replica_with_engine(**options: float) -> AsyncGenerator[tuple[EngineRe
         (msgspec.msgpack.encode(CancelDispatch("h")), "unexpected"),  # there is no prefill pool
     ],
 )
-def test_a_notice_that_no_engine_of_ours_would_send_is_counted_and_the_replica_lives_on(junk, reason):
-    async def scenario() -> None:
-        refused = Refused("engine_notices", reason)
-        async with replica_with_engine() as (replica, _):
-            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-                stranger.connect(replica.status_to)
-                stranger.send(junk)
-                await until(lambda: refused.count == 1)
-            await replica.run_request(request())
-            await until(lambda: is_healthy(replica))
-            assert replica.status().refused["engine_notices"][reason] >= 1
-
-    run(scenario())
+async def test_a_notice_that_no_engine_of_ours_would_send_is_counted_and_the_replica_lives_on(junk, reason):
+    refused = Refused("engine_notices", reason)
+    async with replica_with_engine() as (replica, _):
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(replica.status_to)
+            stranger.send(junk)
+            await until(lambda: refused.count == 1)
+        await replica.run_request(request())
+        await until(lambda: is_healthy(replica))
+        assert replica.status().refused["engine_notices"][reason] >= 1
 
 
-def test_call_is_open_until_its_request_has_ended():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            engine.paused.set()
-            call = asyncio.create_task(replica.run_request(request()))
-            await until(lambda: engine.num_live == 1)
-            assert not call.done()
-            engine.paused.clear()
+async def test_call_is_open_until_its_request_has_ended():
+    async with replica_with_engine() as (replica, engine):
+        engine.paused.set()
+        call = asyncio.create_task(replica.run_request(request()))
+        await until(lambda: engine.num_live == 1)
+        assert not call.done()
+        engine.paused.clear()
+        await call
+        assert engine.num_live == 0
+
+
+async def test_the_engine_gets_the_request_as_it_was_encoded():
+    async with replica_with_engine() as (replica, engine):
+        await replica.run_request(request(timeout_s=9.0, session_id="s", cache_salt="salt"))
+        assert engine.added == [generate_request(timeout_s=9.0, session_id="s", cache_salt="salt")]
+
+
+async def test_cancelled_call_aborts_its_request_only():
+    async with replica_with_engine() as (replica, engine):
+        engine.paused.set()
+        calls = {name: asyncio.create_task(replica.run_request(request(name))) for name in "ab"}
+        await until(lambda: engine.num_live == 2)
+        calls["a"].cancel()
+        await until(lambda: engine.aborted == ["a"])
+        engine.paused.clear()
+        await calls["b"]
+
+
+async def test_a_call_of_several_requests_ends_with_the_last_and_aborts_all_when_it_is_cancelled():
+    async with replica_with_engine() as (replica, engine):
+        await replica.run_requests([request("a"), request("b")])
+        assert [added.request_id for added in engine.added] == ["a", "b"]
+        engine.paused.set()
+        call = asyncio.create_task(replica.run_requests([request("c"), request("d")]))
+        await until(lambda: engine.num_live == 2)
+        call.cancel()
+        await until(lambda: sorted(engine.aborted) == ["c", "d"])
+        call = asyncio.create_task(replica.run_requests([request("e"), request("f")]))
+        await until(lambda: engine.num_live == 2)
+        replica.fail("rank 0 died")
+        with pytest.raises(EngineUnavailable, match="rank 0 died"):
             await call
-            assert engine.num_live == 0
-
-    run(scenario())
 
 
-def test_the_engine_gets_the_request_as_it_was_encoded():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            await replica.run_request(request(timeout_s=9.0, session_id="s", cache_salt="salt"))
-            assert engine.added == [generate_request(timeout_s=9.0, session_id="s", cache_salt="salt")]
-
-    run(scenario())
-
-
-def test_cancelled_call_aborts_its_request_only():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            engine.paused.set()
-            calls = {name: asyncio.create_task(replica.run_request(request(name))) for name in "ab"}
-            await until(lambda: engine.num_live == 2)
-            calls["a"].cancel()
-            await until(lambda: engine.aborted == ["a"])
-            engine.paused.clear()
-            await calls["b"]
-
-    run(scenario())
-
-
-def test_a_call_of_several_requests_ends_with_the_last_and_aborts_all_when_it_is_cancelled():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            await replica.run_requests([request("a"), request("b")])
-            assert [added.request_id for added in engine.added] == ["a", "b"]
-            engine.paused.set()
-            call = asyncio.create_task(replica.run_requests([request("c"), request("d")]))
-            await until(lambda: engine.num_live == 2)
-            call.cancel()
-            await until(lambda: sorted(engine.aborted) == ["c", "d"])
-            call = asyncio.create_task(replica.run_requests([request("e"), request("f")]))
-            await until(lambda: engine.num_live == 2)
-            replica.fail("rank 0 died")
+async def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
+    async with replica_with_engine() as (replica, engine):
+        engine.paused.set()
+        call = asyncio.create_task(replica.run_request(request()))
+        await until(lambda: engine.num_live == 1)
+        replica.fail("rank 0 died")
+        for attempt in (call, replica.run_request(request("b"))):
             with pytest.raises(EngineUnavailable, match="rank 0 died"):
-                await call
-
-    run(scenario())
+                await attempt
 
 
-def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            engine.paused.set()
-            call = asyncio.create_task(replica.run_request(request()))
-            await until(lambda: engine.num_live == 1)
-            replica.fail("rank 0 died")
-            for attempt in (call, replica.run_request(request("b"))):
-                with pytest.raises(EngineUnavailable, match="rank 0 died"):
-                    await attempt
-
-    run(scenario())
-
-
-def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
+async def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
     monkeypatch.setattr(engine_control, "TIMEOUT_GRACE_S", 0.05)
-
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            engine.paused.set()
-            with pytest.raises(RequestTimeout):
-                await replica.run_request(request(timeout_s=0.05))
-            await until(lambda: engine.aborted == ["a"])
-
-    run(scenario())
+    async with replica_with_engine() as (replica, engine):
+        engine.paused.set()
+        with pytest.raises(RequestTimeout):
+            await replica.run_request(request(timeout_s=0.05))
+        await until(lambda: engine.aborted == ["a"])
 
 
-def test_silent_engine_is_unhealthy():
-    async def scenario() -> None:
-        async with replica_with_engine(stall_timeout_s=0.2) as (replica, engine):
-            await until(lambda: is_healthy(replica))
-            engine.silent.set()
-            await until(lambda: not is_healthy(replica))
-            engine.silent.clear()
-            await until(lambda: is_healthy(replica))
-
-    run(scenario())
+async def test_silent_engine_is_unhealthy():
+    async with replica_with_engine(stall_timeout_s=0.2) as (replica, engine):
+        await until(lambda: is_healthy(replica))
+        engine.silent.set()
+        await until(lambda: not is_healthy(replica))
+        engine.silent.clear()
+        await until(lambda: is_healthy(replica))
 
 
-def test_engine_that_makes_no_step_is_unhealthy():
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            await until(lambda: is_healthy(replica))
-            engine.step_age_s = 11.0
-            await until(lambda: not is_healthy(replica))
-            with pytest.raises(EngineUnavailable, match="no step ended for 11 s"):
-                replica.check_health()
-
-    run(scenario())
+async def test_engine_that_makes_no_step_is_unhealthy():
+    async with replica_with_engine() as (replica, engine):
+        await until(lambda: is_healthy(replica))
+        engine.step_age_s = 11.0
+        await until(lambda: not is_healthy(replica))
+        with pytest.raises(EngineUnavailable, match="no step ended for 11 s"):
+            replica.check_health()
 
 
-def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
+async def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
     monkeypatch.setattr(engine_control, "POLL_INTERVAL_S", 0.01)
-
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            given_up = asyncio.create_task(replica.until_unhealthy())
-            await until(lambda: is_healthy(replica))
-            engine.step_age_s = 11.0
-            assert "no step ended for 11 s" in await given_up
-
-    run(scenario())
+    async with replica_with_engine() as (replica, engine):
+        given_up = asyncio.create_task(replica.until_unhealthy())
+        await until(lambda: is_healthy(replica))
+        engine.step_age_s = 11.0
+        assert "no step ended for 11 s" in await given_up
 
 
 def is_healthy(replica: EngineReplica) -> bool:

@@ -22,7 +22,6 @@ from engine.wire.messages import (
 )
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.fake_prefill import FakeRemotePool, make_remote_request, status
-from tests.deployments.replicas.test_engine_replica import run
 from tests.fake_engine import FakeEngine
 from tests.refused import Refused
 
@@ -53,138 +52,111 @@ def pools(engine: FakeEngine) -> list[PrefillReplicas]:
     return [told for told in engine.told if isinstance(told, PrefillReplicas)]
 
 
-def test_prefill_request_is_one_call_until_its_handoff_is_over():
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1"))
-        async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchRemote(make_remote_request("h1")))
-            engine.notify(DispatchRemote(make_remote_request("h2")))
-            await until(lambda: set(pool.open) == {"h1", "h2"})
-            pool.end("h1")
-            await until(lambda: set(pool.open) == {"h2"})
-            engine.notify(CancelDispatch("h2"))
-            engine.notify(CancelDispatch("h1"))  # which is over already
-            await until(lambda: pool.cancelled == ["h2"])
-            assert not failures(engine)
-
-    run(scenario())
+async def test_prefill_request_is_one_call_until_its_handoff_is_over():
+    pool = FakeRemotePool(status("p1"))
+    async with decode_with(pool) as (_, engine):
+        engine.notify(DispatchRemote(make_remote_request("h1")))
+        engine.notify(DispatchRemote(make_remote_request("h2")))
+        await until(lambda: set(pool.open) == {"h1", "h2"})
+        pool.end("h1")
+        await until(lambda: set(pool.open) == {"h2"})
+        engine.notify(CancelDispatch("h2"))
+        engine.notify(CancelDispatch("h1"))  # which is over already
+        await until(lambda: pool.cancelled == ["h2"])
+        assert not failures(engine)
 
 
 @pytest.mark.parametrize(
     ("error", "retry"), [(EngineUnavailable("the replica died"), True), (Overloaded("all replicas are busy"), False)]
 )
-def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(error: ServingError, retry: bool):
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1"))
-        async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchRemote(make_remote_request()))
-            await until(lambda: pool.open)
-            pool.fail("h1", error)
-            await until(lambda: failures(engine))
-            assert failures(engine) == [RemoteRequestFailed("h1", str(error), retry)]
-
-    run(scenario())
+async def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(error: ServingError, retry: bool):
+    pool = FakeRemotePool(status("p1"))
+    async with decode_with(pool) as (_, engine):
+        engine.notify(DispatchRemote(make_remote_request()))
+        await until(lambda: pool.open)
+        pool.fail("h1", error)
+        await until(lambda: failures(engine))
+        assert failures(engine) == [RemoteRequestFailed("h1", str(error), retry)]
 
 
-def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
+async def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
     monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
-
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
-        async with decode_with(pool) as (_, engine):
-            await until(lambda: pools(engine) and pools(engine)[-1].replicas)  # it knows its fingerprint by now
-            (replica,) = pools(engine)[-1].replicas
-            assert (replica.engine_id, replica.queued_tokens) == ("p1", 70)
-            pool.found = []
-            await until(lambda: pools(engine)[-1].replicas == [])
-
-    run(scenario())
+    pool = FakeRemotePool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
+    async with decode_with(pool) as (_, engine):
+        await until(lambda: pools(engine) and pools(engine)[-1].replicas)  # it knows its fingerprint by now
+        (replica,) = pools(engine)[-1].replicas
+        assert (replica.engine_id, replica.queued_tokens) == ("p1", 70)
+        pool.found = []
+        await until(lambda: pools(engine)[-1].replicas == [])
 
 
-def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(monkeypatch):
+async def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(monkeypatch):
     monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
+    pool = FakeRemotePool(status("p1"), status("p2"), status("p3", fingerprint="another model"))
+    async with decode_with(pool) as (_, engine):
+        engine.quarantined = ["p1"]
+        looks = iter(range(1, 100))
 
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1"), status("p2"), status("p3", fingerprint="another model"))
-        async with decode_with(pool) as (_, engine):
-            engine.quarantined = ["p1"]
-            looks = iter(range(1, 100))
+        def avoided() -> bool:
+            name = f"h{next(looks)}"
+            engine.notify(DispatchRemote(make_remote_request(name)))
+            return ["p3", "p1"] in pool.avoided.values()
 
-            def avoided() -> bool:
-                name = f"h{next(looks)}"
-                engine.notify(DispatchRemote(make_remote_request(name)))
-                return ["p3", "p1"] in pool.avoided.values()
-
-            await until(avoided)
-
-    run(scenario())
+        await until(avoided)
 
 
-def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
+async def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
     monkeypatch.setattr(remote_dispatcher, "POLL_INTERVAL_S", 0.01)
+    pool, encode = (
+        FakeRemotePool(status("p1")),
+        FakeRemotePool(status("e1", "g"), status("e2", "g"), status("e3")),
+    )
+    async with decode_with(pool, encode) as (replica, engine):
+        engine.quarantined, engine.quarantined_encode = ["p1"], ["e2"]
+        fitting = PrefillReplicas([PrefillReplica.of(found) for found in encode.found[:2]], "encode")
+        await until(lambda: fitting in engine.told)
+        await until(lambda: replica.status().image_handoffs.quarantined)
+        looks = iter(range(1, 100))
 
-    async def scenario() -> None:
-        pool, encode = (
-            FakeRemotePool(status("p1")),
-            FakeRemotePool(status("e1", "g"), status("e2", "g"), status("e3")),
-        )
-        async with decode_with(pool, encode) as (replica, engine):
-            engine.quarantined, engine.quarantined_encode = ["p1"], ["e2"]
-            fitting = PrefillReplicas([PrefillReplica.of(found) for found in encode.found[:2]], "encode")
-            await until(lambda: fitting in engine.told)
-            await until(lambda: replica.status().image_handoffs.quarantined)
-            looks = iter(range(1, 100))
+        def avoided() -> bool:
+            engine.notify(DispatchRemote(make_remote_request(f"h{next(looks)}"), "encode"))
+            return ["e3", "e2"] in encode.avoided.values()
 
-            def avoided() -> bool:
-                engine.notify(DispatchRemote(make_remote_request(f"h{next(looks)}"), "encode"))
-                return ["e3", "e2"] in encode.avoided.values()
-
-            await until(avoided)
-            assert not pool.avoided
-            engine.notify(CancelDispatch("h1"))
-            await until(lambda: encode.cancelled == ["h1"])
-            assert set(replica.status().routing) == {"prefill", "encode"}
-
-    run(scenario())
+        await until(avoided)
+        assert not pool.avoided
+        engine.notify(CancelDispatch("h1"))
+        await until(lambda: encode.cancelled == ["h1"])
+        assert set(replica.status().routing) == {"prefill", "encode"}
 
 
-def test_an_image_is_refused_where_there_is_no_encode_pool():
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1"))
-        refused = Refused("engine_notices", "unexpected")
-        async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchRemote(make_remote_request(), "encode"))
-            await until(lambda: refused.count == 1)
-            assert not pool.avoided
-
-    run(scenario())
+async def test_an_image_is_refused_where_there_is_no_encode_pool():
+    pool = FakeRemotePool(status("p1"))
+    refused = Refused("engine_notices", "unexpected")
+    async with decode_with(pool) as (_, engine):
+        engine.notify(DispatchRemote(make_remote_request(), "encode"))
+        await until(lambda: refused.count == 1)
+        assert not pool.avoided
 
 
-def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
-    async def scenario() -> None:
-        pool = FakeRemotePool(status("p1"))
-        async with decode_with(pool) as (replica, engine):
-            engine.notify(DispatchRemote(make_remote_request()))
-            await until(lambda: pool.open)
-            replica.fail("rank 0 died")
-            await until(lambda: pool.cancelled == ["h1"])
-
-    run(scenario())
+async def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
+    pool = FakeRemotePool(status("p1"))
+    async with decode_with(pool) as (replica, engine):
+        engine.notify(DispatchRemote(make_remote_request()))
+        await until(lambda: pool.open)
+        replica.fail("rank 0 died")
+        await until(lambda: pool.cancelled == ["h1"])
 
 
-def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over():
-    async def scenario() -> None:
-        async with decode_with(FakeRemotePool()) as (replica, engine):
-            engine.paused.set()
-            calls = {
-                name: asyncio.create_task(replica.run_request(EncodedRequest.of(make_remote_request(name))))
-                for name in ("h1", "h2")
-            }
-            await until(lambda: len(engine.remote_requests) == 2)
-            calls["h1"].cancel()
-            await until(lambda: engine.cancelled == ["h1"])
-            assert not calls["h2"].done()
-            engine.paused.clear()
-            await calls["h2"]
-
-    run(scenario())
+async def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over():
+    async with decode_with(FakeRemotePool()) as (replica, engine):
+        engine.paused.set()
+        calls = {
+            name: asyncio.create_task(replica.run_request(EncodedRequest.of(make_remote_request(name))))
+            for name in ("h1", "h2")
+        }
+        await until(lambda: len(engine.remote_requests) == 2)
+        calls["h1"].cancel()
+        await until(lambda: engine.cancelled == ["h1"])
+        assert not calls["h2"].done()
+        engine.paused.clear()
+        await calls["h2"]

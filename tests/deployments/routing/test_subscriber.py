@@ -91,68 +91,55 @@ async def channel(recorder: Recorder, *engines: Inbox) -> AsyncGenerator[KVEvent
             engine.close()
 
 
-def test_an_engine_is_asked_for_a_snapshot_once_and_again_when_updates_were_lost():
-    async def scenario() -> None:
-        recorder, engine = Recorder(), Inbox("e")
-        async with channel(recorder, engine):
-            asked = await engine.subscription()
-            assert asked.resync
-            await engine.send(asked, 4, snapshot=True)
-            assert (await recorder.next()).number == 4
-            recorder.understands = False
-            for number in (6, 7):
-                await engine.send(asked, number)
-                await recorder.next()
-            assert (await engine.subscription()).resync
-            assert not await engine.is_asked(), "it was asked already"
-            recorder.understands = True
-            await engine.send(asked, 7, snapshot=True)
+async def test_an_engine_is_asked_for_a_snapshot_once_and_again_when_updates_were_lost():
+    recorder, engine = Recorder(), Inbox("e")
+    async with channel(recorder, engine):
+        asked = await engine.subscription()
+        assert asked.resync
+        await engine.send(asked, 4, snapshot=True)
+        assert (await recorder.next()).number == 4
+        recorder.understands = False
+        for number in (6, 7):
+            await engine.send(asked, number)
             await recorder.next()
-            recorder.understands = False
-            await engine.send(asked, 9)
-            await recorder.next()
-            assert (await engine.subscription()).resync
+        assert (await engine.subscription()).resync
+        assert not await engine.is_asked(), "it was asked already"
+        recorder.understands = True
+        await engine.send(asked, 7, snapshot=True)
+        await recorder.next()
+        recorder.understands = False
+        await engine.send(asked, 9)
+        await recorder.next()
+        assert (await engine.subscription()).resync
 
-    asyncio.run(scenario())
 
-
-def test_subscriptions_are_renewed(monkeypatch):
+async def test_subscriptions_are_renewed(monkeypatch):
     monkeypatch.setattr("deployments.routing.subscriptions.RENEW_S", 0.01)
-
-    async def scenario() -> None:
-        recorder, engine = Recorder(), Inbox("e")
-        async with channel(recorder, engine):
-            asked = await engine.subscription()
-            assert (await engine.subscription()).resync, "the snapshot has not come yet"
-            await engine.send(asked, 1, snapshot=True)
-            await recorder.next()
-            while (await engine.subscription()).resync:
-                pass  # those that were sent before it came
-
-    asyncio.run(scenario())
+    recorder, engine = Recorder(), Inbox("e")
+    async with channel(recorder, engine):
+        asked = await engine.subscription()
+        assert (await engine.subscription()).resync, "the snapshot has not come yet"
+        await engine.send(asked, 1, snapshot=True)
+        await recorder.next()
+        while (await engine.subscription()).resync:
+            pass  # those that were sent before it came
 
 
-def test_updates_of_an_engine_that_is_gone_are_dropped():
-    async def scenario() -> None:
-        recorder, stays, goes = Recorder(), Inbox("stays"), Inbox("goes")
-        async with channel(recorder, stays, goes) as made:
-            asked = await stays.subscription()
-            made.subscribe({"stays": stays.address})
-            await stays.send(asked, 1, snapshot=True, name="goes")
-            await stays.send(asked, 1, snapshot=True)
-            assert (await recorder.next()).engine_id == "stays"
-
-    asyncio.run(scenario())
+async def test_updates_of_an_engine_that_is_gone_are_dropped():
+    recorder, stays, goes = Recorder(), Inbox("stays"), Inbox("goes")
+    async with channel(recorder, stays, goes) as made:
+        asked = await stays.subscription()
+        made.subscribe({"stays": stays.address})
+        await stays.send(asked, 1, snapshot=True, name="goes")
+        await stays.send(asked, 1, snapshot=True)
+        assert (await recorder.next()).engine_id == "stays"
 
 
-def test_malformed_updates_are_dropped():
-    async def scenario() -> None:
-        recorder, engine, refused = Recorder(), Inbox("e"), Refused("engine_updates", "malformed")
-        async with channel(recorder, engine):
-            asked = await engine.subscription()
-            await engine.send_bytes(asked, b"nonsense")
-            await engine.send(asked, 1, snapshot=True)
-            assert (await recorder.next()).number == 1
-            assert refused.count == 1
-
-    asyncio.run(scenario())
+async def test_malformed_updates_are_dropped():
+    recorder, engine, refused = Recorder(), Inbox("e"), Refused("engine_updates", "malformed")
+    async with channel(recorder, engine):
+        asked = await engine.subscription()
+        await engine.send_bytes(asked, b"nonsense")
+        await engine.send(asked, 1, snapshot=True)
+        assert (await recorder.next()).number == 1
+        assert refused.count == 1

@@ -27,7 +27,6 @@ from deployments.storage.redis import RedisStore
 from deployments.storage.sqlite import SqliteStore
 from engine.errors import ConfigError
 from tests.redis_server import RedisServer, redis_server
-from tests.scenarios import run
 
 
 @pytest.fixture(autouse=True)
@@ -63,68 +62,56 @@ async def opened(url: str | None, max_bytes: int = 2**20) -> AsyncGenerator[KeyV
         await store.close()
 
 
-def test_a_value_is_added_once_and_only_whoever_knows_it_replaces_it(url):
-    async def scenario() -> None:
-        async with opened(url) as store:
-            added = await asyncio.gather(*(store.add("lease", bytes([i]), 60) for i in range(20)))
-            assert sum(added) == 1
-            holder = bytes([added.index(True)])
-            assert await store.replace("lease", holder, b"next", 60)
-            assert not await store.replace("lease", holder, b"another", 60)
-            assert await store.get("lease") == b"next"
-            await store.delete("lease")
-            assert not await store.replace("lease", b"next", holder, 60)
-            assert await store.get("lease") is None
-
-    run(scenario())
+async def test_a_value_is_added_once_and_only_whoever_knows_it_replaces_it(url):
+    async with opened(url) as store:
+        added = await asyncio.gather(*(store.add("lease", bytes([i]), 60) for i in range(20)))
+        assert sum(added) == 1
+        holder = bytes([added.index(True)])
+        assert await store.replace("lease", holder, b"next", 60)
+        assert not await store.replace("lease", holder, b"another", 60)
+        assert await store.get("lease") == b"next"
+        await store.delete("lease")
+        assert not await store.replace("lease", b"next", holder, 60)
+        assert await store.get("lease") is None
 
 
-def test_a_replaced_value_lives_longer_and_one_that_has_expired_is_free(url):
-    async def scenario() -> None:
-        async with opened(url) as store:
-            async with asyncio.timeout(60):
-                while not await store.replace("a", b"1", b"1", 60):
-                    await store.set("a", b"1", 0.2)
-                await store.set("b", b"2", 0.2)
-                while not await store.add("b", b"3", 60):
-                    await asyncio.sleep(0.01)
-            assert (await store.get("a"), await store.get("b")) == (b"1", b"3")
-
-    run(scenario())
+async def test_a_replaced_value_lives_longer_and_one_that_has_expired_is_free(url):
+    async with opened(url) as store:
+        async with asyncio.timeout(60):
+            while not await store.replace("a", b"1", b"1", 60):
+                await store.set("a", b"1", 0.2)
+            await store.set("b", b"2", 0.2)
+            while not await store.add("b", b"3", 60):
+                await asyncio.sleep(0.01)
+        assert (await store.get("a"), await store.get("b")) == (b"1", b"3")
 
 
-def test_what_a_file_was_given_is_there_when_it_is_opened_again(tmp_path):
-    async def scenario() -> None:
-        async with opened(f"sqlite://{tmp_path}/a.db") as store, opened(f"sqlite://{tmp_path}/a.db") as other:
-            await asyncio.gather(*(store.set(str(i), b"x" * i, 60) for i in range(100)))
-            assert await other.get("42") == b"x" * 42
-            files = sorted(tmp_path.iterdir())
-            assert [file.name for file in files] == ["a.db", "a.db-shm", "a.db-wal"]
-            assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-        async with opened(f"sqlite://{tmp_path}/a.db") as store:
-            assert await store.get("99") == b"x" * 99
-
-    run(scenario())
+async def test_what_a_file_was_given_is_there_when_it_is_opened_again(tmp_path):
+    async with opened(f"sqlite://{tmp_path}/a.db") as store, opened(f"sqlite://{tmp_path}/a.db") as other:
+        await asyncio.gather(*(store.set(str(i), b"x" * i, 60) for i in range(100)))
+        assert await other.get("42") == b"x" * 42
+        files = sorted(tmp_path.iterdir())
+        assert [file.name for file in files] == ["a.db", "a.db-shm", "a.db-wal"]
+        assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    async with opened(f"sqlite://{tmp_path}/a.db") as store:
+        assert await store.get("99") == b"x" * 99
 
 
-def test_a_full_file_refuses_a_value_and_keeps_the_others_and_takes_one_again_when_they_have_expired(tmp_path):
-    async def scenario() -> None:
-        async with opened(f"sqlite://{tmp_path}/a.db", max_bytes=2**17) as store:
-            for i in range(3):
-                await store.set(str(i), bytes([i]) * 30_000, 60)
-            large = store.set("large", b"x" * 100_000, 60)
-            small = store.set("small", b"y", 60)
-            refused, taken = await asyncio.gather(large, small, return_exceptions=True)
-            assert isinstance(refused, StoreUnavailable) and "full" in str(refused) and taken is None
-            assert [await store.get(str(i)) for i in range(3)] == [bytes([i]) * 30_000 for i in range(3)]
-            for i in range(3):
-                await store.delete(str(i))
-            await store.set("large", b"x" * 60_000, 60)
-
-    run(scenario())
+async def test_a_full_file_refuses_a_value_and_keeps_the_others_and_takes_one_again_when_they_have_expired(tmp_path):
+    async with opened(f"sqlite://{tmp_path}/a.db", max_bytes=2**17) as store:
+        for i in range(3):
+            await store.set(str(i), bytes([i]) * 30_000, 60)
+        large = store.set("large", b"x" * 100_000, 60)
+        small = store.set("small", b"y", 60)
+        refused, taken = await asyncio.gather(large, small, return_exceptions=True)
+        assert isinstance(refused, StoreUnavailable) and "full" in str(refused) and taken is None
+        assert [await store.get(str(i)) for i in range(3)] == [bytes([i]) * 30_000 for i in range(3)]
+        for i in range(3):
+            await store.delete(str(i))
+        await store.set("large", b"x" * 60_000, 60)
 
 
-def test_a_file_that_another_process_holds_is_waited_for_once_by_all_calls(tmp_path, monkeypatch):
+async def test_a_file_that_another_process_holds_is_waited_for_once_by_all_calls(tmp_path, monkeypatch):
     waits = []
 
     class Held(sqlite3.Connection):
@@ -135,80 +122,60 @@ def test_a_file_that_another_process_holds_is_waited_for_once_by_all_calls(tmp_p
             return super().execute(statement, *args)
 
     monkeypatch.setattr(sqlite_module.sqlite3, "connect", partial(sqlite3.connect, factory=Held))
-
-    async def scenario() -> None:
-        async with opened(f"sqlite://{tmp_path}/a.db") as store:
-            results = await asyncio.gather(*(store.get(str(i)) for i in range(100)), return_exceptions=True)
-            assert {type(result) for result in results} == {StoreUnavailable} and len(waits) <= 2
-
-    run(scenario())
+    async with opened(f"sqlite://{tmp_path}/a.db") as store:
+        results = await asyncio.gather(*(store.get(str(i)) for i in range(100)), return_exceptions=True)
+        assert {type(result) for result in results} == {StoreUnavailable} and len(waits) <= 2
 
 
-def test_a_disk_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(tmp_path, monkeypatch):
-    async def scenario() -> None:
-        answers = threading.Event()
-        async with opened(f"sqlite://{tmp_path}/a.db") as store:
-            assert isinstance(store, SqliteStore)
-            monkeypatch.setattr(sqlite_module, "TIMEOUT_S", 0.02)
-            with pytest.raises(StoreUnavailable, match="did not answer within"):
-                await store._run(lambda database: answers.wait(60))
-            answers.set()
-
-    run(scenario())
+async def test_a_disk_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(tmp_path, monkeypatch):
+    answers = threading.Event()
+    async with opened(f"sqlite://{tmp_path}/a.db") as store:
+        assert isinstance(store, SqliteStore)
+        monkeypatch.setattr(sqlite_module, "TIMEOUT_S", 0.02)
+        with pytest.raises(StoreUnavailable, match="did not answer within"):
+            await store._run(lambda database: answers.wait(60))
+        answers.set()
 
 
-def test_a_store_that_is_closed_says_so_to_whoever_comes_late(tmp_path):
-    async def scenario() -> None:
-        async with opened(f"sqlite://{tmp_path}/a.db") as store:
-            pass
-        with pytest.raises(StoreUnavailable, match="closed"):
-            await store.get("a")
-
-    run(scenario())
+async def test_a_store_that_is_closed_says_so_to_whoever_comes_late(tmp_path):
+    async with opened(f"sqlite://{tmp_path}/a.db") as store:
+        pass
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await store.get("a")
 
 
-def test_a_file_that_is_no_database_is_refused_at_the_start_and_one_that_breaks_is_said(tmp_path):
+async def test_a_file_that_is_no_database_is_refused_at_the_start_and_one_that_breaks_is_said(tmp_path):
     (tmp_path / "a.db").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match="a writable SQLite file"):
         open_store(StoreConfig(url=f"sqlite://{tmp_path}/a.db"))
-
-    async def scenario() -> None:
-        async with opened(f"sqlite://{tmp_path}/b.db") as store:
-            await store.set("a", b"1", 60)
-            with sqlite3.connect(tmp_path / "b.db") as database:
-                database.execute("drop table stored")
-            with pytest.raises(StoreUnavailable, match="no such table"):
-                await store.get("a")
-
-    run(scenario())
-
-
-def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
-    async def scenario() -> None:
-        store = RedisStore(redis.url)
+    async with opened(f"sqlite://{tmp_path}/b.db") as store:
         await store.set("a", b"1", 60)
-        redis.process.send_signal(signal.SIGSTOP)
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(redis_module, "TIMEOUT_S", 0.05)
-                with pytest.raises(StoreUnavailable, match="TimeoutError"):
-                    await store.get("a")
-        finally:
-            redis.process.send_signal(signal.SIGCONT)
-        assert await store.get("a") == b"1"
-
-    run(scenario())
+        with sqlite3.connect(tmp_path / "b.db") as database:
+            database.execute("drop table stored")
+        with pytest.raises(StoreUnavailable, match="no such table"):
+            await store.get("a")
 
 
-def test_redis_forgets_a_response_after_its_time(redis):
-    async def scenario() -> None:
-        store = RedisStore(redis.url)
-        await store.set("a", b"1", 0.001)
-        async with asyncio.timeout(60):
-            while await store.get("a") is not None:
-                await asyncio.sleep(0.001)
+async def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
+    store = RedisStore(redis.url)
+    await store.set("a", b"1", 60)
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(redis_module, "TIMEOUT_S", 0.05)
+            with pytest.raises(StoreUnavailable, match="TimeoutError"):
+                await store.get("a")
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+    assert await store.get("a") == b"1"
 
-    run(scenario())
+
+async def test_redis_forgets_a_response_after_its_time(redis):
+    store = RedisStore(redis.url)
+    await store.set("a", b"1", 0.001)
+    async with asyncio.timeout(60):
+        while await store.get("a") is not None:
+            await asyncio.sleep(0.001)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
@@ -227,15 +194,12 @@ def test_memory_holds_the_newest_values_that_fit(puts):
     asyncio.run(scenario())
 
 
-def test_memory_forgets_a_value_after_its_time_and_refuses_one_that_can_never_fit():
-    async def scenario() -> None:
-        store = MemoryStore(max_bytes=20)
-        await store.set("old", b"x" * 10, 0.0)
-        assert await store.get("old") is None
-        with pytest.raises(StoreUnavailable, match="21 bytes"):
-            await store.set("large", b"x" * 21, 60)
-
-    run(scenario())
+async def test_memory_forgets_a_value_after_its_time_and_refuses_one_that_can_never_fit():
+    store = MemoryStore(max_bytes=20)
+    await store.set("old", b"x" * 10, 0.0)
+    assert await store.get("old") is None
+    with pytest.raises(StoreUnavailable, match="21 bytes"):
+        await store.set("large", b"x" * 21, 60)
 
 
 def test_a_store_of_another_kind_or_that_has_no_client_is_refused_at_the_start(monkeypatch):

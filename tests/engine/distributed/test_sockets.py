@@ -177,36 +177,33 @@ def test_any_bytes_are_refused_or_a_message_and_what_comes_next_is_received(junk
         context.destroy(linger=0)
 
 
-def test_what_a_handler_cannot_do_with_is_refused_and_the_next_message_is_handed_over():
-    async def scenario() -> None:
-        context, received = zmq.asyncio.Context(), asyncio.Queue[str]()
-        refused = {reason: Refused("test", reason) for reason in ("malformed", "unexpected", "unauthenticated")}
+async def test_what_a_handler_cannot_do_with_is_refused_and_the_next_message_is_handed_over():
+    context, received = zmq.asyncio.Context(), asyncio.Queue[str]()
+    refused = {reason: Refused("test", reason) for reason in ("malformed", "unexpected", "unauthenticated")}
 
-        def handle(message: Abort) -> None:
-            if message.request_id == "bad":
-                raise AssertionError("nobody sends that")
-            received.put_nowait(message.request_id)
+    def handle(message: Abort) -> None:
+        if message.request_id == "bad":
+            raise AssertionError("nobody sends that")
+        received.put_nowait(message.request_id)
 
-        key = ClusterKey.generate()
-        listener = puller(context, key)
-        serving = asyncio.create_task(listener.serve(handle))
-        sync = zmq.Context(context)
-        member, stranger = PushSockets(sync, key=key), PushSockets(sync)
-        stranger.send(listener.address, encoded("forged"))
-        for data in (b"\xc1", encoded("bad"), encoded("good")):
-            member.send(listener.address, data)
-        async with asyncio.timeout(LIMIT_S):
-            assert await received.get() == "good"
-            while not refused["unauthenticated"].count:
-                await asyncio.sleep(0.002)
-        assert (refused["malformed"].count, refused["unexpected"].count) == (1, 1)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        for ends in (member, stranger):
-            ends.close()
-        context.destroy(linger=0)
-
-    asyncio.run(scenario())
+    key = ClusterKey.generate()
+    listener = puller(context, key)
+    serving = asyncio.create_task(listener.serve(handle))
+    sync = zmq.Context(context)
+    member, stranger = PushSockets(sync, key=key), PushSockets(sync)
+    stranger.send(listener.address, encoded("forged"))
+    for data in (b"\xc1", encoded("bad"), encoded("good")):
+        member.send(listener.address, data)
+    async with asyncio.timeout(LIMIT_S):
+        assert await received.get() == "good"
+        while not refused["unauthenticated"].count:
+            await asyncio.sleep(0.002)
+    assert (refused["malformed"].count, refused["unexpected"].count) == (1, 1)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    for ends in (member, stranger):
+        ends.close()
+    context.destroy(linger=0)
 
 
 def test_a_key_can_be_sent_and_does_not_get_into_a_log():

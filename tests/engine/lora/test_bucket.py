@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import fsspec
@@ -92,39 +91,35 @@ def test_a_bucket_without_its_library_is_refused_with_the_name_of_that(copies):
         open_adapter("s3://bucket/sql")
 
 
-def test_a_dynamic_folder_may_be_in_a_bucket(copies, tmp_path, monkeypatch):
+async def test_a_dynamic_folder_may_be_in_a_bucket(copies, tmp_path, monkeypatch):
     now = [100.0]
     for module in (dynamic_folder, places):
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    put(write_adapter(tmp_path / "1", seed=1), "memory://bucket/adapters/sql")
+    put(write_adapter(tmp_path / "0"), "memory://bucket/outside")
+    folder = DynamicFolder("memory://bucket/adapters/", "base", max_rank=16)
+    assert await folder.names() == ["sql"] and "sql" in folder
+    first = await folder.find("sql")
+    assert first is not None and first.path == "memory://bucket/adapters/sql"
+    for name in ("other", "../outside", "..", "", ".", "s*", "s?l", "sql/../../outside", "sql/"):
+        assert await folder.find(name) is None and name not in folder
+    put(write_adapter(tmp_path / "2", seed=2), "memory://bucket/adapters/sql")
+    assert await folder.find("sql") is first
+    now[0] += places.BUCKET_S
+    second = await folder.find("sql")
+    assert second is not None and second.digest == open_adapter(tmp_path / "2").digest
+    put(write_adapter(tmp_path / "3"), "memory://bucket/adapters/late")
+    assert await folder.find("late") is not None and "late" not in folder
+    now[0] += places.BUCKET_S
+    await folder.read()
+    assert "late" in folder
 
-    async def scenario() -> None:
-        put(write_adapter(tmp_path / "1", seed=1), "memory://bucket/adapters/sql")
-        put(write_adapter(tmp_path / "0"), "memory://bucket/outside")
-        folder = DynamicFolder("memory://bucket/adapters/", "base", max_rank=16)
-        assert await folder.names() == ["sql"] and "sql" in folder
-        first = await folder.find("sql")
-        assert first is not None and first.path == "memory://bucket/adapters/sql"
-        for name in ("other", "../outside", "..", "", ".", "s*", "s?l", "sql/../../outside", "sql/"):
-            assert await folder.find(name) is None and name not in folder
-        put(write_adapter(tmp_path / "2", seed=2), "memory://bucket/adapters/sql")
-        assert await folder.find("sql") is first
-        now[0] += places.BUCKET_S
-        second = await folder.find("sql")
-        assert second is not None and second.digest == open_adapter(tmp_path / "2").digest
-        put(write_adapter(tmp_path / "3"), "memory://bucket/adapters/late")
-        assert await folder.find("late") is not None and "late" not in folder
-        now[0] += places.BUCKET_S
-        await folder.read()
-        assert "late" in folder
+    def away(*args: object) -> None:
+        raise ConnectionError("away")
 
-        def away(*args: object) -> None:
-            raise ConnectionError("away")
-
-        now[0] += places.BUCKET_S
-        monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", away)
-        monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", away)
-        assert await folder.find("sql") is second and await folder.names() == ["late", "sql"]
-        with pytest.raises(AdapterError, match="ConnectionError: away"):
-            await folder.find("new")
-
-    asyncio.run(scenario())
+    now[0] += places.BUCKET_S
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", away)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", away)
+    assert await folder.find("sql") is second and await folder.names() == ["late", "sql"]
+    with pytest.raises(AdapterError, match="ConnectionError: away"):
+        await folder.find("new")

@@ -118,16 +118,13 @@ def test_a_line_that_took_too_long_has_an_error_without_a_response(world):
     assert (answer.custom_id, answer.response, answer.error.code) == ("b", None, "request_timeout")
 
 
-def test_only_one_of_several_servers_works_on_a_batch(world, tmp_path):
-    async def scenario() -> None:
-        other = BatchStore(tmp_path, world.values)
-        claim = await world.store.claim(world.batch_id)
-        assert claim is not None
-        async with claim.held():
-            assert await other.claim(world.batch_id) is None
-        assert await other.claim(world.batch_id) is not None
-
-    asyncio.run(scenario())
+async def test_only_one_of_several_servers_works_on_a_batch(world, tmp_path):
+    other = BatchStore(tmp_path, world.values)
+    claim = await world.store.claim(world.batch_id)
+    assert claim is not None
+    async with claim.held():
+        assert await other.claim(world.batch_id) is None
+    assert await other.claim(world.batch_id) is not None
 
 
 def test_a_server_that_was_taken_for_dead_leaves_no_line_in_the_output_of_the_one_that_took_over(world):

@@ -20,7 +20,6 @@ from tests.deployments.openai.responses.serving import (
     ask,
     ask_streamed,
     prompt,
-    run,
     serving,
 )
 
@@ -48,7 +47,7 @@ def test_the_documentation_says_of_every_field_what_becomes_of_it():
         assert f"| `{name}` | {reason} |" in page, name
 
 
-def test_a_field_that_has_no_effect_is_named_in_a_warning():
+async def test_a_field_that_has_no_effect_is_named_in_a_warning():
     fields: list[tuple[str, Any]] = [
         *[(name, {name: {"a": "b"}}) for name in FOREIGN.ignored],
         ("nonsense", {"nonsense": 1}),
@@ -62,18 +61,14 @@ def test_a_field_that_has_no_effect_is_named_in_a_warning():
         ("request_id", {"request_id": "a"}),
         ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),
     ]
-
-    async def scenario() -> None:
-        async with serving("a") as api:
-            for name, body in fields:
-                answer = await api.post("responses", input="a", **body)
-                assert answer.status_code == 200, (name, answer.text)
-                assert answer.headers["warning"] == f'299 manta "ignored: {name}"'
-            quiet = dict.fromkeys(DEFINED) | {"input": "a", "text": {"verbosity": "medium"}, "truncation": "disabled"}
-            answer = await api.post("responses", **quiet, **dict.fromkeys(["nonsense"]))
-            assert answer.status_code == 200 and "warning" not in answer.headers
-
-    run(scenario())
+    async with serving("a") as api:
+        for name, body in fields:
+            answer = await api.post("responses", input="a", **body)
+            assert answer.status_code == 200, (name, answer.text)
+            assert answer.headers["warning"] == f'299 manta "ignored: {name}"'
+        quiet = dict.fromkeys(DEFINED) | {"input": "a", "text": {"verbosity": "medium"}, "truncation": "disabled"}
+        answer = await api.post("responses", **quiet, **dict.fromkeys(["nonsense"]))
+        assert answer.status_code == 200 and "warning" not in answer.headers
 
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -143,21 +138,18 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # body, param, part of the messa
 ]
 
 
-def test_a_bad_request_is_a_400_that_names_the_field_as_it_is_called_here():
-    async def scenario() -> None:
-        async with serving("a") as api:
-            for body, param, message in BAD:
-                for stream in (True, False):
-                    answer = await api.post("responses", **{"stream": stream, **body})
-                    status = 404 if param == "model" else 400
-                    Bad("/v1/responses", b"", param, status).check(answer)
-                    assert message in answer.json()["error"]["message"], answer.text
-            assert not api.engine.added
-
-    run(scenario())
+async def test_a_bad_request_is_a_400_that_names_the_field_as_it_is_called_here():
+    async with serving("a") as api:
+        for body, param, message in BAD:
+            for stream in (True, False):
+                answer = await api.post("responses", **{"stream": stream, **body})
+                status = 404 if param == "model" else 400
+                Bad("/v1/responses", b"", param, status).check(answer)
+                assert message in answer.json()["error"]["message"], answer.text
+        assert not api.engine.added
 
 
-def test_items_become_the_messages_that_the_model_was_trained_on():
+async def test_items_become_the_messages_that_the_model_was_trained_on():
     items = [
         {
             "role": "developer",
@@ -173,134 +165,100 @@ def test_items_become_the_messages_that_the_model_was_trained_on():
         {"role": "developer", "content": "Later."},
         {"role": "user", "content": "and?"},
     ]
-
-    async def scenario() -> None:
-        async with serving("a") as api:
-            await ask(api, input=items, instructions="You are Manta.")
-            assert prompt(api) == (
-                "<|im_start|>system\nYou are Manta.\n\nBe brief.\nNow.\n\nIn verse.<|im_end|>\n"
-                "<|im_start|>user\nhello<|im_end|>\n"
-                f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nWell.\n{CALL}<|im_end|>\n"
-                "<|im_start|>tool\nsunny<|im_end|>\n"
-                "<|im_start|>assistant\nNo.<|im_end|>\n"
-                "<|im_start|>system\nLater.<|im_end|>\n"
-                "<|im_start|>user\nand?<|im_end|>\n"
-                "<|im_start|>assistant\n"
-            )
-
-    run(scenario())
+    async with serving("a") as api:
+        await ask(api, input=items, instructions="You are Manta.")
+        assert prompt(api) == (
+            "<|im_start|>system\nYou are Manta.\n\nBe brief.\nNow.\n\nIn verse.<|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n"
+            f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nWell.\n{CALL}<|im_end|>\n"
+            "<|im_start|>tool\nsunny<|im_end|>\n"
+            "<|im_start|>assistant\nNo.<|im_end|>\n"
+            "<|im_start|>system\nLater.<|im_end|>\n"
+            "<|im_start|>user\nand?<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
 
 
-def test_instructions_of_an_earlier_response_do_not_apply_any_more():
-    async def scenario() -> None:
-        async with serving("a") as api:
-            made = await ask(api, instructions="In verse.")
-            await ask(api, previous_response_id=made["id"], instructions="Be brief.")
-            assert "In verse." not in prompt(api) and "Be brief." in prompt(api)
-
-    run(scenario())
+async def test_instructions_of_an_earlier_response_do_not_apply_any_more():
+    async with serving("a") as api:
+        made = await ask(api, instructions="In verse.")
+        await ask(api, previous_response_id=made["id"], instructions="Be brief.")
+        assert "In verse." not in prompt(api) and "Be brief." in prompt(api)
 
 
-def test_reasoning_comes_back_by_a_client_that_keeps_only_its_encrypted_content():
-    async def scenario() -> None:
-        async with serving("<think>\nhm\n</think>\n\nGood day.") as api:
-            made = await ask(api, include=["reasoning.encrypted_content"], store=False)
-            reasoning, message = made["output"]
-            assert reasoning["encrypted_content"] == "manta:hm"
-            del reasoning["content"]
-            theirs = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB"}
-            turn = {"role": "user", "content": "and?"}
-            await ask(api, input=[turn, reasoning, message, turn, theirs, message, turn])
-            assert prompt(api).count("<think>\nhm\n</think>\n\nGood day.") == 1
-            assert prompt(api).count("Good day.") == 2 and "gAAAAB" not in prompt(api)
-
-    run(scenario())
+async def test_reasoning_comes_back_by_a_client_that_keeps_only_its_encrypted_content():
+    async with serving("<think>\nhm\n</think>\n\nGood day.") as api:
+        made = await ask(api, include=["reasoning.encrypted_content"], store=False)
+        reasoning, message = made["output"]
+        assert reasoning["encrypted_content"] == "manta:hm"
+        del reasoning["content"]
+        theirs = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB"}
+        turn = {"role": "user", "content": "and?"}
+        await ask(api, input=[turn, reasoning, message, turn, theirs, message, turn])
+        assert prompt(api).count("<think>\nhm\n</think>\n\nGood day.") == 1
+        assert prompt(api).count("Good day.") == 2 and "gAAAAB" not in prompt(api)
 
 
-def test_a_function_of_a_namespace_is_called_by_its_own_name():
+async def test_a_function_of_a_namespace_is_called_by_its_own_name():
     text = CALL.replace("weather", "n.weather")
     tools = [{"type": "namespace", "name": "n", "description": "d", "tools": [WEATHER]}, {**WEATHER, "name": "now"}]
-
-    async def scenario() -> None:
-        async with serving(text) as api:
-            made = await ask(api, tools=tools)
-            (call,) = made["output"]
-            assert (call["namespace"], call["name"]) == ("n", "weather") and made["tools"] == tools
-            await ask(api, tools=tools, input=[{"role": "user", "content": "hello"}, call])
-            assert text in prompt(api)
-            choice = {"type": "function", "name": "weather", "namespace": "n"}
-            await ask(api, tools=tools, tool_choice=choice)
-
-    run(scenario())
+    async with serving(text) as api:
+        made = await ask(api, tools=tools)
+        (call,) = made["output"]
+        assert (call["namespace"], call["name"]) == ("n", "weather") and made["tools"] == tools
+        await ask(api, tools=tools, input=[{"role": "user", "content": "hello"}, call])
+        assert text in prompt(api)
+        choice = {"type": "function", "name": "weather", "namespace": "n"}
+        await ask(api, tools=tools, tool_choice=choice)
 
 
-def test_allowed_tools_are_all_that_the_model_is_told_of():
+async def test_allowed_tools_are_all_that_the_model_is_told_of():
     tools = [WEATHER, {**WEATHER, "name": "now"}]
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
-
-    async def scenario() -> None:
-        async with serving("a") as api:
-            made = await ask(api, tools=tools, tool_choice=allowed)
-            assert '"now"' in prompt(api) and '"weather"' not in prompt(api)
-            assert made["tool_choice"] == allowed
-
-    run(scenario())
+    async with serving("a") as api:
+        made = await ask(api, tools=tools, tool_choice=allowed)
+        assert '"now"' in prompt(api) and '"weather"' not in prompt(api)
+        assert made["tool_choice"] == allowed
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "json_object"])
-def test_a_text_format_is_enforced(kind):
+async def test_a_text_format_is_enforced(kind):
     wanted = {"type": kind} | ({"name": "a", "schema": PARAMETERS} if kind == "json_schema" else {})
-
-    async def scenario() -> None:
-        async with serving("{}") as api:
-            made = await ask(api, text={"format": wanted})
-            assert made["text"]["format"] == wanted
-            assert api.engine.added[0].params.structured_outputs is not None
-
-    run(scenario())
+    async with serving("{}") as api:
+        made = await ask(api, text={"format": wanted})
+        assert made["text"]["format"] == wanted
+        assert api.engine.added[0].params.structured_outputs is not None
 
 
-def test_sampling_parameters_reach_the_engine_and_are_shown_in_the_response():
-    async def scenario() -> None:
-        async with serving("a") as api:
-            fields = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 7, "metadata": {"k": "v"}, "user": "u"}
-            made = await ask(api, **fields, top_k=3, seed=4)
-            params = api.engine.added[0].params
-            assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.25, 3, 4)
-            assert params.max_tokens == 7
-            assert {name: made[name] for name in fields} == fields
-
-    run(scenario())
+async def test_sampling_parameters_reach_the_engine_and_are_shown_in_the_response():
+    async with serving("a") as api:
+        fields = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 7, "metadata": {"k": "v"}, "user": "u"}
+        made = await ask(api, **fields, top_k=3, seed=4)
+        params = api.engine.added[0].params
+        assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.25, 3, 4)
+        assert params.max_tokens == 7
+        assert {name: made[name] for name in fields} == fields
 
 
-def test_an_input_that_is_too_long_is_cut_off_if_the_request_says_so():
-    async def scenario() -> None:
-        async with serving("a") as api:
-            made = await ask(api, input=LONG, truncation="auto", max_output_tokens=8)
-            assert made["truncation"] == "auto" and made["usage"]["input_tokens"] == 4096 - 8
-            assert prompt(api).endswith("a<|im_end|>\n<|im_start|>assistant\n")
-
-    run(scenario())
+async def test_an_input_that_is_too_long_is_cut_off_if_the_request_says_so():
+    async with serving("a") as api:
+        made = await ask(api, input=LONG, truncation="auto", max_output_tokens=8)
+        assert made["truncation"] == "auto" and made["usage"]["input_tokens"] == 4096 - 8
+        assert prompt(api).endswith("a<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_log_probabilities_are_those_of_the_text():
-    async def scenario() -> None:
-        async with serving("<think>\nhm\n</think>\n\nGood") as api:
-            body = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-            part = (await ask(api, **body))["output"][1]["content"][0]
-            assert "".join(entry["token"] for entry in part["logprobs"]).endswith("Good")
-            events = await ask_streamed(api, **body)
-            streamed = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
-            assert [entry for entries in streamed for entry in entries] == part["logprobs"]
-            assert all(entry["top_logprobs"] for entry in part["logprobs"])
-
-    run(scenario())
+async def test_log_probabilities_are_those_of_the_text():
+    async with serving("<think>\nhm\n</think>\n\nGood") as api:
+        body = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        part = (await ask(api, **body))["output"][1]["content"][0]
+        assert "".join(entry["token"] for entry in part["logprobs"]).endswith("Good")
+        events = await ask_streamed(api, **body)
+        streamed = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+        assert [entry for entries in streamed for entry in entries] == part["logprobs"]
+        assert all(entry["top_logprobs"] for entry in part["logprobs"])
 
 
-def test_a_body_is_json():
-    async def scenario() -> None:
-        async with serving("a") as api:
-            answer = await api.client.post("/v1/responses", content=json.dumps({"input": "a"}))
-            assert answer.status_code == 415
-
-    run(scenario())
+async def test_a_body_is_json():
+    async with serving("a") as api:
+        answer = await api.client.post("/v1/responses", content=json.dumps({"input": "a"}))
+        assert answer.status_code == 415
