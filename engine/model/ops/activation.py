@@ -87,30 +87,14 @@ def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Ten
 
 def select_multiply(dtype: torch.dtype, device: torch.device) -> Product:
     """Return the fastest version of: x, y [tokens, n] -> x * y."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation as cpu
-
-        return cpu.multiply
-    return multiply
+    return dispatch.fastest(multiply, dtype, device, cpu="activation")
 
 
 def select_scaled(dtype: torch.dtype, device: torch.device) -> Scaled:
     """Return the fastest version of: x [tokens, n], factor, dtype -> x * factor in this dtype, rounded once."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation as cpu
-
-        return cpu.scaled
-    return scaled
+    return dispatch.fastest(scaled, dtype, device, cpu="activation")
 
 
 def select_open_gate(dtype: torch.dtype, device: torch.device) -> Product:
     """Return the fastest version of: x [tokens, n], gate [tokens, heads, n / heads] -> x * sigmoid(gate)."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation as cpu
-
-        return cpu.open_gate
-    if not dispatch.gpu_kernels(dtype, device):
-        return open_gate
-    from engine.model.ops.gpu import activation as gpu
-
-    return gpu.open_gate
+    return dispatch.fastest(open_gate, dtype, device, cpu="activation", gpu="activation")

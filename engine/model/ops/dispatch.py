@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +15,7 @@ from engine.device import numba_found
 
 logger = logging.getLogger(__name__)
 
+Op = TypeVar("Op", bound=Callable[..., Any])
 CPU_DTYPES = (torch.bfloat16, torch.float32)  # supported by the fast CPU ops
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +32,17 @@ def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
 
         for kernel in [kernel for kernel in Kernel.imported if dtype in kernel.entries]:
             kernel.compile(dtype)
+
+
+def fastest(op: Op, dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str = "") -> Op:
+    """Return the fastest version of a plain op. cpu, gpu: modules of ops/cpu and ops/gpu that have it under the same
+    name, without `_plain`; empty for none."""
+    for has_kernels, package, module in ((cpu_kernels, "cpu", cpu), (gpu_kernels, "gpu", gpu)):
+        if module and has_kernels(dtype, device):
+            name = op.__name__.removesuffix("_plain")
+            found: Op = getattr(importlib.import_module(f"{__package__}.{package}.{module}"), name)
+            return found
+    return op
 
 
 def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:

@@ -85,15 +85,7 @@ def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: to
 def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
     """Return the fastest version of: logits [tokens, num_experts], k, normalise -> experts [tokens, k] int64, weights
     [tokens, k] of the logits' dtype, largest first. normalise: whether weights are scaled to add up to 1."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.moe import routing as cpu
-
-        return cpu.top_k_softmax
-    if not dispatch.gpu_kernels(dtype, device):
-        return top_k_softmax_plain
-    from engine.model.ops.gpu.experts import routing
-
-    return routing.top_k_softmax
+    return dispatch.fastest(top_k_softmax_plain, dtype, device, cpu="moe.routing", gpu="experts.routing")
 
 
 def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -105,15 +97,7 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
 
 def select_top_k_sigmoid(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the fastest version of `top_k_sigmoid_plain`. See layers/moe.py."""
-    if dispatch.cpu_kernels(torch.float32, device):
-        from engine.model.ops.cpu.moe import routing as cpu
-
-        return cpu.top_k_sigmoid
-    if not dispatch.gpu_kernels(torch.float32, device):
-        return top_k_sigmoid_plain
-    from engine.model.ops.gpu.experts import routing
-
-    return routing.top_k_sigmoid
+    return dispatch.fastest(top_k_sigmoid_plain, torch.float32, device, cpu="moe.routing", gpu="experts.routing")
 
 
 def top_k_sigmoid_plain(
@@ -137,15 +121,7 @@ def top_k_sigmoid_plain(
 
 def select_top_k_of_groups(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the fastest version of `top_k_of_groups_plain`."""
-    if dispatch.cpu_kernels(torch.float32, device):
-        from engine.model.ops.cpu.moe import routing as cpu
-
-        return cpu.top_k_of_groups
-    if not dispatch.gpu_kernels(torch.float32, device):
-        return top_k_of_groups_plain
-    from engine.model.ops.gpu.experts import routing
-
-    return routing.top_k_of_groups
+    return dispatch.fastest(top_k_of_groups_plain, torch.float32, device, cpu="moe.routing", gpu="experts.routing")
 
 
 def top_k_of_groups_plain(
@@ -171,15 +147,7 @@ def left_in(scores: Tensor, of_groups: Tensor, topk_groups: int, rest: float) ->
 
 def select_add_shared(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """Return the fastest version of `add_shared_plain`."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.moe import experts as cpu
-
-        return cpu.add_shared
-    if not dispatch.gpu_kernels(dtype, device):
-        return add_shared_plain
-    from engine.model.ops.gpu.experts import routing
-
-    return routing.add_shared
+    return dispatch.fastest(add_shared_plain, dtype, device, cpu="moe.experts", gpu="experts.routing")
 
 
 def add_shared_plain(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -25,28 +25,15 @@ GatedRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 
 def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSNormOp]:
     """Return the fastest versions of both ops."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import norm as cpu
-
-        return cpu.rms_norm, cpu.add_rms_norm
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import norm as gpu
-
-        return gpu.rms_norm, gpu.add_rms_norm
-    return rms_norm_plain, add_rms_norm_plain
+    return (
+        dispatch.fastest(rms_norm_plain, dtype, device, cpu="norm", gpu="norm"),
+        dispatch.fastest(add_rms_norm_plain, dtype, device, cpu="norm", gpu="norm"),
+    )
 
 
 def select_gated(dtype: torch.dtype, device: torch.device) -> GatedRMSNormOp:
     """Return the fastest version of the gated norm."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import norm as cpu
-
-        return cpu.gated_rms_norm
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import norm as gpu
-
-        return gpu.gated_rms_norm
-    return gated_rms_norm_plain
+    return dispatch.fastest(gated_rms_norm_plain, dtype, device, cpu="norm", gpu="norm")
 
 
 def gated_rms_norm_plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:

@@ -21,15 +21,7 @@ Gates = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def select(dtype: torch.dtype, device: torch.device) -> Gates:
     """Return the fastest version."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.recurrent import gates as cpu
-
-        return cpu.gates
-    if dispatch.gpu_kernels(torch.float32, device):
-        from engine.model.ops.gpu.recurrent import gates as gpu
-
-        return gpu.gates
-    return gates_plain
+    return dispatch.fastest(gates_plain, dtype, device, cpu="recurrent.gates", gpu="recurrent.gates")
 
 
 def gates_plain(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

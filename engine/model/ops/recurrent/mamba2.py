@@ -26,11 +26,8 @@ Gated = Callable[[Tensor, Tensor, Tensor, Tensor, GroupNorm | None], Tensor]
 
 def select(dtype: torch.dtype, device: torch.device) -> tuple[Steps, Gated]:
     """Return the fastest versions of both ops."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.recurrent import mamba2 as cpu
-
-        return cpu.steps, cpu.gated
-    return steps_plain, gated_plain
+    cpu = "recurrent.mamba2"
+    return dispatch.fastest(steps_plain, dtype, device, cpu), dispatch.fastest(gated_plain, dtype, device, cpu)
 
 
 def steps_plain(
