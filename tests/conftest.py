@@ -1,4 +1,4 @@
-"""In which order tests run, with `pytest -n` in which process, what hypothesis tries, and what may be left behind."""
+"""What all tests share: their order and processes, what hypothesis tries, what may be left behind, and models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,22 @@ settings.load_profile("manta")
 def pytest_addoption(parser: pytest.Parser) -> None:
     message = "Fail a test without the mark `slow` that takes more CPU time, with its children, than that."
     parser.addoption("--max-call-s", type=float, metavar="SECONDS", help=message)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama with a tokenizer."""
+    from tests.models import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a small model of a family, without a tokenizer."""
+    from tests.models import made_once
+
+    return made_once(tmp_path_factory)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +15,9 @@ from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
-from tests.models import make_model
 
 ASKED: Any = {"model": "tiny", "prompt": "The fox jumps over the lazy dog", "temperature": 0.0, "max_tokens": 12}
 COST: Any = {"usage": {"include": True}, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 def openai_client(api: RealApi) -> AsyncOpenAI:

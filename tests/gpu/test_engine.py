@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from engine.wire.sampling_params import SamplingParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
-from tests.models import FAMILIES, made_once
+from tests.models import FAMILIES
 from tests.mxfp4_files import make_mxfp4
 from tests.vision_models import Prompt, make_vision_model
 
@@ -25,11 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCAB = 97
 EXACT = 2e-3  # of float32, where sums run in another order
 ROUNDED = 0.4  # of bfloat16 against float32: on a CPU margins move by 0.04 in the median, and by 0.3 at most
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    return made_once(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
 from tests.deployments.real_api import running_engine
 from tests.deployments.replicas.mortal_pool import Heard, Outcome, ingress, listen
-from tests.models import make_model
 
 PROMPT = list(range(20, 40))
 FORM = StructuredOutputsParams(regex="[a-z]{3}( [a-z]{2,5}){4}!")
@@ -32,11 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
     "of a form": {"structured_outputs": FORM, "max_tokens": 64, "min_tokens": 0, "ignore_eos": False},
 }
 QUICK = ("of a form",)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,6 @@ from engine.wire.messages import GenerateRequest, PeerPool, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import tokenizer, until
 from tests.engine_sockets import ServerThread
-from tests.models import make_model
 
 EVERY = 3
 
@@ -94,11 +93,6 @@ class Serving:
     @property
     def checks(self) -> dict[str, int]:
         return self.frontend.stats.sdc_checks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 @asynccontextmanager

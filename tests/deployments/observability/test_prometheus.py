@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
@@ -13,15 +12,9 @@ from deployments.observability.prometheus import render_metrics
 from deployments.observability.stats import IngressStats
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
-from tests.models import make_model
 from tests.scrape import Scrape
 
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 def ended(scrape: Scrape) -> dict[str, float]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 
 from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
@@ -20,7 +19,6 @@ from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.real_api import real_api_with_prefill
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, ingress, listen
-from tests.models import make_model
 
 ASKED = {"prompt": "A secret prompt", "max_tokens": 4}
 
@@ -182,11 +180,6 @@ async def test_timelines_of_other_ingresses_are_told_too_and_the_own_ones_once_a
     telemetry.timelines.begin(timeline("cmpl-x-2-0", 2.0, seconds=1.5))
     found = (await telemetry.explain("cmpl-x")).sequences
     assert [(one.request_id, one.seconds) for one in found] == [("cmpl-x-1-0", None), ("cmpl-x-2-0", 1.5)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 async def test_both_engines_tell_of_a_prompt_that_was_computed_in_the_other_pool(folder):

@@ -7,7 +7,7 @@ goes through Inductor, and with `make test-all` every family does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from tests.batches import ByHand
 from tests.engine.model.quantization.checkpoints import W8A8, quantize_folder
 from tests.gpu.engines import check_same, generate, make_core, requests, run
 from tests.late_device import LateDevice
-from tests.models import FAMILIES, made_once, make_model
+from tests.models import FAMILIES, make_model
 from tests.ranks import make_ranks, on_all
 
 ONE = TPGroup.single()
@@ -59,11 +59,6 @@ def inductor() -> None:
 @pytest.fixture
 def traced(monkeypatch) -> None:
     monkeypatch.setattr("engine.model.torch_compile.torch.compile", partial(torch.compile, backend="aot_eager"))
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    return made_once(tmp_path_factory)
 
 
 def load(folder: Path, tp: TPGroup = ONE) -> ByHand:

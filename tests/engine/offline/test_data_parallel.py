@@ -33,15 +33,6 @@ PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 FAST = {("qwen3_moe", "bfloat16", 2)}
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    @cache
-    def make(family: str) -> Path:
-        return make_model(tmp_path_factory.mktemp(family), family)
-
-    return make
-
-
 def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
     defaults: dict[str, Any] = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
     if engines == 2:

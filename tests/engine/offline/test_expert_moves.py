@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,6 @@ from tests.rank_pool import RankPool
 EXPERTS = {"qwen3_moe": 6, "deepseek_v3": 8, "gpt_oss": 4, "qwen3_next": 6}
 STREAMS, TOKENS = 8, 40
 DEADLINE_S = 120.0  # by which a failing test ends
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    @cache
-    def make(family: str) -> Path:
-        return make_model(tmp_path_factory.mktemp(family), family)
-
-    return make
 
 
 def often(experts: int = 6, size: int = 2, **options: Any) -> EPLBConfig:

@@ -28,15 +28,6 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    @cache
-    def make(family: str) -> Path:
-        return make_model(tmp_path_factory.mktemp(family), family)
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def on_one_rank(pool, folder_of):
     """What one rank makes of the mixed requests."""
 

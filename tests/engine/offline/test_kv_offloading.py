@@ -27,7 +27,7 @@ from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, Subscribe
 from engine.wire.sampling_params import SamplingParams
-from tests.models import made_once, with_slow
+from tests.models import with_slow
 from tests.products import each_once
 from tests.rank_pool import RankPool
 
@@ -36,11 +36,6 @@ FAMILIES = ["llama", "gemma3", "qwen3_next"]  # one group; windows; recurrent st
 SIZE = 0.05  # GiB
 WAIT_S = 60.0
 BLOCKS = {"llama": 128, "gemma3": 128, "qwen3_next": 1024}  # recurrent states of a tiny model are larger than its KV
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return made_once(tmp_path_factory)
 
 
 @pytest.fixture

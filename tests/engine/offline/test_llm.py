@@ -14,11 +14,6 @@ TEXTS = ["The quick brown fox", "A cache", "What is the meaning of this word? It
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
     with LLM(folder, num_blocks=128, **OPTIONS) as llm:
         yield llm

@@ -23,17 +23,11 @@ from engine.distributed import plan_broadcast
 from engine.errors import EngineUnavailable, StartupError
 from engine.offline import rank_processes
 from engine.offline.rank_processes import RankProcesses
-from tests.models import make_model
 from tests.processes import started
 
 PROMPTS = [[5, 6, 7], [8] * 30, [9, 10]]
 NOTICE_S = 60.0  # less than a collective waits
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 def start(folder: Path, size: int, **options) -> LLM:

@@ -9,7 +9,6 @@ from engine.errors import ConfigError
 from engine.offline.outputs import CompletionOutput
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter, draft_always
-from tests.models import make_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
 TEXTS = ["The quick brown fox the quick brown", "A cache a cache a", "What is the meaning of this? What is", "dog dog"]
@@ -27,11 +26,6 @@ PARAMS = {
     "grammar": {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 60},
     "stop": {"stop": ["e", "th"], "min_tokens": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,16 +34,10 @@ from engine.runner.model_runner import ModelRunner
 from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests
-from tests.models import FAMILIES, made_once, with_slow
+from tests.models import FAMILIES, with_slow
 from tests.products import each_once
 from tests.sync_guard import HostWaits
 from tests.tape import TapedDevice
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    return made_once(tmp_path_factory)
-
 
 GRAPHED = [family for family, (_, fields) in FAMILIES.items() if "index_topk" not in fields]  # not sparse attention
 

@@ -22,7 +22,6 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.models import make_model
 
 LIMIT_S = 60.0
 
@@ -51,11 +50,6 @@ def compiling(monkeypatch) -> Iterator[Gate]:
     monkeypatch.setattr(grammar, "source", slow_source)
     yield gate
     gate.opened.set()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])

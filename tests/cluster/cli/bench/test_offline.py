@@ -17,11 +17,6 @@ from tests.models import make_model
 SMALL = ["--requests", "3", "--input-len", "20", "--output-len", "6", "--repetitions", "2", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
 @pytest.fixture
 def batches(monkeypatch) -> list[list]:
     """The prompts and answers of every batch that an engine runs."""

@@ -71,11 +71,6 @@ def test_gpu_that_torch_cannot_use_is_a_problem():
 # -- models --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
 def config(folder: Path, **section: Any) -> AppConfig:
     return AppConfig.parse({"models": [{"name": "tiny", "model": str(folder), **section}]})
 
