@@ -130,16 +130,13 @@ def open_manta_http(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
 
     engine = {"dtype": dtype, "device": "cpu", "num_threads": threads}
     model = {"name": "random", "model": str(folder), "engine": engine, "decode": {"num_cpus": 1}}
-    server = ServeRun(folder, {"models": [model]})
-    try:
+    with ServeRun(folder, {"models": [model]}) as server:
         server.wait_until_healthy()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
         yield (
             lambda texts: [e.embedding for e in client.embeddings.create(model="random", input=texts).data],
             lambda: time.process_time() + sum(sum(p.cpu_times()[:2]) for p in server.processes()),
         )
-    finally:
-        server.stop()
 
 
 @contextmanager

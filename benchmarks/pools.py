@@ -72,25 +72,21 @@ def run(folder: Path, transport: str, name: str) -> None:
         "decode": pool(d_replicas, d_ranks),
         "handoff": {"transport": transport, "policy": "always"},
     }
-    with tempfile.TemporaryDirectory() as config:
-        server = ServeRun(Path(config), {"models": [one, apart]})
-        try:
-            for _ in range(d_replicas):
-                server.wait_for_line("prefill engine prefill-apart-", timeout_s=300)
-            wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
-            expected = ask_all(server, "one")
-            before = metric(server, "manta_handoffs_total", 'result="received"')
-            answers = ask_all(server, "apart")
-            same = sum(a == b for a, b in zip(answers, expected, strict=True))
-            remote = metric(server, "manta_handoffs_total", 'result="received"') - before
-            failed = metric(server, "manta_handoffs_total", 'result="failed"')
-            bytes_ = metric(server, "manta_handoff_bytes_total", f'transport="{transport}"')
-            print(
-                f"| {name} | {transport} | {same} of {PROMPTS} | {remote:.0f} | {failed:.0f} | {bytes_ / 2**20:.1f} |",
-                flush=True,
-            )
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory() as config, ServeRun(Path(config), {"models": [one, apart]}) as server:
+        for _ in range(d_replicas):
+            server.wait_for_line("prefill engine prefill-apart-", timeout_s=300)
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
+        expected = ask_all(server, "one")
+        before = metric(server, "manta_handoffs_total", 'result="received"')
+        answers = ask_all(server, "apart")
+        same = sum(a == b for a, b in zip(answers, expected, strict=True))
+        remote = metric(server, "manta_handoffs_total", 'result="received"') - before
+        failed = metric(server, "manta_handoffs_total", 'result="failed"')
+        bytes_ = metric(server, "manta_handoff_bytes_total", f'transport="{transport}"')
+        print(
+            f"| {name} | {transport} | {same} of {PROMPTS} | {remote:.0f} | {failed:.0f} | {bytes_ / 2**20:.1f} |",
+            flush=True,
+        )
 
 
 def main() -> None:

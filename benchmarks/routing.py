@@ -61,19 +61,15 @@ def run(policy: PolicyName) -> Result:
     engine = {"device": "cpu", "num_threads": 1, "num_blocks": NUM_BLOCKS, "max_model_len": 1024}
     decode = {"num_replicas": REPLICAS, "num_cpus": 0.25, "routing": {"policy": policy}, "stall_timeout_s": 60}
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServeRun(Path(folder), {"models": [model]})
-        try:
-            for _ in range(REPLICAS):
-                server.wait_for_line("replica ready", timeout_s=START_S)
-            wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
-            wait_until(lambda: scrape(server).sum("manta_up") == REPLICAS, START_S)
-            outcomes = asyncio.run(ask_all(server.url))
-            errors = [outcome.error for outcome in outcomes if outcome.error]
-            assert not errors, f"{len(errors)} requests failed: {errors[0]}"
-            found = scrape(server)
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory() as folder, ServeRun(Path(folder), {"models": [model]}) as server:
+        for _ in range(REPLICAS):
+            server.wait_for_line("replica ready", timeout_s=START_S)
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
+        wait_until(lambda: scrape(server).sum("manta_up") == REPLICAS, START_S)
+        outcomes = asyncio.run(ask_all(server.url))
+        errors = [outcome.error for outcome in outcomes if outcome.error]
+        assert not errors, f"{len(errors)} requests failed: {errors[0]}"
+        found = scrape(server)
     hits, queries = (found.sum(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
     cached = found.sum("manta_routing_cached_tokens_total")
     drift = found.sum("manta_routing_drift_tokens_total") / max(cached, 1)

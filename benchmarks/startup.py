@@ -91,19 +91,17 @@ def measure(folder: Path, model: str, compiled: bool) -> Startup:
     for module in INSTALLED if compiled else ():
         subprocess.run([sys.executable, "-m", *module.split()], cwd=clone, env=environment, check=True)
     started, found = time.monotonic(), dict[str, float]()
-    server = ServeRun(folder, {"models": [{"name": "default", "model": model}]}, environment=environment, manta=True)
-    try:
-        with ThreadPoolExecutor(1) as client:
-            answer = client.submit(ask_until_answered, server.url)
-            while not answer.done():
-                for name, line in PHASES.items():
-                    if name not in found and any(line in logged for logged in list(server.log)):
-                        found[name] = time.monotonic() - started
-                time.sleep(0.02)
-            found[ANSWERED] = time.monotonic() - started
-            return Startup(found, cpu_seconds(server.processes()), answer.result())
-    finally:
-        server.stop()
+    args = {"models": [{"name": "default", "model": model}]}
+    run = ServeRun(folder, args, environment=environment, manta=True)
+    with run as server, ThreadPoolExecutor(1) as client:
+        answer = client.submit(ask_until_answered, server.url)
+        while not answer.done():
+            for name, line in PHASES.items():
+                if name not in found and any(line in logged for logged in list(server.log)):
+                    found[name] = time.monotonic() - started
+            time.sleep(0.02)
+        found[ANSWERED] = time.monotonic() - started
+        return Startup(found, cpu_seconds(server.processes()), answer.result())
 
 
 def ask_until_answered(url: str) -> int:

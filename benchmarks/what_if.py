@@ -124,8 +124,7 @@ def serve_all(folder: Path, name: str, changes: dict[str, Any], loads: list[str]
     decode, prefill = section["decode"]["num_replicas"], section.get("prefill", {}).get("num_replicas", 0)
     own = folder / f"server {name}"
     own.mkdir(exist_ok=True)
-    server = ServeRun(own, {"models": [section]}, manta=True)
-    try:
+    with ServeRun(own, {"models": [section]}, manta=True) as server:
         ready = {"replica ready": decode + prefill} | ({"fits this decode engine": decode} if prefill else {})
         wait_until(
             lambda: all(sum(part in line for line in server.log) >= count for part, count in ready.items()), START_S
@@ -141,8 +140,6 @@ def serve_all(folder: Path, name: str, changes: dict[str, Any], loads: list[str]
             told = {"since": since, "until": until, "cores_of_others": round(others, 2), **client_figures(outcomes)}
             (folder / f"{name}, {one}.json").write_text(json.dumps(told, indent=1) + "\n")
             print(f"{name}, {one}: {told}", flush=True)
-    finally:
-        server.stop()
 
 
 def section_of(changes: dict[str, Any]) -> dict[str, Any]:

@@ -57,14 +57,10 @@ def server(model: str, more: dict[str, dict[str, Any]]) -> Iterator[openai.OpenA
     """Serve one model, as often as there are names. more: what each has beside the rest."""
     common = {"model": model, "engine": ENGINE, "decode": {"num_cpus": 0.1}}
     models = [{"name": name, **common, **own} for name, own in more.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        run = ServeRun(Path(folder), {"models": models})
-        try:
-            run.wait_until_healthy(sum(1 + ("prefill" in own) for own in models))
-            with openai.OpenAI(base_url=f"{run.url}/v1", api_key="none", timeout=300, max_retries=0) as client:
-                yield client
-        finally:
-            run.stop()
+    with tempfile.TemporaryDirectory() as folder, ServeRun(Path(folder), {"models": models}) as run:
+        run.wait_until_healthy(sum(1 + ("prefill" in own) for own in models))
+        with openai.OpenAI(base_url=f"{run.url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+            yield client
 
 
 def grammars(model: str) -> Iterator[Row]:

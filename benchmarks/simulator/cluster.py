@@ -133,16 +133,15 @@ def compare(layouts: Iterable[Layout]) -> None:
 
 @contextmanager
 def serving(layout: Layout) -> Iterator[ServeRun]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServeRun(Path(folder), {"models": [layout.section]}, manta=True)
-        try:
-            for _ in range(layout.decode):
-                server.wait_for_line("fits this decode engine" if layout.prefill else "replica ready", START_S)
-            wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
-            wait_until(lambda: scrape(server).sum("manta_up") == layout.decode, START_S)
-            yield server
-        finally:
-            server.stop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServeRun(Path(folder), {"models": [layout.section]}, manta=True) as server,
+    ):
+        for _ in range(layout.decode):
+            server.wait_for_line("fits this decode engine" if layout.prefill else "replica ready", START_S)
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
+        wait_until(lambda: scrape(server).sum("manta_up") == layout.decode, START_S)
+        yield server
 
 
 async def probe(server: ServeRun, layout: Layout, rounds: int = ROUNDS) -> list[Observation]:

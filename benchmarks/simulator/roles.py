@@ -126,13 +126,12 @@ def shares(trace: Trace, ttft_s: np.ndarray, tpot_s: np.ndarray) -> list[float]:
 
 @contextmanager
 def serving(layout: Layout, model: str) -> Iterator[ServeRun]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServeRun(Path(folder), {"models": [layout.section(model)]}, manta=True)
-        try:
-            wait_until(lambda: is_up(server, layout), START_S)
-            yield server
-        finally:
-            server.stop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServeRun(Path(folder), {"models": [layout.section(model)]}, manta=True) as server,
+    ):
+        wait_until(lambda: is_up(server, layout), START_S)
+        yield server
 
 
 def is_up(server: ServeRun, layout: Layout) -> bool:

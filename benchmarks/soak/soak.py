@@ -118,14 +118,10 @@ async def soak(folder: Path, seconds: float, warm_up_s: float, kill_s: float, cl
     """Return what a server holds at rest after `warm_up_s` of requests, and again after `seconds` of them in which
     every `kill_s` a process is killed. folder: a short path, for all files."""
     environment = {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder)}
-    server = ServeRun(folder, arguments(folder), environment=environment, manta=True)
-    try:
+    with ServeRun(folder, arguments(folder), environment=environment, manta=True) as server:
         for _ in range(4):
             await asyncio.to_thread(server.wait_for_line, "replica ready", STARTUP_S)
         return await _soak(server, Footprints(server, folder), seconds, warm_up_s, kill_s, clients)
-    finally:
-        (folder / "serve.log").write_text("".join(server.log))
-        server.stop()
 
 
 async def _soak(

@@ -20,7 +20,7 @@ import psutil
 from tests.scrape import Scrape
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.pod_environment import pod_environment
-from tests.serve.serve_run import free_port, wait_until
+from tests.serve.serve_run import Program, free_port, wait_until
 
 MODEL = "tiny"
 STARTUP_S = 480.0
@@ -44,8 +44,8 @@ class Replica:
         return any(map(_lives, (self.pid, *self.ranks)))
 
 
-class ChaosCluster:
-    """Started by the constructor; `put` brings the application."""
+class ChaosCluster(Program):
+    """`put` brings the application."""
 
     def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None):
         """nodes: arguments of Cluster.add_node; the first is the head. environment: over that of the pods."""

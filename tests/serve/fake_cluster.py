@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.serve.serve_run import kill_all, ray_environment
+from tests.serve.serve_run import Program, kill_all, ray_environment
 
 NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
     "RAY_health_check_period_ms": "1000",
@@ -23,9 +23,7 @@ NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
 }
 
 
-class FakeCluster:
-    """Started by the constructor."""
-
+class FakeCluster(Program):
     def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None):
         """nodes: arguments of Cluster.add_node; the first is the head. environment: of all nodes."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short

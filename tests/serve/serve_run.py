@@ -12,10 +12,11 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -30,8 +31,21 @@ SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]
 MANTA_SERVE = [str(Path(sys.executable).with_name("manta")), "serve"]
 
 
-class ServeRun:
-    """Started by the constructor. Its log lines can be awaited; `stop` leaves no process behind."""
+class Program(ABC):
+    """Started by the constructor, and stopped at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+
+class ServeRun(Program):
+    """Its log lines can be awaited, and a `with` leaves them in serve.log. `stop` leaves no process behind."""
 
     def __init__(
         self,
@@ -51,7 +65,7 @@ class ServeRun:
         installed: the same, of a wheel, in its user's folder.
         policy: what scales; None leaves it out of the configuration. http_options: beside host and port.
         """
-        self.port = free_port()
+        self._folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._http_options = {"host": "127.0.0.1", "port": self.port, **(http_options or {})}
         self.log: list[str] = []
@@ -137,6 +151,10 @@ class ServeRun:
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self._process.pid)
         return [parent, *parent.children(recursive=True)]
+
+    def __exit__(self, *error: object) -> None:
+        (self._folder / "serve.log").write_text("".join(self.log))
+        self.stop()
 
     def stop(self) -> None:
         """At once; an end in order takes Serve 10 s, and is what some tests are about."""

@@ -94,8 +94,7 @@ def serving(tmp_path_factory) -> Iterator[Serving]:
     folder = make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True, max_position_embeddings=4096)
     metrics_port = free_port()
     workers = [{"num_cpus": 2, "labels": POOL}] * 2
-    cluster = FakeCluster([{"num_cpus": 1, "metrics_export_port": metrics_port}, *workers])
-    try:
+    with FakeCluster([{"num_cpus": 1, "metrics_export_port": metrics_port}, *workers]) as cluster:
         args: dict[str, Any] = {"models": [{**MODEL, "model": str(folder)}]}
         server = ServeRun(tmp_path_factory.mktemp("serve"), args, address=cluster.address)
         try:
@@ -105,8 +104,6 @@ def serving(tmp_path_factory) -> Iterator[Serving]:
         finally:
             (folder.parent / "serve.log").write_text("".join(server.log))
             server.stop()
-    finally:
-        cluster.stop()
 
 
 def test_both_pools_grow_under_load_and_shrink_after_it_and_no_request_fails(serving):

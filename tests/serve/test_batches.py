@@ -19,8 +19,7 @@ def request(i: int) -> str:
 
 
 def test_a_batch_goes_on_where_a_killed_ingress_has_left_it(tmp_path, model_folder):
-    server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]})
-    try:
+    with ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]}) as server:
         server.wait_until_healthy()
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=5) as client:
             file = client.files.create(file="\n".join(map(request, range(NUM_LINES))).encode(), purpose="batch")
@@ -39,5 +38,3 @@ def test_a_batch_goes_on_where_a_killed_ingress_has_left_it(tmp_path, model_fold
             assert text.startswith(answered[: answered.rfind("\n") + 1])
             ids = [json.loads(line)["custom_id"] for line in text.splitlines()]
             assert sorted(ids, key=int) == [str(i) for i in range(NUM_LINES)]
-    finally:
-        server.stop()

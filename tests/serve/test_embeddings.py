@@ -35,12 +35,9 @@ def server(tmp_path_factory, folders) -> Iterator[ServeRun]:
         }
         for (name, folder), replicas in zip(folders.items(), (2, 1), strict=True)
     ]
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": models})
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), {"models": models}) as server:
         server.wait_until_healthy(replicas=3)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("name", ["qwen3_embedding", "minilm"])

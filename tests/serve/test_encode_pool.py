@@ -45,13 +45,10 @@ def server(tmp_path_factory, folder) -> Iterator[ServeRun]:
         "encode": {"num_cpus": 0.2},
         "handoff": {"transport": "tcp", "policy": "always"},
     }
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]}) as server:
         server.wait_until_healthy(replicas=3)
         wait_until(lambda: len(encode_engines(server)) == 1)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

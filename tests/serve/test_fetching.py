@@ -46,8 +46,7 @@ def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
         handoff = {"handoff": {"enable_prefix_fetching": True, "fetch_timeout_s": 20}} if fetching else {}
         return {"models": [{"name": "tiny", "model": str(folder), "engine": engine, "decode": decode, **handoff}]}
 
-    server = ServeRun(tmp_path, args(True))
-    try:
+    with ServeRun(tmp_path, args(True)) as server:
         server.wait_until_healthy(3)
         talk(server, 100)  # from now on the routers know their replicas
         before = metric(server, "manta_kv_fetched_tokens_total")
@@ -64,9 +63,6 @@ def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
         tokens, without = (sum(talk[i] for talk in alone) for i in (1, 2))
         print(f"without fetching: {without} of {tokens} cached")
         assert cached > without
-    finally:
-        (tmp_path / "server.log").write_text("".join(server.log))
-        server.stop()
 
 
 def test_a_new_replica_has_the_most_used_prefix_before_its_first_request(tmp_path):
@@ -82,8 +78,7 @@ def test_a_new_replica_has_the_most_used_prefix_before_its_first_request(tmp_pat
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    server = ServeRun(tmp_path, {"models": [model]})
-    try:
+    with ServeRun(tmp_path, {"models": [model]}) as server:
         server.wait_until_healthy(1)
         first = [ask(server, client) for client in range(4)]
         server.scale("decode-tiny", 2)
@@ -95,6 +90,3 @@ def test_a_new_replica_has_the_most_used_prefix_before_its_first_request(tmp_pat
         again = [ask(server, client) for client in range(4)]
         assert [text for text, _ in again] == [text for text, _ in first]
         assert min(cached for _, cached in again) >= min(cached for _, cached in first[1:]) > 0
-    finally:
-        (tmp_path / "server.log").write_text("".join(server.log))
-        server.stop()

@@ -36,13 +36,9 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3000, "max_num_seqs": 8}
     decode = {"num_replicas": REPLICAS, "num_cpus": 0.2, "routing": {"policy": "round_robin"}}
     args = {"models": [{"name": "tiny", "model": str(model), "engine": engine, "decode": decode}]}
-    server = ServeRun(folder, {**args, "ingress": {"num_replicas": INGRESSES}})
-    try:
+    with ServeRun(folder, {**args, "ingress": {"num_replicas": INGRESSES}}) as server:
         server.wait_until_healthy(REPLICAS)
         yield server
-    finally:
-        (folder / "server.log").write_text("".join(server.log))
-        server.stop()
 
 
 @dataclass

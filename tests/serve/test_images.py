@@ -46,12 +46,9 @@ def server(tmp_path_factory, folder) -> Iterator[ServeRun]:
     }
     images = {"allowed_private_networks": ["127.0.0.1/32"]}
     args = {"models": [model], "ingress": {"images": images}}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), args) as server:
         server.wait_until_healthy(replicas=2)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

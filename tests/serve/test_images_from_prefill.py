@@ -36,12 +36,9 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
         "prefill": {"num_cpus": 0.2, "engine": {"max_num_batched_tokens": 32}},
         "handoff": {"transport": "tcp", "policy": "always"},
     }
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]}) as server:
         server.wait_until_healthy(replicas=3)
         yield server
-    finally:
-        server.stop()
 
 
 def picture_url(seed: int) -> str:

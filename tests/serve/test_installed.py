@@ -73,8 +73,7 @@ def test_a_server_answers_from_the_wheel(installed, expected, tmp_path, pools):
     model = {"name": "pocket", "model": "pocket", "engine": {"dtype": "float32", "num_threads": 1}, **pools}
     began, token = time.monotonic(), {"RAY_AUTH_MODE": "token"}  # which Ray cannot keep in this home
     model["decode"] = {"num_cpus": 0.4}
-    server = ServeRun(tmp_path, {"models": [model]}, installed=installed, environment=token)
-    try:
+    with ServeRun(tmp_path, {"models": [model]}, installed=installed, environment=token) as server:
         server.wait_until_healthy(2 if pools else 1)
         body = {"model": "pocket", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
@@ -85,8 +84,6 @@ def test_a_server_answers_from_the_wheel(installed, expected, tmp_path, pools):
         if pools:
             metrics = httpx.get(f"{server.url}/metrics").text
             assert [line for line in metrics.splitlines() if "pd_decision_total{" in line and "remote" in line]
-    finally:
-        server.stop()
 
 
 def test_a_file_of_the_users_that_would_hide_manta_from_rays_workers_ends_the_start_with_one_line(installed):
@@ -126,9 +123,6 @@ def test_another_distribution_manta_is_named_at_the_start_and_by_the_doctor(inst
 
 def test_an_ingress_that_cannot_start_ends_the_start_with_one_line(installed, tmp_path):
     args = {"models": [{"name": "pocket", "model": "pocket"}], "ingress": {"batch_dir": "/dev/null/batches"}}
-    server = ServeRun(tmp_path, args, installed=installed)
-    try:
+    with ServeRun(tmp_path, args, installed=installed) as server:
         server.wait_for_line("manta cannot start. configuration: ingress.store must be a writable SQLite file")
         assert server.wait(120) == 1
-    finally:
-        server.stop()

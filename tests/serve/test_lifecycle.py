@@ -52,14 +52,11 @@ def test_mistake_in_the_configuration_ends_the_server_with_one_clear_line(
     tmp_path, model_folder, manta, model, message
 ):
     args = {"models": [{"name": "tiny", "model": str(model_folder), **model}]}
-    server = ServeRun(tmp_path, args, manta=manta)
-    try:
+    with ServeRun(tmp_path, args, manta=manta) as server:
         server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
         assert "Traceback" not in "".join(server.log)
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
@@ -71,8 +68,7 @@ def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_pat
         request = {"prompt": "The", "max_tokens": 2}
         return httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).status_code == 200
 
-    server = ServeRun(tmp_path, models())
-    try:
+    with ServeRun(tmp_path, models()) as server:
         with impatient_client(server.url):
             server.wait_for_line(f" ready address={server.url} models=tiny seconds=")
         started = "".join(server.log).partition(" ready address=")[0]
@@ -87,27 +83,21 @@ def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_pat
         server.put(models())
         wait_until(answers, timeout_s=120)
         assert "manta cannot start" not in "".join(server.log)
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, POLICY])
 def test_pools_that_serve_would_scale_by_its_own_policy_are_told_of_in_the_log(tmp_path, model_folder, policy):
     model = {"name": "tiny", "model": str(model_folder), "decode": {"max_replicas": 2}}
-    server = ServeRun(tmp_path, {"models": [model]}, policy=policy)
-    try:
+    with ServeRun(tmp_path, {"models": [model]}, policy=policy) as server:
         server.wait_until_healthy()
         warnings = [line for line in server.log if "autoscaling_policy.policy_function must be" in line]
         assert len(warnings) == (policy is None)
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
 def test_request_waits_for_a_new_replica_when_its_only_one_dies(tmp_path, model_folder):
-    server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]})
-    try:
+    with ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]}) as server:
         server.wait_until_healthy()
         body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
         expected = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
@@ -124,5 +114,3 @@ def test_request_waits_for_a_new_replica_when_its_only_one_dies(tmp_path, model_
         assert choices[-1]["finish_reason"] == "length"
         server.wait_for_line("request replayed")
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-    finally:
-        server.stop()

@@ -41,13 +41,9 @@ def serving(tmp_path: Path, num_replicas: int) -> Iterator[ServeRun]:
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3500, "max_num_seqs": 32}
     decode = {"num_replicas": num_replicas, "num_cpus": 0.2, "drain_s": 120.0}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode}
-    server = ServeRun(tmp_path, {"models": [model]})
-    try:
+    with ServeRun(tmp_path, {"models": [model]}) as server:
         server.wait_until_healthy(num_replicas)
         yield server
-    finally:
-        (tmp_path / "server.log").write_text("".join(server.log))
-        server.stop()
 
 
 def lines(server: ServeRun, part: str) -> int:

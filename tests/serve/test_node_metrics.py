@@ -23,14 +23,11 @@ TOKENS, LENGTHS = "vllm:generation_tokens_total", (3, 5, 7)
 def cluster(tmp_path_factory) -> Iterator[ChaosCluster]:
     folder = make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
     decode = {"num_replicas": 2, "num_cpus": 0.8}
-    cluster = ChaosCluster([{"num_cpus": 1}, {"num_cpus": 1}])
-    try:
+    with ChaosCluster([{"num_cpus": 1}, {"num_cpus": 1}]) as cluster:
         model = {"name": MODEL, "model": str(folder), "engine": {"num_threads": 1}, "decode": decode}
         cluster.put({"models": [model], "ingress": {"num_replicas": 2, "num_cpus": 0.1}}, [])
         cluster.wait_until_running({"decode": 2})
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def scrape(url: str, **headers: str) -> Scrape:

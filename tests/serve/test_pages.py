@@ -27,12 +27,9 @@ def folder(tmp_path_factory) -> Path:
 def server(folder) -> Iterator[ServeRun]:
     """The bundled model, under the names that pages use. The folder is also its home: another model may be in ours."""
     models = [{"name": "default", "aliases": ["pocket", "qwen3"], "model": "pocket"}]
-    server = ServeRun(folder, {"models": models}, manta=True, environment={"HOME": str(folder)})
-    try:
+    with ServeRun(folder, {"models": models}, manta=True, environment={"HOME": str(folder)}) as server:
         server.wait_until_healthy()
         yield server
-    finally:
-        server.stop()
 
 
 def here(text: str, server: ServeRun) -> str:

@@ -325,14 +325,11 @@ def test_ctrl_c_leaves_no_rank_and_no_placement_group(serving):
 
 def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
     """The only replica cannot start, and `serve run` says why in one line and ends."""
-    server = ServeRun(tmp_path, {"models": [{"name": "tiny", **model}]})
-    try:
+    with ServeRun(tmp_path, {"models": [{"name": "tiny", **model}]}) as server:
         server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
         assert "Traceback" not in "".join(server.log)
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow

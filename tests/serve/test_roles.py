@@ -68,13 +68,9 @@ def roles(tmp_path: Path) -> Iterator[Roles]:
     model = {"name": "tiny", "model": str(folder), "engine": engine, "slo": {"ttft_ms": 100, "itl_ms": 1000},
              "prefill": {**POOL, "num_replicas": 1}, "decode": {**POOL, "num_replicas": 2},
              "handoff": handoff}  # fmt: skip
-    server = ServeRun(tmp_path, {"models": [model]})
-    try:
+    with ServeRun(tmp_path, {"models": [model]}) as server:
         server.wait_until_healthy(3)
         yield Roles(server)
-    finally:
-        (tmp_path / "server.log").write_text("".join(server.log))
-        server.stop()
 
 
 def test_replicas_change_roles_under_load_and_no_text_changes(roles):

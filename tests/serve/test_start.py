@@ -31,14 +31,11 @@ def test_agents_of_ray_that_take_longer_than_it_waits_for_them_end_no_start_and_
     """On a very busy machine they do."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    server = ServeRun(tmp_path, args(model_folder), manta=True)
-    try:
+    with ServeRun(tmp_path, args(model_folder), manta=True) as server:
         server.wait_for_line(f"ready address={server.url}", timeout_s=270)
         server.terminate()
         assert server.wait(timeout_s=120) == 0
         assert "Traceback" not in "".join(server.log) and "SIGTERM" not in "".join(server.log)
-    finally:
-        server.stop()
 
 
 def test_sigterm_lets_a_stream_that_runs_end_and_takes_no_new_request(tmp_path):
@@ -68,14 +65,11 @@ def _status(url: str) -> int:
 
 def test_a_ray_that_does_not_start_is_told_in_one_line(tmp_path, model_folder):
     folder = {"RAY_TMPDIR": str(tmp_path / ("x" * 100))}  # too long for paths of sockets
-    server = ServeRun(tmp_path, args(model_folder), manta=True, environment=folder)
-    try:
+    with ServeRun(tmp_path, args(model_folder), manta=True, environment=folder) as server:
         assert server.wait(timeout_s=120) == 1
         (line,) = [line for line in server.log if "Ray does not start" in line]
         assert line.startswith("manta: ") and "The machine's load is " in line
         assert "Traceback" not in "".join(server.log)
-    finally:
-        server.stop()
 
 
 def test_patience_grows_with_the_load_and_is_never_less_than_on_an_idle_machine(monkeypatch):

@@ -22,8 +22,7 @@ def test_client_that_trusts_the_certificate_is_answered_over_https_and_nobody_wi
     made = Certificate.make(tmp_path)
     options = {"ssl_certfile": str(made.certfile), "ssl_keyfile": str(made.keyfile)}
     args = {"models": [{"name": "tiny", "model": str(model_folder)}]}
-    server = ServeRun(tmp_path, args, manta=True, http_options=options)
-    try:
+    with ServeRun(tmp_path, args, manta=True, http_options=options) as server:
         assert f"address=https://127.0.0.1:{server.port}" in server.wait_for_line("ready address=")
         trusting = httpx.Client(verify=ssl.create_default_context(cafile=str(made.certfile)))
         url = f"https://localhost:{server.port}/v1"
@@ -32,5 +31,3 @@ def test_client_that_trusts_the_certificate_is_answered_over_https_and_nobody_wi
             assert len([chunk for chunk in stream if chunk.choices[0].text]) > 1
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"{server.url}/health")
-    finally:
-        server.stop()

@@ -47,8 +47,7 @@ def answers(folder) -> dict[tuple[str, str], dict[str, Any]]:
         }
         for name, engine in (("strict", {"determinism": "strict"}), ("plain", {}))
     ]
-    server = ServeRun(folder, {"models": models}, manta=True)
-    try:
+    with ServeRun(folder, {"models": models}, manta=True) as server:
         for _ in models:
             server.wait_for_line("replica ready", 3 * STARTUP_S)
         found = {}
@@ -58,8 +57,6 @@ def answers(folder) -> dict[tuple[str, str], dict[str, Any]]:
                 answer = httpx.post(f"{server.url}/{route}", json=body, timeout=120)
                 assert answer.status_code == 200, answer.text
                 found[model, route] = answer.json()
-    finally:
-        server.stop()
     return found
 
 

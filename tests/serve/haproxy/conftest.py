@@ -51,11 +51,7 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
         {"name": "apart", "model": model, **APART},
     ]
     args = {"models": models, "ingress": {"max_waiting": MAX_WAITING, "api_keys_file": str(keys)}}
-    server = ServeRun(folder, args, manta=True)
-    try:
+    with ServeRun(folder, args, manta=True) as server:
         server.wait_for_line("prefill engines: prefill-apart-", timeout_s=280)  # the dispatcher knows it
         wait_until(lambda: httpx.get(f"{server.url}/health", timeout=10).status_code == 200, timeout_s=60)
         yield server
-    finally:
-        (folder / "serve.log").write_text("".join(server.log))
-        server.stop()

@@ -156,14 +156,11 @@ def test_ctrl_c_ends_manta_serve_and_all_its_processes(serving):
 @pytest.mark.slow
 def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, model_folder):
     pools = {"prefill": {"num_cpus": 0.2, "engine": {"dtype": "bfloat16"}}, "decode": {"num_cpus": 0.2}}
-    server = ServeRun(
+    with ServeRun(
         tmp_path, {"models": [{"name": "tiny", "model": str(model_folder), "engine": {"device": "cpu"}, **pools}]}
-    )
-    try:
+    ) as server:
         line = server.wait_for_line("manta cannot start. ")
         assert server.wait(timeout_s=30) != 0
         messages = ["prefill-tiny-", "cannot compute prompts for decode-tiny-", "dtype=bfloat16, where dtype=float32"]
         assert all(message in line for message in messages), line
         assert "Traceback" not in "".join(server.log)
-    finally:
-        server.stop()

@@ -32,12 +32,9 @@ def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
         "log_level": "debug",
         "tracing": {"otlp_endpoint": receiver.endpoint},
     }
-    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), args) as server:
         server.wait_until_healthy(REPLICAS)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

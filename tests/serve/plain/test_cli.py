@@ -101,8 +101,7 @@ def test_manta_serve_serves_a_model_folder_behind_haproxy_and_ctrl_c_ends_all_of
 
 @pytest.mark.slow
 def test_doctor_says_which_replicas_fit_the_nodes_of_a_cluster(tmp_path: Path, model_folder: Path):
-    cluster = FakeCluster([{"num_cpus": 1}, {"num_cpus": 2, "labels": {"pool": "decode"}}])
-    try:
+    with FakeCluster([{"num_cpus": 1}, {"num_cpus": 2, "labels": {"pool": "decode"}}]) as cluster:
         config = tmp_path / "serve_config.yaml"
         decode = {"num_cpus": 1.5, "label_selector": {"pool": "decode"}}
         models = [{"name": "tiny", "model": str(model_folder), "decode": decode}]
@@ -122,8 +121,6 @@ def test_doctor_says_which_replicas_fit_the_nodes_of_a_cluster(tmp_path: Path, m
             assert ("decode of tiny", "ok", "a replica fits the cluster") in found
             assert sum("pool=decode" in told for topic, _, told in found if topic == "Ray cluster") == 1
             assert (code == 1) == any(topic == "all replicas" and level == "problem" for topic, level, _ in found)
-    finally:
-        cluster.stop()
 
 
 def is_healthy(port: int) -> bool:

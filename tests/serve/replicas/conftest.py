@@ -29,12 +29,9 @@ def started(tmp_path_factory, adapters_folder) -> Iterator[ServeRun]:
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
     model |= {"lora_modules": {"pirate": "pocket-pirate"}, "lora": {"dynamic_folder": str(adapters_folder)}}
     args = {"models": [model], "ingress": {"allow_runtime_lora_updating": True}}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
-    try:
+    with ServeRun(tmp_path_factory.mktemp("serve"), args) as server:
         server.wait_until_healthy(REPLICAS)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
