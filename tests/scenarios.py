@@ -8,5 +8,5 @@ from typing import Any
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run a test, which has two minutes: its first kernel may have to be compiled on a busy machine."""
-    asyncio.run(asyncio.wait_for(scenario, 120))
+    """Run a test, which has 150 s: its first kernel may have to be compiled on a busy machine."""
+    asyncio.run(asyncio.wait_for(scenario, 150))

@@ -59,19 +59,17 @@ def test_each_hour_key_model_and_adapter_has_a_line_in_the_file_of_its_day(tmp_p
     assert [row for row in rows(tmp_path / names[0]) if row["SubAccountId"] != "c"] == old, "nothing is lost"
 
 
-def test_what_was_used_is_written_at_the_end_too_and_a_folder_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch):
+async def test_what_was_used_is_written_at_the_end_too_and_a_folder_that_is_gone_ends_nothing(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(usage_files, "WRITE_S", 0.001)
-
-    async def scenario() -> None:
-        files = UsageFiles(UsageConfig(folder=str(tmp_path / "new")), "i")
-        (tmp_path / "new").rmdir()
-        async with files.written():
-            files.usage.add("a", "large", None, USED)
-            await asyncio.sleep(0.02)
-            (tmp_path / "new").mkdir()
-        assert len(list((tmp_path / "new").iterdir())) == 1
-
-    asyncio.run(scenario())
+    files = UsageFiles(UsageConfig(folder=str(tmp_path / "new")), "i")
+    (tmp_path / "new").rmdir()
+    async with files.written():
+        files.usage.add("a", "large", None, USED)
+        await asyncio.sleep(0.02)
+        (tmp_path / "new").mkdir()
+    assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 def test_a_slow_folder_stops_nothing_else_and_what_is_used_while_it_is_written_is_written_next(
@@ -103,19 +101,15 @@ def test_a_slow_folder_stops_nothing_else_and_what_is_used_while_it_is_written_i
     assert rows(file)[0]["x_Sequences"] == "2"
 
 
-def test_a_folder_that_never_answers_delays_the_end_for_a_while_only(tmp_path: Path, monkeypatch, caplog):
+async def test_a_folder_that_never_answers_delays_the_end_for_a_while_only(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr(usage_files, "CLOSE_S", 0.01)
     go_on = threading.Event()
     monkeypatch.setattr(UsageFiles, "_write", lambda *args: go_on.wait(60))
-
-    async def scenario() -> None:
-        files = UsageFiles(UsageConfig(folder=str(tmp_path)), "i")
-        async with files.written():
-            files.usage.add("a", "large", None, USED)
-        assert "the folder does not answer" in caplog.text
-        go_on.set()
-
-    asyncio.run(scenario())
+    files = UsageFiles(UsageConfig(folder=str(tmp_path)), "i")
+    async with files.written():
+        files.usage.add("a", "large", None, USED)
+    assert "the folder does not answer" in caplog.text
+    go_on.set()
 
 
 def test_usage_is_forgotten_after_yesterday_unless_it_must_still_be_written():

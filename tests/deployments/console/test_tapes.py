@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -24,79 +22,62 @@ def file(tmp_path_factory):
     return record(tmp_path_factory.mktemp("tapes"), "engine-1")
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
-
-
 async def look(api: FakeApi, name: str, **question: Any) -> TapeAnswer:
     response = await api.client.get(f"/console/tapes/{name}", params=question)
     assert response.status_code == 200, response.text
     return msgspec.json.decode(response.content, type=TapeAnswer)
 
 
-def test_a_kept_tape_is_found_and_shows_queue_blocks_and_batch_at_any_moment(file):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.pool.tape_files = [file]
-            listed = (await api.client.get("/console/tapes")).json()["tapes"]
-            assert listed == [{"name": file.name, "size": file.stat().st_size, "written_at": 0.0}]
-            start = await look(api, file.name)
-            assert (start.engines, start.engine, start.choices) == (["engine-1"], "engine-1", [])
-            assert start.moment is not None and start.moment.what == "the start of the tape"
-            later = (await look(api, file.name, position=20)).moment
-            assert later is not None and later.position == 20 and later.moments == start.moment.moments
-            assert len(later.requests["running"]) == len(later.batch) == 3 and later.requests["waiting"]
-            assert 0 < later.blocks[0].used < later.blocks[0].total == 40
-            at = (await look(api, file.name, seconds=later.seconds)).moment
-            assert at is not None and at.position >= 20
-            end = (await look(api, file.name, position=10**9)).moment
-            assert end is not None and end.position == end.moments and not end.requests
-
-    run(scenario())
+async def test_a_kept_tape_is_found_and_shows_queue_blocks_and_batch_at_any_moment(file):
+    async with fake_api() as api:
+        api.pool.tape_files = [file]
+        listed = (await api.client.get("/console/tapes")).json()["tapes"]
+        assert listed == [{"name": file.name, "size": file.stat().st_size, "written_at": 0.0}]
+        start = await look(api, file.name)
+        assert (start.engines, start.engine, start.choices) == (["engine-1"], "engine-1", [])
+        assert start.moment is not None and start.moment.what == "the start of the tape"
+        later = (await look(api, file.name, position=20)).moment
+        assert later is not None and later.position == 20 and later.moments == start.moment.moments
+        assert len(later.requests["running"]) == len(later.batch) == 3 and later.requests["waiting"]
+        assert 0 < later.blocks[0].used < later.blocks[0].total == 40
+        at = (await look(api, file.name, seconds=later.seconds)).moment
+        assert at is not None and at.position >= 20
+        end = (await look(api, file.name, position=10**9)).moment
+        assert end is not None and end.position == end.moments and not end.requests
 
 
-def test_what_engines_have_now_is_taken_when_its_name_is_new(file):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            taken = PoolTapes(read_file(file).engines, [])
+async def test_what_engines_have_now_is_taken_when_its_name_is_new(file):
+    async with fake_api() as api:
+        taken = PoolTapes(read_file(file).engines, [])
 
-            async def tapes(key: bytes) -> PoolTapes:
-                nonlocal times
-                times += 1
-                return taken
+        async def tapes(key: bytes) -> PoolTapes:
+            nonlocal times
+            times += 1
+            return taken
 
-            times, api.pool.tapes = 0, tapes
-            for name in ("now-1", "now-1", "now-2"):
-                assert (await look(api, name, position=5)).moment.position == 5
-            assert times == 2
-
-    run(scenario())
+        times, api.pool.tapes = 0, tapes
+        for name in ("now-1", "now-1", "now-2"):
+            assert (await look(api, name, position=5)).moment.position == 5
+        assert times == 2
 
 
-def test_only_admins_see_tapes_and_an_unknown_one_is_not_found(file):
+async def test_only_admins_see_tapes_and_an_unknown_one_is_not_found(file):
     auth = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("boss", "user")), admin_keys=("boss",))
-
-    async def scenario() -> None:
-        async with fake_api(auth=auth) as api:
-            for path in ("/console/tapes", f"/console/tapes/{file.name}"):
-                response = await api.client.get(path, headers={"Authorization": "Bearer user"})
-                assert response.status_code == 403
-            response = await api.client.get("/console/tapes/..%2Fsecret", headers={"Authorization": "Bearer boss"})
-            assert response.status_code == 404
-            response = await api.client.get("/console/tapes/none.tape", headers={"Authorization": "Bearer boss"})
-            assert response.status_code == 404 and "none.tape" in response.json()["error"]["message"]
-
-    run(scenario())
+    async with fake_api(auth=auth) as api:
+        for path in ("/console/tapes", f"/console/tapes/{file.name}"):
+            response = await api.client.get(path, headers={"Authorization": "Bearer user"})
+            assert response.status_code == 403
+        response = await api.client.get("/console/tapes/..%2Fsecret", headers={"Authorization": "Bearer boss"})
+        assert response.status_code == 404
+        response = await api.client.get("/console/tapes/none.tape", headers={"Authorization": "Bearer boss"})
+        assert response.status_code == 404 and "none.tape" in response.json()["error"]["message"]
 
 
-def test_a_replay_that_takes_too_long_ends_and_the_next_question_begins_anew(file, monkeypatch):
-    async def scenario() -> None:
-        async with fake_api() as api:
-            api.pool.tape_files = [file]
-            monkeypatch.setattr(tape_viewer, "ANSWER_S", 0.0)
-            response = await api.client.get(f"/console/tapes/{file.name}")
-            assert response.status_code == 503 and "takes more than" in response.json()["error"]["message"]
-            monkeypatch.undo()
-            assert (await look(api, file.name, position=3)).moment.position == 3
-
-    run(scenario())
+async def test_a_replay_that_takes_too_long_ends_and_the_next_question_begins_anew(file, monkeypatch):
+    async with fake_api() as api:
+        api.pool.tape_files = [file]
+        monkeypatch.setattr(tape_viewer, "ANSWER_S", 0.0)
+        response = await api.client.get(f"/console/tapes/{file.name}")
+        assert response.status_code == 503 and "takes more than" in response.json()["error"]["message"]
+        monkeypatch.undo()
+        assert (await look(api, file.name, position=3)).moment.position == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -142,63 +142,52 @@ def _reports(pool: Replicas) -> bool:
     return False
 
 
-@pytest.fixture
-def run(monkeypatch) -> Callable[[Coroutine[Any, Any, None]], None]:
+@pytest.fixture(autouse=True)
+def short_poll_interval(monkeypatch) -> None:
     monkeypatch.setattr(sdc_check, "POLL_INTERVAL_S", 0.01)
-    return lambda scenario: asyncio.run(asyncio.wait_for(scenario, 150))
 
 
-def test_one_of_so_many_answers_is_computed_again_by_the_other_engine_and_has_the_same_bits(folder, run):
-    async def scenario() -> None:
-        async with serving(folder) as served:
-            for params in ({"temperature": 0}, {"temperature": 1.0}, {"logprobs": 2}) * 2:
-                await served.ask(**params)
-                await until(lambda: sum(served.checks.values()) == served._number // EVERY, 30)
-            assert served.checks == {"equal": 2, "different": 0}
-            again = [(name, request) for name, request in served.pool.answers if request.when_idle]
-            assert len(again) == 2 and again[0][1].params.seed is not None
-            firsts = served.pool.answers[2][0], served.pool.answers[6][0]
-            assert all(first != name for first, (name, _) in zip(firsts, again, strict=True))
-
-    run(scenario())
+async def test_one_of_so_many_answers_is_computed_again_by_the_other_engine_and_has_the_same_bits(folder):
+    async with serving(folder) as served:
+        for params in ({"temperature": 0}, {"temperature": 1.0}, {"logprobs": 2}) * 2:
+            await served.ask(**params)
+            await until(lambda: sum(served.checks.values()) == served._number // EVERY, 30)
+        assert served.checks == {"equal": 2, "different": 0}
+        again = [(name, request) for name, request in served.pool.answers if request.when_idle]
+        assert len(again) == 2 and again[0][1].params.seed is not None
+        firsts = served.pool.answers[2][0], served.pool.answers[6][0]
+        assert all(first != name for first, (name, _) in zip(firsts, again, strict=True))
 
 
 @pytest.mark.parametrize("bit", [2, 14])  # of the first channel's weight: a small error, and a large one
-def test_one_wrong_bit_in_the_weights_of_one_engine_is_found_within_so_many_answers(folder, run, caplog, bit):
-    async def scenario() -> None:
-        async with serving(folder) as served:
-            model = served.pool.servers["two"][0]._core.runner.model
-            weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
-            weight.data.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-            for _ in range(EVERY):
-                assert not served.checks["different"]
-                await served.ask(temperature=0)
-            await until(lambda: sum(served.checks.values()) == 1, 30)
-            assert served.checks == {"equal": 0, "different": 1}
-            (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-            assert "engine=one" in line.getMessage() and "other_logprob=-" in line.getMessage()
-
-    run(scenario())
+async def test_one_wrong_bit_in_the_weights_of_one_engine_is_found_within_so_many_answers(folder, caplog, bit):
+    async with serving(folder) as served:
+        model = served.pool.servers["two"][0]._core.runner.model
+        weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
+        weight.data.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        for _ in range(EVERY):
+            assert not served.checks["different"]
+            await served.ask(temperature=0)
+        await until(lambda: sum(served.checks.values()) == 1, 30)
+        assert served.checks == {"equal": 0, "different": 1}
+        (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "engine=one" in line.getMessage() and "other_logprob=-" in line.getMessage()
 
 
-def test_where_bits_depend_on_the_batch_only_errors_above_rounding_are_found(folder, run, caplog):
+async def test_where_bits_depend_on_the_batch_only_errors_above_rounding_are_found(folder, caplog):
     """The other engine computes the given tokens: a small error in its weights is within the tolerance, a large one is
     not."""
-
-    async def scenario() -> None:
-        async with serving(folder, exact=False) as served:
-            model = served.pool.servers["two"][0]._core.runner.model
-            weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
-            for factor, found in ((1.001, {"equal": 1, "different": 0}), (1e4, {"equal": 1, "different": 1})):
-                weight.data *= factor
-                for _ in range(EVERY):
-                    await served.ask(temperature=0, max_tokens=MANY + 1)
-                await until(lambda: sum(served.checks.values()) == sum(found.values()), 30)  # noqa: B023
-                assert served.checks == found
-            (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-            assert "engine=one" in line.getMessage()
-
-    run(scenario())
+    async with serving(folder, exact=False) as served:
+        model = served.pool.servers["two"][0]._core.runner.model
+        weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
+        for factor, found in ((1.001, {"equal": 1, "different": 0}), (1e4, {"equal": 1, "different": 1})):
+            weight.data *= factor
+            for _ in range(EVERY):
+                await served.ask(temperature=0, max_tokens=MANY + 1)
+            await until(lambda: sum(served.checks.values()) == sum(found.values()), 30)  # noqa: B023
+            assert served.checks == found
+        (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "engine=one" in line.getMessage()
 
 
 def answer(*entries: tuple[float, int]) -> SampledAnswer:
@@ -233,16 +222,13 @@ def test_differences_count_above_a_tolerance(first, again, position):
     assert (found and found[0]) == position
 
 
-def test_a_check_gives_way_to_a_request_and_is_made_later(folder, run):
-    async def scenario() -> None:
-        async with serving(folder, ("alone",)) as served:
-            for _ in range(EVERY - 1):
-                await served.ask()
-            await served.ask(max_tokens=30)
-            server = served.pool.servers["alone"][0]
-            await until(lambda: server._core.scheduler.queue.running, 30)  # the check has begun
+async def test_a_check_gives_way_to_a_request_and_is_made_later(folder):
+    async with serving(folder, ("alone",)) as served:
+        for _ in range(EVERY - 1):
             await served.ask()
-            assert not sum(served.checks.values()) and server._core.scheduler.totals.finished["abort"] == 1
-            await until(lambda: served.checks["equal"], 30)
-
-    run(scenario())
+        await served.ask(max_tokens=30)
+        server = served.pool.servers["alone"][0]
+        await until(lambda: server._core.scheduler.queue.running, 30)  # the check has begun
+        await served.ask()
+        assert not sum(served.checks.values()) and server._core.scheduler.totals.finished["abort"] == 1
+        await until(lambda: served.checks["equal"], 30)

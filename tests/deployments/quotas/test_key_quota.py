@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine.wire.messages import SequenceCost
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.real_api import real_api
 from tests.models import make_model
+from tests.scenarios import run
 
 LINES = tuple(key_line(name, f"sk-{name}") for name in ("small", "other"))
 NOON = 1_800_014_400.5
@@ -42,10 +42,6 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
-
-
 def limited(**limits: Any) -> AuthConfig:
     return AuthConfig(api_keys=LINES, key_limits={"small": KeyLimits(**limits)})
 
@@ -54,162 +50,132 @@ def client(api: FakeApi, key: str = "small") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://fake/v1", api_key=f"sk-{key}", http_client=api.client, max_retries=0)
 
 
-def test_a_key_over_its_limit_is_told_which_limit_and_when_to_come_again_and_others_are_not_affected():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(rpm_limit=2, tpm_limit=1000)) as api:
-            for _ in range(2):
-                answer = await client(api).completions.with_raw_response.create(**ASKED)
-            found = answer.headers
-            assert found["x-ratelimit-limit-requests"] == "2"
-            assert found["x-ratelimit-remaining-requests"] == "0"
-            assert found["x-ratelimit-reset-requests"] == "59.500s"
-            assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+async def test_a_key_over_its_limit_is_told_which_limit_and_when_to_come_again_and_others_are_not_affected():
+    async with fake_api(says("hello"), auth=limited(rpm_limit=2, tpm_limit=1000)) as api:
+        for _ in range(2):
+            answer = await client(api).completions.with_raw_response.create(**ASKED)
+        found = answer.headers
+        assert found["x-ratelimit-limit-requests"] == "2"
+        assert found["x-ratelimit-remaining-requests"] == "0"
+        assert found["x-ratelimit-reset-requests"] == "59.500s"
+        assert 0 < int(found["x-ratelimit-remaining-tokens"]) < 1000
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client(api).completions.create(**ASKED)
+        assert refused.value.code == "rate_limit_exceeded" and refused.value.param == "rpm_limit/1m"
+        assert "'small'" in refused.value.message and "2" in refused.value.message
+        assert refused.value.response.headers["retry-after"] == "60"
+        assert (await client(api).models.list()).data, "only what engines compute counts"
+        other = await client(api, "other").completions.with_raw_response.create(**ASKED)
+        assert not any(name.startswith("x-ratelimit") for name in other.headers)
+
+
+async def test_anthropics_clients_get_anthropics_headers():
+    async with fake_api(says("hello"), auth=limited(rpm_limit=1)) as api:
+        body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"x-api-key": "sk-small"}
+        answer, refused = [await api.client.post("/v1/messages", json=body, headers=headers) for _ in range(2)]
+        assert answer.headers["anthropic-ratelimit-requests-limit"] == "1"
+        assert answer.headers["anthropic-ratelimit-requests-remaining"] == "0"
+        assert answer.headers["anthropic-ratelimit-requests-reset"] == "2027-01-15T12:01:00Z"
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_tokens_count_as_they_were_used_and_streams_are_refused_before_they_begin():
+    async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
+        usage = (await client(api).completions.create(**ASKED)).usage
+        assert usage is not None
+        raw = await client(api).completions.with_raw_response.create(**ASKED)
+        # the second is only estimated, from the first, when its headers are sent; both are alike
+        assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 60 - 2 * usage.total_tokens
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client(api).completions.create(**{**ASKED, "prompt": "hi " * 15, "stream": True})
+        assert refused.value.code == "rate_limit_exceeded"
+
+
+async def test_only_so_many_requests_run_at_a_time_and_one_that_ends_or_is_left_makes_room():
+    async with fake_api(says("hello"), auth=limited(max_parallel_requests=1)) as api:
+        for ends in (True, False):
+            api.engine.paused.set()
+            before = len(api.engine.added)
+            first = asyncio.create_task(client(api).completions.create(**ASKED))
+            await until(lambda before=before: len(api.engine.added) > before)
             with pytest.raises(openai.RateLimitError) as refused:
                 await client(api).completions.create(**ASKED)
-            assert refused.value.code == "rate_limit_exceeded" and refused.value.param == "rpm_limit/1m"
-            assert "'small'" in refused.value.message and "2" in refused.value.message
-            assert refused.value.response.headers["retry-after"] == "60"
-            assert (await client(api).models.list()).data, "only what engines compute counts"
-            other = await client(api, "other").completions.with_raw_response.create(**ASKED)
-            assert not any(name.startswith("x-ratelimit") for name in other.headers)
-
-    run(scenario())
-
-
-def test_anthropics_clients_get_anthropics_headers():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(rpm_limit=1)) as api:
-            body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
-            headers = {"x-api-key": "sk-small"}
-            answer, refused = [await api.client.post("/v1/messages", json=body, headers=headers) for _ in range(2)]
-            assert answer.headers["anthropic-ratelimit-requests-limit"] == "1"
-            assert answer.headers["anthropic-ratelimit-requests-remaining"] == "0"
-            assert answer.headers["anthropic-ratelimit-requests-reset"] == "2027-01-15T12:01:00Z"
-            assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
-            assert refused.json()["error"]["type"] == "rate_limit_error"
-
-    run(scenario())
-
-
-def test_tokens_count_as_they_were_used_and_streams_are_refused_before_they_begin():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
-            usage = (await client(api).completions.create(**ASKED)).usage
-            assert usage is not None
-            raw = await client(api).completions.with_raw_response.create(**ASKED)
-            # the second is only estimated, from the first, when its headers are sent; both are alike
-            assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 60 - 2 * usage.total_tokens
-            with pytest.raises(openai.RateLimitError) as refused:
-                await client(api).completions.create(**{**ASKED, "prompt": "hi " * 15, "stream": True})
-            assert refused.value.code == "rate_limit_exceeded"
-
-    run(scenario())
-
-
-def test_only_so_many_requests_run_at_a_time_and_one_that_ends_or_is_left_makes_room():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(max_parallel_requests=1)) as api:
-            for ends in (True, False):
-                api.engine.paused.set()
-                before = len(api.engine.added)
-                first = asyncio.create_task(client(api).completions.create(**ASKED))
-                await until(lambda before=before: len(api.engine.added) > before)
-                with pytest.raises(openai.RateLimitError) as refused:
-                    await client(api).completions.create(**ASKED)
-                assert refused.value.param == "max_parallel_requests"
-                if ends:
-                    api.engine.paused.clear()
-                    await first
-                else:
-                    first.cancel()
-                    await asyncio.wait([first])
-                    api.engine.paused.clear()
-                await client(api).completions.create(**ASKED)
-
-    run(scenario())
-
-
-def test_an_embedding_of_many_inputs_is_one_request():
-    async def scenario() -> None:
-        async with fake_api(auth=limited(rpm_limit=1, max_parallel_requests=1)) as api:
-            found = await client(api).embeddings.create(model="fake", input=["hi"] * 100)
-            assert len(found.data) == 100
-            with pytest.raises(openai.RateLimitError):
-                await client(api).embeddings.create(model="fake", input="hi")
-
-    run(scenario())
-
-
-def test_a_request_that_is_wrong_or_whose_answer_is_kept_counts_for_nothing():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(rpm_limit=2)) as api:
-            with pytest.raises(openai.BadRequestError):
-                await client(api).completions.create(**{**ASKED, "max_tokens": -1})
-            again = {"extra_headers": {"Idempotency-Key": "once"}}
-            texts = {(await client(api).completions.create(**ASKED, **again)).id for _ in range(5)}
-            assert len(texts) == 1
+            assert refused.value.param == "max_parallel_requests"
+            if ends:
+                api.engine.paused.clear()
+                await first
+            else:
+                first.cancel()
+                await asyncio.wait([first])
+                api.engine.paused.clear()
             await client(api).completions.create(**ASKED)
-            with pytest.raises(openai.RateLimitError):
-                await client(api).completions.create(**ASKED)
-
-    run(scenario())
 
 
-def test_models_that_the_limits_leave_out_do_not_exist():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), names=("fake", "large"), auth=limited(models=("fake",))) as api:
+async def test_an_embedding_of_many_inputs_is_one_request():
+    async with fake_api(auth=limited(rpm_limit=1, max_parallel_requests=1)) as api:
+        found = await client(api).embeddings.create(model="fake", input=["hi"] * 100)
+        assert len(found.data) == 100
+        with pytest.raises(openai.RateLimitError):
+            await client(api).embeddings.create(model="fake", input="hi")
+
+
+async def test_a_request_that_is_wrong_or_whose_answer_is_kept_counts_for_nothing():
+    async with fake_api(says("hello"), auth=limited(rpm_limit=2)) as api:
+        with pytest.raises(openai.BadRequestError):
+            await client(api).completions.create(**{**ASKED, "max_tokens": -1})
+        again = {"extra_headers": {"Idempotency-Key": "once"}}
+        texts = {(await client(api).completions.create(**ASKED, **again)).id for _ in range(5)}
+        assert len(texts) == 1
+        await client(api).completions.create(**ASKED)
+        with pytest.raises(openai.RateLimitError):
             await client(api).completions.create(**ASKED)
-            with pytest.raises(openai.NotFoundError):
-                await client(api).completions.create(**{**ASKED, "model": "large"})
-            await client(api, "other").completions.create(**{**ASKED, "model": "large"})
-
-    run(scenario())
 
 
-def test_a_key_has_a_priority_which_its_requests_may_only_lower():
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(priority=2), has_priorities=True) as api:
-            for asked, key in ((0, "small"), (1, "small"), (3, "small"), (1, "other")):
-                await client(api, key).completions.create(**ASKED, extra_body={"priority": asked})
-            assert [request.priority for request in api.engine.added] == [2, 2, 3, 1]
-
-    run(scenario())
+async def test_models_that_the_limits_leave_out_do_not_exist():
+    async with fake_api(says("hello"), names=("fake", "large"), auth=limited(models=("fake",))) as api:
+        await client(api).completions.create(**ASKED)
+        with pytest.raises(openai.NotFoundError):
+            await client(api).completions.create(**{**ASKED, "model": "large"})
+        await client(api, "other").completions.create(**{**ASKED, "model": "large"})
 
 
-def test_several_ingresses_share_the_limits_by_their_store(tmp_path: Path):
-    async def scenario() -> None:
-        store, auth = StoreConfig(url=f"sqlite://{tmp_path}/store"), limited(rpm_limit=10)
-        async with fake_api(says("hello"), auth=auth, store=store) as one, fake_api(
-            says("hello"), auth=auth, store=store
-        ) as two:  # fmt: skip
-            answered = 0
-            for i in range(24):
-                try:
-                    await client((one, two)[i % 2]).completions.create(**ASKED)
-                    answered += 1
-                except openai.RateLimitError:
-                    pass
-            assert answered == 10
-        async with fake_api(says("hello"), auth=auth, store=store) as third:
-            with pytest.raises(openai.RateLimitError):
-                await client(third).completions.create(**ASKED)
-
-    run(scenario())
+async def test_a_key_has_a_priority_which_its_requests_may_only_lower():
+    async with fake_api(says("hello"), auth=limited(priority=2), has_priorities=True) as api:
+        for asked, key in ((0, "small"), (1, "small"), (3, "small"), (1, "other")):
+            await client(api, key).completions.create(**ASKED, extra_body={"priority": asked})
+        assert [request.priority for request in api.engine.added] == [2, 2, 3, 1]
 
 
-def test_a_store_that_was_never_reached_is_told_apart_from_a_limit_that_is_used_up(tmp_path: Path):
-    async def scenario() -> None:
-        store = StoreConfig(url=f"unix://{tmp_path}/nobody")
-        async with fake_api(says("hello"), auth=limited(rpm_limit=10), store=store) as api:
-            with pytest.raises(openai.InternalServerError) as refused:
-                await client(api).completions.create(**ASKED)
-            assert refused.value.status_code == 503 and refused.value.code == "store_unavailable"
-            await client(api, "other").completions.create(**ASKED)
+async def test_several_ingresses_share_the_limits_by_their_store(tmp_path: Path):
+    store, auth = StoreConfig(url=f"sqlite://{tmp_path}/store"), limited(rpm_limit=10)
+    async with fake_api(says("hello"), auth=auth, store=store) as one, fake_api(
+        says("hello"), auth=auth, store=store
+    ) as two:  # fmt: skip
+        answered = 0
+        for i in range(24):
+            try:
+                await client((one, two)[i % 2]).completions.create(**ASKED)
+                answered += 1
+            except openai.RateLimitError:
+                pass
+        assert answered == 10
+    async with fake_api(says("hello"), auth=auth, store=store) as third:
+        with pytest.raises(openai.RateLimitError):
+            await client(third).completions.create(**ASKED)
 
-    run(scenario())
+
+async def test_a_store_that_was_never_reached_is_told_apart_from_a_limit_that_is_used_up(tmp_path: Path):
+    store = StoreConfig(url=f"unix://{tmp_path}/nobody")
+    async with fake_api(says("hello"), auth=limited(rpm_limit=10), store=store) as api:
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client(api).completions.create(**ASKED)
+        assert refused.value.status_code == 503 and refused.value.code == "store_unavailable"
+        await client(api, "other").completions.create(**ASKED)
 
 
-def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
+async def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
     from deployments.quotas import quotas
 
     monkeypatch.setattr(quotas, "RENEW_S", 0.01)
@@ -220,37 +186,29 @@ def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch: pytes
         self._wall = lambda: NOON + min(50.0, 20 * (time.monotonic() - began))
 
     monkeypatch.setattr(KeyQuota, "__init__", in_haste)
-
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(rpm_limit=100)) as api:
-            for _ in range(5):
-                await client(api).completions.create(**ASKED)
-            tasks = [task for task in asyncio.all_tasks() if "_renew" in repr(task)]
-            assert len(tasks) == 1
-            await until(tasks[0].done)
-
-    run(scenario())
+    async with fake_api(says("hello"), auth=limited(rpm_limit=100)) as api:
+        for _ in range(5):
+            await client(api).completions.create(**ASKED)
+        tasks = [task for task in asyncio.all_tasks() if "_renew" in repr(task)]
+        assert len(tasks) == 1
+        await until(tasks[0].done)
 
 
-def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
+async def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
     folder = make_model(tmp_path / "model", "llama", tokenizer=True)
     budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1e-4)
-
-    async def scenario() -> None:
-        async with real_api(folder, auth=limited(budget_limits=(budget,))) as api:
-            theirs = openai.AsyncOpenAI(base_url=f"{api.client.base_url}/v1", api_key="sk-small", max_retries=0)
-            asked: Any = {"model": "tiny", "prompt": "The fox", "max_tokens": 8, "temperature": 0.0}
-            stream = await theirs.completions.create(**asked, stream=True)
-            assert [chunk async for chunk in stream], "what runs is not cut off"
-            for _ in range(2):
-                with pytest.raises(openai.RateLimitError) as refused:
-                    await theirs.completions.create(**asked)
-            assert refused.value.code == "insufficient_quota"
-            assert refused.value.param == "max_engine_seconds/1d"
-            headers = refused.value.response.headers
-            assert headers["x-should-retry"] == "false" and headers["retry-after"] == str(12 * 3600)
-
-    run(scenario())
+    async with real_api(folder, auth=limited(budget_limits=(budget,))) as api:
+        theirs = openai.AsyncOpenAI(base_url=f"{api.client.base_url}/v1", api_key="sk-small", max_retries=0)
+        asked: Any = {"model": "tiny", "prompt": "The fox", "max_tokens": 8, "temperature": 0.0}
+        stream = await theirs.completions.create(**asked, stream=True)
+        assert [chunk async for chunk in stream], "what runs is not cut off"
+        for _ in range(2):
+            with pytest.raises(openai.RateLimitError) as refused:
+                await theirs.completions.create(**asked)
+        assert refused.value.code == "insufficient_quota"
+        assert refused.value.param == "max_engine_seconds/1d"
+        headers = refused.value.response.headers
+        assert headers["x-should-retry"] == "false" and headers["retry-after"] == str(12 * 3600)
 
 
 def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next_window(monkeypatch):
@@ -275,21 +233,17 @@ def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next
 
 
 @pytest.mark.parametrize("route", ["completions", "embeddings"])
-def test_a_prompt_that_no_minute_has_room_for_is_wrong_and_not_early(route):
+async def test_a_prompt_that_no_minute_has_room_for_is_wrong_and_not_early(route):
     body = {"completions": {"prompt": "hi " * 100}, "embeddings": {"input": ["hi " * 50] * 2}}[route]
-
-    async def scenario() -> None:
-        async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
-            headers = {"authorization": "Bearer sk-small"}
-            refused = await api.client.post(f"/v1/{route}", json=body, headers=headers)
-            error = refused.json()["error"]
-            assert refused.status_code == 400 and "retry-after" not in refused.headers
-            assert (error["code"], error["param"]) == ("prompt_exceeds_limit", "tpm_limit/1m")
-            assert "a tpm_limit/1m of 60" in error["message"]
-            assert not api.engine.added
-            assert (await api.client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200
-
-    run(scenario())
+    async with fake_api(says("hello"), auth=limited(tpm_limit=60)) as api:
+        headers = {"authorization": "Bearer sk-small"}
+        refused = await api.client.post(f"/v1/{route}", json=body, headers=headers)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and "retry-after" not in refused.headers
+        assert (error["code"], error["param"]) == ("prompt_exceeds_limit", "tpm_limit/1m")
+        assert "a tpm_limit/1m of 60" in error["message"]
+        assert not api.engine.added
+        assert (await api.client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -320,26 +274,22 @@ def test_only_a_key_that_asks_for_it_has_its_running_answers_ended_when_a_budget
     run(scenario())
 
 
-def test_a_stream_that_a_budget_ends_keeps_its_text_and_then_has_the_error():
+async def test_a_stream_that_a_budget_ends_keeps_its_text_and_then_has_the_error():
     budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1.0)
-
-    async def scenario() -> None:
-        async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=True)) as api:
-            headers = {"x-api-key": "sk-small"}
-            messages = [{"role": "user", "content": "hello"}]
-            body = {"model": "fake", "messages": messages, "max_tokens": 100, "stream": True}
-            api.engine.paused.set()
-            asked = asyncio.create_task(api.client.post("/v1/messages", json=body, headers=headers))
-            await until(lambda: api.engine.num_live)
-            api.engine.cost = SequenceCost(0.5, 0.0, 0.0)
-            api.engine.paused.clear()
-            await until(lambda: api.telemetry.timelines.newest(1)[0].output_tokens)
-            api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
-            answer = await asked
-            assert "content_block_delta" in answer.text and '"type":"billing_error"' in answer.text
-            assert "message_stop" not in answer.text
-
-    run(scenario())
+    async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=True)) as api:
+        headers = {"x-api-key": "sk-small"}
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": "fake", "messages": messages, "max_tokens": 100, "stream": True}
+        api.engine.paused.set()
+        asked = asyncio.create_task(api.client.post("/v1/messages", json=body, headers=headers))
+        await until(lambda: api.engine.num_live)
+        api.engine.cost = SequenceCost(0.5, 0.0, 0.0)
+        api.engine.paused.clear()
+        await until(lambda: api.telemetry.timelines.newest(1)[0].output_tokens)
+        api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
+        answer = await asked
+        assert "content_block_delta" in answer.text and '"type":"billing_error"' in answer.text
+        assert "message_stop" not in answer.text
 
 
 def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
@@ -376,46 +326,36 @@ def shared_keys(limits: KeyLimits, names: str) -> list[KeyQuota]:
     return keys
 
 
-def test_one_place_serves_requests_that_come_through_one_ingress_after_the_other():
-    async def scenario() -> None:
-        keys = shared_keys(KeyLimits(max_parallel_requests=1), "abc")
-        for i in range(30):
-            async with RequestQuota(keys[i % 3]).charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
-                if i == 10:  # it really is taken
-                    with pytest.raises(QuotaExceeded, match="max_parallel_requests of 1"):
-                        await keys[0].take_place()
-
-    run(scenario())
+async def test_one_place_serves_requests_that_come_through_one_ingress_after_the_other():
+    keys = shared_keys(KeyLimits(max_parallel_requests=1), "abc")
+    for i in range(30):
+        async with RequestQuota(keys[i % 3]).charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+            if i == 10:  # it really is taken
+                with pytest.raises(QuotaExceeded, match="max_parallel_requests of 1"):
+                    await keys[0].take_place()
 
 
-def test_a_request_waits_for_a_place_until_the_ingress_that_has_reserved_it_writes_the_next_time(monkeypatch):
+async def test_a_request_waits_for_a_place_until_the_ingress_that_has_reserved_it_writes_the_next_time(monkeypatch):
     monkeypatch.setattr(leased_quota, "PLACE_WAIT_S", 60.0)
-
-    async def scenario() -> None:
-        one, two = shared_keys(KeyLimits(max_parallel_requests=8), "ab")
-        places = [await one.take_place() for _ in range(6)]
-        for place in places:
-            one.settle(place, {})
-        for _ in range(2):
-            await two.take_place()
-        waiting = asyncio.create_task(two.take_place())
-        await until(lambda: two.leased.place_wait_s == 60.0)
-        assert not waiting.done()
-        await one.sync()
-        await waiting
-
-    run(scenario())
+    one, two = shared_keys(KeyLimits(max_parallel_requests=8), "ab")
+    places = [await one.take_place() for _ in range(6)]
+    for place in places:
+        one.settle(place, {})
+    for _ in range(2):
+        await two.take_place()
+    waiting = asyncio.create_task(two.take_place())
+    await until(lambda: two.leased.place_wait_s == 60.0)
+    assert not waiting.done()
+    await one.sync()
+    await waiting
 
 
-def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():
-    async def scenario() -> None:
-        limits = KeyLimits(rpm_limit=1, tpm_limit=100, max_parallel_requests=1)
-        key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
-        bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0))
-        first, again = Demand(60, 1, None), Demand(60, 1, None, resumes=True)
-        async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
-            pass
-        left = {limit.unit: key.leased.remaining(limit) for limit in limits.all()}
-        assert left == {"requests": 0, "tokens": pytest.approx(100 - 67 - 7), "parallel": 1}
-
-    run(scenario())
+async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():
+    limits = KeyLimits(rpm_limit=1, tpm_limit=100, max_parallel_requests=1)
+    key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
+    bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0))
+    first, again = Demand(60, 1, None), Demand(60, 1, None, resumes=True)
+    async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
+        pass
+    left = {limit.unit: key.leased.remaining(limit) for limit in limits.all()}
+    assert left == {"requests": 0, "tokens": pytest.approx(100 - 67 - 7), "parallel": 1}
