@@ -150,6 +150,9 @@ def measure_layout(pool: RankPool, folder: str, layout: dict[str, Any], rows: in
             engine.step()
         found = measure(core, steps)
         assert len(core.scheduler.queue.running) == rows * stages, "some have ended"
+        abort = engine.group.abort if engines > 1 else core.abort
+        for i in range(rows * stages * engines):
+            abort(str(i))
     return found
 
 
