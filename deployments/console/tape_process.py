@@ -9,6 +9,7 @@ import os
 import sys
 from bisect import bisect_right
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,8 @@ class ChoiceView(msgspec.Struct, frozen=True):
     router: str
     pool: str
     seconds_ago: float
-    choice: RecordedChoice
+    choice: dict[str, Any]
+    """A RecordedChoice by the names of its fields."""
 
 
 class TapeAnswer(msgspec.Struct, frozen=True):
@@ -53,6 +55,8 @@ class OpenTapes:
         self._replay: Replay | None = None
 
     def answer(self, question: TapeQuestion) -> TapeAnswer:
+        if not self._tapes:
+            return TapeAnswer([], "", "", "", None, [], "no engine records a tape (engine.tape_mib)")
         engine = question.engine if question.engine in self._tapes else next(iter(self._tapes))
         tape, moment, problem = self._tapes[engine], None, ""
         try:
@@ -80,8 +84,14 @@ class OpenTapes:
         for router, choices in self._choices:
             if number := bisect_right(choices, at, key=lambda choice: choice.at):
                 newest = choices[number - 1]
-                found.append(ChoiceView(router.router, router.role, at - newest.at, newest))
+                found.append(ChoiceView(router.router, router.role, at - newest.at, by_name(newest)))
         return found
+
+
+def by_name(choice: RecordedChoice) -> dict[str, Any]:
+    """Return the fields of a choice, and those of each engine: both are arrays on a tape."""
+    known = {engine: msgspec.structs.asdict(one) for engine, one in choice.known.items()}
+    return {**msgspec.structs.asdict(choice), "known": known}
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class TapeQuestion(msgspec.Struct, frozen=True):
 
 
 class TapeNotFound(RequestError):
-    """No replica has a tape with this name, or no engine records one."""
+    """No replica has a file with this name."""
 
     status, type = 404, "not_found_error"
 

@@ -15,7 +15,7 @@ from deployments.http.middleware import AuthConfig
 from engine.wire.handoff_stats import HandoffInfo
 from engine.wire.messages import ExpertStats, HoldStats, SequenceCost, StageStats
 from tests.browser.staged_cluster import PREFILL, staged_cluster
-from tests.cluster.cli.tape.taped_engine import record
+from tests.cluster.cli.tape.taped_engine import record, with_a_choice
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
@@ -238,12 +238,13 @@ def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the
 
 
 def test_a_kept_tape_shows_what_the_scheduler_looked_like_at_any_moment(stage, page, tmp_path):
-    stage.pool.tape_files = [record(tmp_path, "engine-1")]
+    stage.pool.tape_files = [with_a_choice(record(tmp_path, "engine-1"))]
     page.goto(f"{stage.url}#tapes")
     page.get_by_role("link", name="engine-1.tape").click()
     expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)
     page.get_by_role("slider", name="moment").fill("20")
     expect(page.get_by_role("heading", name="running: 3")).to_be_visible(timeout=SLOW_MS)
+    expect(page.get_by_role("heading", name=re.compile("^ingress-1 to decode"))).to_be_visible()
     expect(page.get_by_role("heading", name=re.compile("^Step .* tokens$"))).to_be_visible()
     page.get_by_role("button", name="−100").click()
     expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)

@@ -212,10 +212,10 @@ class TapedLinks:
     """Records the names of the engines that get no prefill requests for now."""
 
     def __init__(self, quarantined: Callable[[], Collection[str]], log: AnswerLog):
-        self._quarantined, self._log = quarantined, log
+        self.quarantined, self._log = quarantined, log
 
     def __call__(self) -> Collection[str]:
-        found = self._quarantined()
+        found = self.quarantined()
         text = "\n".join(found).encode()[: 256 * 256 - 1]
         self._log.answers += len(text).to_bytes(2, "big") + text
         return found

@@ -110,7 +110,7 @@ class Added(Input, frozen=True):
             lora=lora_without_path(message.lora),
             params=params_without_text(message.params, vocab_size),
             pooling=message.pooling and PoolingParams(task=message.pooling.task),
-            client=message.client if message.hold else "",
+            client=message.client,
             timeout_s=message.timeout_s,
             priority=message.priority,
             prediction=[ORDINARY] if message.prediction else [],

@@ -16,10 +16,11 @@ import msgspec
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.features.holds.holds import Holds
 from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
 from engine.core.features.kv_fetching import KVFetching, split_names
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.speculator import NoSpeculation
+from engine.core.features.speculator import NoSpeculation, unwatched
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
@@ -132,6 +133,9 @@ class Tape:
         )  # fmt: skip
         self._num_others = 0  # lists of hashes that are not those of a request's blocks
         self._names: TapedNames | None = None  # of blocks in tiers
+        self._with_links: list[Any] = []  # parts that ask for quarantined engines
+        #: Live holds: an idle engine ends them too, and moves them to its tiers.
+        self._held = scheduler.holds.table.by_end if isinstance(scheduler.holds, Holds) else {}
         self._look_at = -math.inf  # time of the next update of the copy
         self._busy = False  # whether a call is under way, so that further ones come from the scheduler itself
         self._step_s = self._draft_s = 0.0  # of the step whose commit follows
@@ -188,7 +192,7 @@ class Tape:
         self._look_at = now + self.period_s
         if self._copy.is_open:
             self._copy.update(self._ring.entries, self._ring.answers, self._unfinished())
-        if len(self._ring.entries) > self._ring.limit:
+        if self._ring.is_due:
             self._begin()
 
     def _begin(self) -> None:
@@ -212,24 +216,29 @@ class Tape:
         self._copy.begin(state, now, len(self._ring.segments))
 
     def _end(self) -> None:
-        """Record nothing from now on."""
+        """Record nothing from now on, and drop what has been recorded. What live requests have been given records until
+        they end."""
         for part, name in self._covered:
             delattr(part, name)
         self._covered.clear()
         if self._names is not None:
             self._scheduler.offloading.set_names(self._names.name_of)
-        self._ring.limit = sys.maxsize
+        self._scheduler.speculation.watch = unwatched
+        for part in self._with_links:
+            part.quarantined = part.quarantined.quarantined
+        self._ring.end()
         self._copy.close()
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _schedule(self, now: float) -> StepPlan | None:
+        works = bool(self._held) or self._names is not None
         try:
             plan = self._plan(now)
         except BaseException:
             self._ring.entries += PLAN.pack(PLANNED, now, UNFINISHED)
             raise
-        if plan is not None or self._scheduler.has_work:  # else the engine is idle
+        if plan is not None or works or self._scheduler.has_work:  # else the engine is idle
             self._ring.entries += PLAN.pack(PLANNED, now, digest(plan))
         if now >= self._look_at:
             self._look(now)
@@ -323,13 +332,15 @@ class Tape:
         if isinstance(images := scheduler.images.handoffs, ImageHandoffs):
             self._cover(images, {"set_replicas": self._set_encoders})
             self._cover(images.channel, {"events": self._image_events})
-            images.quarantined = TapedLinks(images.quarantined, self._ring)
+            self._with_links.append(images)
         scheduler.speculation.watch = DrafterWatch(self._ring, self._vocab_size)
         if (policy := scheduler.handoffs.policy) is not None:
-            policy.quarantined = TapedLinks(policy.quarantined, self._ring)
+            self._with_links.append(policy)
         if isinstance(fetching, KVFetching):
             self._cover(fetching, {"update": self._update_fetches})
-            fetching.quarantined = TapedLinks(fetching.quarantined, self._ring)
+            self._with_links.append(fetching)
+        for part in self._with_links:
+            part.quarantined = TapedLinks(part.quarantined, self._ring)
 
     def _cover(self, part: object, methods: dict[str, Callable[..., Any]]) -> None:
         """Put these methods in front of those of an object, which they get as their first argument."""

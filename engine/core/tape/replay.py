@@ -31,7 +31,8 @@ from engine.core.tape.ring import (
 from engine.core.tape.snapshot import dump, load
 from engine.wire.plan import StepPlan, StepResult
 
-KEYFRAME = 2000  # moments between two kept states, from which an earlier moment is reached
+KEYFRAME = 2000  # moments, at least, between two kept states, from which an earlier moment is reached
+KEPT_BYTES = 2**28  # of these states together, about
 
 RECORD: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
@@ -95,6 +96,8 @@ class Replay:
             self._first.append(len(self.moments))
             self.moments += self._read(number, segment)
         self._times_of_moments = [moment.at for moment in self.moments]
+        largest = max((len(segment.state) for segment in tape.segments), default=0)
+        self._period = max(KEYFRAME, len(self.moments) * largest // KEPT_BYTES)
         self._keyframes: dict[int, Keyframe] = {
             first: Keyframe(segment.state, 0) for first, segment in zip(self._first, tape.segments, strict=True)
         }
@@ -139,7 +142,7 @@ class Replay:
         moment = self.moments[self.position]
         if self.position and moment.segment != self.moments[self.position - 1].segment:
             self._answers.go_on(bytes(self.tape.segments[moment.segment].answers))
-        if self.position % KEYFRAME == 0 and self.position not in self._keyframes:
+        if self.position % self._period == 0 and self.position not in self._keyframes:
             self._keyframes[self.position] = Keyframe(dump(self.scheduler, self.times), self._answers.position)
         self._ends.clear()
         try:

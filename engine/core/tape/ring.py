@@ -65,7 +65,7 @@ class Ring:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, state: bytes, now: float) -> None:
-        """Begin a segment. `limit` is then the number of bytes of `entries` from which the next one is due."""
+        """Begin a segment. `limit` is then the number of its bytes from which the next one is due."""
         self._closed_bytes += len(self.entries) + len(self.answers)
         self.entries, self.answers = bytearray(), bytearray()
         self.segments.append(Segment(now, state, self.entries, self.answers))  # type: ignore[arg-type]  # they grow
@@ -74,6 +74,16 @@ class Ring:
         while len(self.segments) > 1 and self._closed_bytes + self.limit > self.max_bytes:
             oldest = self.segments.popleft()
             self._closed_bytes -= len(oldest.state) + len(oldest.entries) + len(oldest.answers)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the newest segment is long enough for the next one to begin."""
+        return len(self.entries) + len(self.answers) > self.limit
+
+    def end(self) -> None:
+        """Drop everything."""
+        self.segments.clear()
+        self.entries = self.answers = bytearray()
 
     def record(self, record: Record) -> None:
         data = self._encode(record)

@@ -13,7 +13,7 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.replicas.pools import PoolTapes
 from engine.core.tape.file import read_file
-from tests.cluster.cli.tape.taped_engine import record
+from tests.cluster.cli.tape.taped_engine import record, with_a_choice
 from tests.deployments.fake_api import FakeApi, fake_api
 
 
@@ -59,6 +59,20 @@ async def test_what_engines_have_now_is_taken_when_its_name_is_new(file):
         for name in ("now-1", "now-1", "now-2"):
             assert (await look(api, name, position=5)).moment.position == 5
         assert times == 2
+
+
+async def test_choices_of_routers_are_shown_by_the_names_of_their_fields(file):
+    async with fake_api() as api:
+        api.pool.tape_files = [routed := with_a_choice(file)]
+        (view,) = (await look(api, routed.name, position=10**9)).choices
+        assert (view.router, view.pool, view.choice["ranked"]) == ("ingress-1", "decode", ["engine-1"])
+        assert view.choice["known"]["engine-1"]["slots"] == 4
+
+
+async def test_without_a_tape_the_answer_says_why():
+    async with fake_api() as api:
+        answer = await look(api, "now-1")
+        assert (answer.engines, answer.moment) == ([], None) and "engine.tape_mib" in answer.problem
 
 
 async def test_only_admins_see_tapes_and_an_unknown_one_is_not_found(file):

@@ -9,6 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
 from engine.wire.messages import PrefillReplica
+from tests.engine.core.features.test_holds import HoldsMachine
 from tests.engine.core.features.test_kv_fetching import CacheMachine, TieredCacheMachine
 from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.tape.taped import (
@@ -22,11 +23,14 @@ from tests.engine.core.tape.taped import (
     replay,
     replay_whole,
 )
-from tests.engine.core.test_scheduler_machine import GROUPS, DecodeMachine, PrefillMachine, SchedulerMachine
+from tests.engine.core.test_scheduler_machine import GROUPS, PREFIXES, DecodeMachine, PrefillMachine, SchedulerMachine
 from tests.examples import examples
 
 
 class Replayed:
+    def end(self, found):
+        """Called when all requests have ended, with the replay of the whole tape."""
+
     def teardown(self):
         if hasattr(self, "h"):
             half = replay(self.h.tape)  # requests are live
@@ -34,6 +38,7 @@ class Replayed:
         super().teardown()
         if hasattr(self, "h"):
             found = replay(self.h.tape)
+            self.end(found)
             assert found.scheduler.totals == self.h.scheduler.totals
             for pool, own in zip(found.scheduler.kv_cache.pools, self.h.scheduler.kv_cache.pools, strict=True):
                 assert pool.ref_counts() == own.ref_counts() and pool.num_cached == own.num_cached
@@ -71,6 +76,18 @@ class TapedCacheMachine(Replayed, CacheMachine):
     harness = TapedCacheHarness
 
 
+class TapedHoldsMachine(Replayed, HoldsMachine):
+    harness = TapedHarness
+
+    def end(self, found):
+        found.scheduler.holds.update(self.h.now + 1e9)  # as the end of a run does
+
+    @rule(prefix=st.sampled_from(PREFIXES), client=st.sampled_from(["a", "b"]))
+    def read(self, prefix, client):
+        self.count += 1
+        self.h.add(f"r{self.count}", [*prefix, 1, 2, 3], client=client, max_tokens=2)
+
+
 class Evicting:
     """Evicts by requests alone: nothing else empties the device's cache from outside of a scheduler."""
 
@@ -92,7 +109,8 @@ TestCopy = CopiedMachine.TestCase
 TestDecodeTape = TapedDecodeMachine.TestCase
 TestPrefillTape = TapedPrefillMachine.TestCase
 TestCacheTape = TapedCacheMachine.TestCase
+TestHoldsTape = TapedHoldsMachine.TestCase
 TestTape.settings = TestCopy.settings = TestDecodeTape.settings = TestPrefillTape.settings = RULES
 TestTierTape = TapedTierMachine.TestCase
 TestTieredCacheTape = TapedTieredCacheMachine.TestCase
-TestCacheTape.settings = TestTierTape.settings = TestTieredCacheTape.settings = RULES
+TestHoldsTape.settings = TestCacheTape.settings = TestTierTape.settings = TestTieredCacheTape.settings = RULES

@@ -12,11 +12,13 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.features.kv_fetching import split_names
 from engine.core.scheduler import Scheduler
+from engine.core.tape import replay as replay_module
 from engine.core.tape import snapshot
 from engine.core.tape.answers import Answers
 from engine.core.tape.recorder import NoTape
 from engine.core.tape.replay import Diverged, Failed, Replay
-from engine.core.tape.ring import EngineTape, tape_with_key
+from engine.core.tape.ring import EngineTape, Ring, tape_with_key
+from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -122,6 +124,46 @@ def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog):
     small.run()
     assert "more than engine.tape_mib" in caplog.text
     assert small.tape.take() == b"" and "schedule" not in vars(small.scheduler)
+
+
+def test_a_tape_that_ends_later_is_dropped_and_nothing_is_recorded_any_more():
+    harness = TapedHarness(num_blocks=64, max_model_len=64, drafter=NgramDrafter(1, 3))
+    harness.add("a", [1, 2, 3, 1, 2, 3])
+    harness.run()
+    ring = harness.tape._ring
+    assert harness.tape.take() and ring.answers
+    ring.max_bytes = 1000
+    harness.tape._begin()
+    assert harness.tape.take() == b""
+    harness.add("b", [1, 2, 3, 1, 2, 3])
+    harness.run()
+    assert not ring.answers and not ring.entries
+
+
+def test_answers_count_for_the_length_of_a_segment():
+    ring = Ring(8000)
+    ring.begin(b"", 0.0)
+    ring.answers += bytes(600)
+    assert not ring.is_due
+    ring.entries += bytes(600)
+    assert ring.is_due
+
+
+def test_a_replay_keeps_few_states_if_they_are_large(monkeypatch):
+    harness = TapedHarness(num_blocks=64, max_model_len=64)
+    for i in range(30):
+        harness.add(f"r{i}", [1, 2, 3, i], max_tokens=8)
+    harness.run()
+    tape, kept = tape_of(harness.tape), []
+    monkeypatch.setattr(replay_module, "KEYFRAME", 2)
+    for most in (2**30, 10 * len(tape.segments[0].state)):
+        monkeypatch.setattr(replay_module, "KEPT_BYTES", most)
+        found = Replay(tape, trusted=("tests.",))
+        found.go_to(len(found.moments))
+        kept.append(len(found._keyframes))
+        found.go_to(7)
+        assert found.position == 7
+    assert kept[0] > 40 and kept[1] <= 12
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
