@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -27,8 +28,10 @@ RETRY_S = 1.0
 """Seconds without the store, after it has not answered."""
 PLACE: Needs = {"parallel": 1.0}
 NO_COSTS: dict[Unit, float] = {"money": 0.0, "engine_seconds": 0.0}
+MAX_WAITING = 256  # requests of a key for a place, since each looks for one 20 times a second
 TRIES = 16  # to write before another ingress does
-TTL_S = 100 * 86400.0  # of a key's record: longer than any usual budget
+LOST_S = 0.01  # maximum pause after another ingress was first, so that not all try again at the same time
+TTL_S = 100 * 86400.0  # of a key's record, at least
 FADES = 0.05  # weight of a request in the means from which the next one is estimated
 
 
@@ -131,7 +134,9 @@ class KeyQuota:
         self._all = limits.all()
         self.leased = LeasedQuota(holder, self._all, num_holders, wall())
         self._asking = asyncio.Lock()
-        self._giving_back: asyncio.Task[bool] | None = None
+        self._giving_back: asyncio.Task[None] | None = None
+        self._has_freed = False
+        self._num_waiting = 0  # for a place
         self._num_proposals = 0
         self._reached = True
         self._retry_at = 0.0
@@ -181,22 +186,36 @@ class KeyQuota:
         raise self._exceeded(short[0])
 
     async def take_place(self) -> Charge:
-        """Charge a request with one of the places of max_parallel_requests. Waits if another ingress may give one back.
-        Raises QuotaExceeded, and StoreUnavailable if nothing is known of the places."""
+        """Charge a request with one of the places of max_parallel_requests. Waits if another ingress may give one back,
+        unless MAX_WAITING requests wait. Raises QuotaExceeded, and StoreUnavailable if nothing is known of the places.
+        """
         began_at = time.monotonic()
         while True:
             try:
                 return await self.take(PLACE)
             except QuotaExceeded:
-                if time.monotonic() >= began_at + self.leased.place_wait_s:
+                too_late = time.monotonic() >= began_at + self.leased.place_wait_s
+                if too_late or self._num_waiting >= MAX_WAITING:
                     raise
-            await asyncio.sleep(PLACE_PAUSE_S)
+            self._num_waiting += 1
+            try:
+                await asyncio.sleep(PLACE_PAUSE_S)
+            finally:
+                self._num_waiting -= 1
 
     def leave_place(self, charge: Charge) -> None:
         """Settle what `take_place` or `begin` has returned. If few places are left, other ingresses get it at once."""
         self.settle(charge, {})
-        if self.leased.has_scarce_places and (self._giving_back is None or self._giving_back.done()):
-            self._giving_back = asyncio.create_task(self.sync())
+        if self.leased.has_scarce_places:
+            self._has_freed = True
+            if self._giving_back is None or self._giving_back.done():
+                self._giving_back = asyncio.create_task(self._give_back())
+
+    async def _give_back(self) -> None:
+        while self._has_freed:  # also places that come free while the store is written
+            self._has_freed = False
+            await self.sync()
+            await asyncio.sleep(PLACE_PAUSE_S)
 
     def begin(self, needs: Needs) -> Charge:
         """Charge a request that another ingress had admitted, whatever is left of the limits."""
@@ -236,23 +255,31 @@ class KeyQuota:
     async def _exchange(self, leaving: bool) -> bool:
         if time.monotonic() < self._retry_at:
             return False
-        key = record_key(self.name)
+        key, ttl_s, lost = record_key(self.name), self._ttl_s(), False
         try:
             async with asyncio.timeout(SYNC_TIMEOUT_S):
                 for _ in range(TRIES):
                     stored = await self._store.get(key)
                     new = self._propose(stored, leaving)
                     if stored is None:
-                        written = await self._store.add(key, new, TTL_S)
+                        written = await self._store.add(key, new, ttl_s)
                     else:
-                        written = await self._store.replace(key, stored, new, TTL_S)
+                        written = await self._store.replace(key, stored, new, ttl_s)
                     if written:
                         self.leased.commit(self._wall())
                         return True
+                    lost = True
+                    await asyncio.sleep(random.uniform(0.0, LOST_S))
         except (StoreUnavailable, TimeoutError) as error:
             logger.debug("quota not written key=%s error=%s", self.name, error or type(error).__name__)
-        self._retry_at = time.monotonic() + RETRY_S
+        if not lost:
+            self._retry_at = time.monotonic() + RETRY_S
         return False
+
+    def _ttl_s(self) -> float:
+        """Return for how many seconds the store must have the record: until all windows have ended."""
+        ends = (self.leased.ends_at(limit) for limit in self._all if limit.duration is not None)
+        return max(TTL_S, max(ends, default=0.0) - self._wall())
 
     def _propose(self, stored: bytes | None, leaving: bool) -> bytes:
         self._num_proposals += 1

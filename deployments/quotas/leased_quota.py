@@ -22,7 +22,8 @@ PAUSE_S = 0.25
 PLACE_PAUSE_S = 0.05
 """The same for a place, which may be free again at any time."""
 PLACE_WAIT_S = 1.25
-"""Seconds for which a request waits for places that other ingresses have reserved: longer than RENEW_S."""
+"""Seconds for which a request waits for places that other ingresses have: longer than RENEW_S, after which all that
+have come free there are known."""
 AHEAD_PARTS, PLACE_PARTS = 8, 2
 """All ingresses together reserve ahead at most one of so many parts of what is left. So the less is left, the less is
 reserved where nobody needs it. Of places it may be more, since requests hold them for long."""
@@ -60,8 +61,8 @@ class Tally:
     used_at: float = 0.0
     """When the store was told the last time that something was spent."""
     refused_until: float = 0.0
-    others_reserve: float = 0.0
-    """What other ingresses had reserved when the store was asked the last time."""
+    others_have: float = 0.0
+    """What other ingresses had spent or reserved when the store was asked the last time."""
     granted_alone: bool = False
     """Whether it has taken a part of `free` without the store."""
     written: Share = field(default_factory=lambda: Share(0.0, 0.0))
@@ -79,6 +80,7 @@ class LeasedQuota:
         self._limits: dict[str, Limit] = {}
         self._known: dict[str, Limit] = {}  # with those that were removed; requests under way are still settled
         self._tallies: dict[str, Tally] = {}
+        self._before: dict[str, Tally] = {}  # of the windows before these, since a clock may be set back
         self._in_flight = 0
         self._asked_at = now
         self._seen: bytes | None = None
@@ -139,9 +141,10 @@ class LeasedQuota:
 
     def refused(self, needs: Needs, now: float) -> Limit | None:
         """Return a limit of which there was not enough a moment ago."""
-        return next(
-            (limit for limit in self.short_of(needs, now) if now < self._tallies[limit.name].refused_until), None
-        )
+        for limit in self.short_of(needs, now):
+            if 0 < self._tallies[limit.name].refused_until - now <= PAUSE_S:  # more if the clock was set back
+                return limit
+        return None
 
     def want(self, needs: Needs, sign: int = 1) -> None:
         """Ask the store for this too, the next time. sign: -1 once it is no longer needed."""
@@ -151,11 +154,11 @@ class LeasedQuota:
 
     @property
     def place_wait_s(self) -> float:
-        """Seconds for which a request should wait for a place before it is refused. A place that has just come free
-        elsewhere is known in a moment; one that others have reserved without need, when they write the next time."""
+        """Seconds for which a request should wait for a place before it is refused. Others may have free places, and
+        have not written that yet."""
         if self._num_holders == 1:
             return 0.0
-        return PLACE_WAIT_S if any(tally.others_reserve for tally in self._places()) else PAUSE_S
+        return PLACE_WAIT_S if any(tally.others_have for tally in self._places()) else PAUSE_S
 
     @property
     def has_scarce_places(self) -> bool:
@@ -215,7 +218,7 @@ class LeasedQuota:
             tally = self._tallies[name]
             newest = record.newest(name, now + CLOCKS_S)
             if newest is not None and newest.start > tally.start:  # this machine's clock is behind
-                self._tallies[name] = tally = self._next(tally, limit, newest.start)
+                tally = self._begin(limit, newest.start)
             window = record.find(name, tally.start)
             if window is None:
                 window = self._window(name, tally.start, forgotten)
@@ -248,7 +251,7 @@ class LeasedQuota:
             share = window.shares[self._holder]
             tally.written, tally.granted_alone = share, False
             tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
-            tally.others_reserve = sum(other.reserved for other in window.shares.values()) - share.reserved
+            tally.others_have = window.taken(self._holder)
             tally.reserve += more[name]
             decay = 0.5 ** max(0.0, now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
@@ -291,15 +294,22 @@ class LeasedQuota:
         return tally.wanted + min(AHEAD_S * max(0.0, recent), fair)
 
     def _roll(self, now: float) -> None:
-        """Begin new windows."""
+        """Begin new windows. If the clock was set back, go on with those before, of which nothing is reserved then."""
         for name, limit in self._limits.items():
-            if now >= (tally := self._tallies[name]).end:
-                self._tallies[name] = self._next(tally, limit, now)
+            tally = self._tallies[name]
+            if tally.start - CLOCKS_S <= now < tally.end:
+                continue
+            before, tally = self._before.get(name), self._begin(limit, now)
+            if before is not None and before.start == tally.start:
+                tally.spent, tally.reserve, tally.written = before.spent, min(0.0, before.reserve), before.written
 
-    def _next(self, tally: Tally, limit: Limit, now: float) -> Tally:
-        start, end = limit.window(now)
-        free = None if tally.free is None else limit.value
-        return Tally(start, end, free, wanted=tally.wanted, used=tally.used, recent=tally.recent, used_at=tally.used_at)
+    def _begin(self, limit: Limit, now: float) -> Tally:
+        """Begin the window of a time, and return its tally."""
+        old = self._before[limit.name] = self._tallies[limit.name]
+        free = None if old.free is None else limit.value
+        new = Tally(*limit.window(now), free, wanted=old.wanted, used=old.used, recent=old.recent, used_at=old.used_at)
+        self._tallies[limit.name] = new
+        return new
 
 
 def _need(limit: Limit, needs: Needs) -> float:

@@ -19,6 +19,7 @@ from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, record_
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.memory import MemoryStore
 from engine.wire.messages import SequenceCost
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.real_api import real_api
@@ -348,6 +349,76 @@ async def test_a_request_waits_for_a_place_until_the_ingress_that_has_reserved_i
     assert not waiting.done()
     await one.sync()
     await waiting
+
+
+class SlowStore(MemoryStore):
+    """A store whose answers can be held back."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.answers, self.ttl_s = asyncio.Event(), 0.0
+        self.answers.set()
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
+        self.ttl_s = ttl_s
+        return await super().add(key, value, ttl_s)
+
+    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+        replaced = await super().replace(key, expected, value, ttl_s)
+        await self.answers.wait()
+        return replaced
+
+
+async def test_a_place_that_comes_free_while_another_is_given_back_is_given_back_too():
+    store = SlowStore()
+    one = KeyQuota("small", KeyLimits(max_parallel_requests=2), store, "a", 2)
+    places = [await one.take_place() for _ in range(2)]
+    store.answers.clear()
+    num_proposals = one._num_proposals
+    one.leave_place(places[0])
+    await until(lambda: one._num_proposals > num_proposals)  # it is written, and the answer is on the way
+    one.leave_place(places[1])
+    store.answers.set()
+    assert one._giving_back is not None
+    await one._giving_back
+    assert decode(await store.get(record_key("small")) or b"").windows["max_parallel_requests"].shares["a"].spent == 0
+
+
+async def test_only_so_many_requests_wait_for_a_place(monkeypatch):
+    monkeypatch.setattr(leased_quota, "PLACE_WAIT_S", 60.0)
+    monkeypatch.setattr(key_quota, "MAX_WAITING", 2)
+    one, two = shared_keys(KeyLimits(max_parallel_requests=2), "ab")
+    for _ in range(2):
+        await one.take_place()
+    waiting = [asyncio.create_task(two.take_place()) for _ in range(2)]
+    await until(lambda: two._num_waiting == 2)
+    with pytest.raises(QuotaExceeded):
+        await two.take_place()
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert two._num_waiting == 0
+
+
+async def test_an_ingress_that_others_were_always_ahead_of_asks_again_at_once():
+    class BusyStore(SlowStore):
+        busy = True
+
+        async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+            return not self.busy and await super().replace(key, expected, value, ttl_s)
+
+    store = BusyStore()
+    one, two = (KeyQuota("small", KeyLimits(rpm_limit=5), store, name, 2) for name in "ab")
+    assert await one.sync()
+    assert not await two.sync()
+    store.busy = False
+    assert await two.sync()
+
+
+async def test_the_store_has_a_budget_until_its_time_ends():
+    store, year = SlowStore(), BudgetLimit(budget_duration="12mo", max_engine_seconds=1.0)
+    await KeyQuota("small", KeyLimits(budget_limits=(year,)), store, "a", 1).sync()
+    assert NOON + store.ttl_s == 1_830_297_600.0  # the end of 2027
 
 
 async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():

@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deployments.quotas.leased_quota import IDLE_S, PAUSE_S, Charge, LeasedQuota, Needs
+from deployments.quotas.leased_quota import IDLE_S, PAUSE_S, PLACE_WAIT_S, Charge, LeasedQuota, Needs
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
 from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, decode
 from tests.examples import examples
 
 MINUTE, HOLDERS = 60.0, 3
 START = 1_800_000_000.0 // MINUTE * MINUTE
+NIGHT = START // 86400 * 86400 + 86400 - 1800  # half an hour before the next day
 BUDGET = BudgetLimit(budget_duration="1m", max_engine_seconds=50.0)
 LIMITS = KeyLimits(rpm_limit=20, tpm_limit=100, max_parallel_requests=4, budget_limits=(BUDGET,))
 
@@ -331,7 +332,7 @@ def test_a_request_waits_for_a_place_only_if_another_ingress_may_give_one_back()
     for _ in range(4):
         assert shared.take("b", {"parallel": 1.0}) is not None
     assert shared.take("b", {"parallel": 1.0}) is None, "all places are taken"
-    assert shared.quotas["b"].place_wait_s == PAUSE_S, "one may come free at this moment"
+    assert shared.quotas["b"].place_wait_s == PLACE_WAIT_S, "a has some, which may be free before it writes that"
     shared.exchange("a")
     for charge in charges:
         assert charge is not None
@@ -340,6 +341,34 @@ def test_a_request_waits_for_a_place_only_if_another_ingress_may_give_one_back()
     shared.exchange("a")
     assert shared.take("b", {"parallel": 1.0}) is not None
     assert alone.quotas["a"].place_wait_s == 0.0, "there is no other ingress"
+
+
+def test_an_ingress_that_has_all_places_itself_waits_only_a_moment_for_one():
+    shared = Shared(KeyLimits(max_parallel_requests=2))
+    for _ in range(2):
+        assert shared.take("a", {"parallel": 1.0}) is not None
+    assert shared.take("a", {"parallel": 1.0}) is None
+    assert shared.quotas["a"].place_wait_s == PAUSE_S
+
+
+def test_a_clock_that_is_set_back_goes_on_with_the_window_before_and_what_was_spent_in_it():
+    budget = BudgetLimit(budget_duration="1d", max_engine_seconds=10.0)
+    shared = Shared(KeyLimits(rpm_limit=10, max_parallel_requests=1, budget_limits=(budget,)), now=NIGHT)
+    asked: Needs = {"requests": 1.0, "parallel": 1.0, "engine_seconds": 6.0}
+    for now in (NIGHT, NIGHT + 3600):
+        shared.now = now
+        charge = shared.take("a", asked)
+        assert charge is not None and shared.take("a", asked) is None, "the place is taken"
+        shared.quotas["a"].settle(charge, asked, now)
+        shared.exchange("a")
+    shared.now = NIGHT + MINUTE
+    taken = [shared.take("a", {"requests": 1.0}) is not None for _ in range(11)]
+    assert taken == [True] * 10 + [False], "of a minute that had not begun before"
+    assert shared.quotas["a"].ends_at(shared.limits[0]) == NIGHT + 2 * MINUTE
+    shared.exchange("a")
+    assert shared.value is not None
+    assert decode(shared.value).windows["max_engine_seconds/1d"].shares["a"].spent == pytest.approx(6.0)
+    assert shared.quotas["a"].refused({"parallel": 2.0}, shared.now) is None, "the store may be asked again"
 
 
 def test_a_clock_that_is_behind_uses_the_window_of_the_others():
