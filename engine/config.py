@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from types import NoneType
@@ -15,6 +16,14 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 MAX_LORA_RANK = 256
+
+LIMITS: dict[str, Callable[[float], bool]] = {
+    "at least 0": lambda value: 0 <= value < inf,
+    "at least 1": lambda value: value >= 1,
+    "above 0": lambda value: value > 0,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+    "above 0 and at most 1": lambda value: 0 < value <= 1,
+}
 
 T = TypeVar("T")
 
@@ -31,6 +40,15 @@ def check_choices(config: Any, section: str = "") -> None:
             left_out = ", or left out" if NoneType in kinds else ""
             limit = f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{left_out}"
             raise ConfigError(f"{section}{key}", value, limit)
+
+
+def check_limits(config: Any, limits: dict[str, str], section: str = "") -> None:
+    """Raise ConfigError for a field outside its limit. limits: names of fields by a key of LIMITS."""
+    for limit, names in limits.items():
+        for key in names.split():
+            value, may_be_left_out = getattr(config, key), config.__dataclass_fields__[key].default is None
+            if value is not None and not LIMITS[limit](value):
+                raise ConfigError(f"{section}{key}", value, f"{limit}{', or left out' if may_be_left_out else ''}")
 
 
 def option(default: T, help: str, **flag: Any) -> T:
@@ -102,16 +120,12 @@ class HandoffConfig:
     )
 
     def __post_init__(self) -> None:
-        for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s", "fetch_timeout_s", "warm_start_timeout_s",
-                    "warm_start_bytes"):  # fmt: skip
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"handoff.{key}", getattr(self, key), "above 0")
+        times = "lease_s heartbeat_s progress_s accept_s fetch_timeout_s warm_start_timeout_s"
+        check_limits(self, {"above 0": f"{times} warm_start_bytes", "at least 1": "max_attempts"}, "handoff.")
         if self.lease_s < 3 * self.heartbeat_s:
             raise ConfigError("handoff.lease_s", self.lease_s, f"at least 3 heartbeats ({3 * self.heartbeat_s:g} s)")
         if self.enable_warm_start and not self.enable_prefix_fetching:
             raise ConfigError("handoff.enable_warm_start", True, "false without `enable_prefix_fetching`")
-        if self.max_attempts < 1:
-            raise ConfigError("handoff.max_attempts", self.max_attempts, "at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +208,7 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "kv_events_config.")
-        for key in ("buffer_steps", "hwm"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"kv_events_config.{key}", getattr(self, key), "at least 1")
+        check_limits(self, {"at least 1": "buffer_steps hwm"}, "kv_events_config.")
 
     @property
     def publishes(self) -> bool:
@@ -240,6 +252,17 @@ def parse_section(config: type[T], section: str, options: dict[str, Any]) -> T:
         if f.default is MISSING and f.name not in options:
             raise ConfigError(f"{section}.{f.name}", None, "given")
     return config(**options)
+
+
+ENGINE_LIMITS = {
+    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel pipeline_parallel data_parallel "
+    "encoder_cache_size max_loras block_size num_blocks max_model_len num_threads max_kept_tapes",
+    "at least 0": "prefix_cache_retention_interval tape_mib cuda_graph_memory_gib",
+    "above 0": "max_hold_s kv_cache_memory_gib kv_offloading_size kv_offloading_disk_size kv_offloading_store_size "
+    "kv_offloading_ttl_s kv_offloading_timeout_s",
+    "between 0 and 1": "max_held_share max_held_share_per_client",
+    "above 0 and at most 1": "gpu_memory_utilization",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,32 +513,13 @@ class EngineConfig:
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:
-        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "pipeline_parallel",
-                    "data_parallel", "encoder_cache_size", "max_loras"):  # fmt: skip
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "at least 1")
+        check_limits(self, ENGINE_LIMITS)
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
             raise ConfigError("max_lora_rank", self.max_lora_rank, f"between 1 and {MAX_LORA_RANK}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 "max_cpu_loras", self.max_cpu_loras, f"at least max_loras ({self.max_loras}), or left out"
             )
-        for key in ("block_size", "num_blocks", "max_model_len", "num_threads"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(key, value, "at least 1, or left out")
-        if (self.prefix_cache_retention_interval or 0) < 0:
-            limit = "0 or more, or left out"
-            raise ConfigError("prefix_cache_retention_interval", self.prefix_cache_retention_interval, limit)
-        for key in ("max_held_share", "max_held_share_per_client"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(key, getattr(self, key), "between 0 and 1")
-        if self.tape_mib < 0:
-            raise ConfigError("tape_mib", self.tape_mib, "0 or more")
-        if self.max_kept_tapes < 1:
-            raise ConfigError("max_kept_tapes", self.max_kept_tapes, "at least 1")
-        if not self.max_hold_s > 0:
-            raise ConfigError("max_hold_s", self.max_hold_s, "above 0")
         check_choices(self)
         self._check_data_parallel()
         self._check_offloading()
@@ -546,12 +550,6 @@ class EngineConfig:
         if self.handoff is not None and self.handoff.enable_prefix_fetching and not self.enable_prefix_caching:
             limit = "true with `handoff.enable_prefix_fetching`, because KV is fetched into the prefix cache"
             raise ConfigError("enable_prefix_caching", False, limit)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
-        if self.cuda_graph_memory_gib < 0:
-            raise ConfigError("cuda_graph_memory_gib", self.cuda_graph_memory_gib, "0 or more")
-        if self.kv_cache_memory_gib is not None and self.kv_cache_memory_gib <= 0:
-            raise ConfigError("kv_cache_memory_gib", self.kv_cache_memory_gib, "above 0, or left out")
         if self.max_num_seqs > self.max_num_batched_tokens:
             limit = f"at least max_num_seqs ({self.max_num_seqs}), so that every sequence can decode in one step"
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
@@ -573,11 +571,6 @@ class EngineConfig:
             raise ConfigError("handoff.switch_roles", True, limit)
 
     def _check_offloading(self) -> None:
-        for key in ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size", "kv_offloading_ttl_s",
-                    "kv_offloading_timeout_s"):  # fmt: skip
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ConfigError(key, value, "above 0, or left out")
         if self.offloads_kv and not self.enable_prefix_caching:
             limit = "true with tiers (kv_offloading_*), because the prefix cache finds the blocks"
             raise ConfigError("enable_prefix_caching", False, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from engine.config import option
+from engine.config import check_limits, option
 from engine.errors import ConfigError
 
 
@@ -34,12 +34,8 @@ class ImageConfig:
     max_processing: int = option(2, "Images that are decoded and resized at a time, each in a thread.")
 
     def __post_init__(self) -> None:
-        for key in ("max_per_request", "max_redirects"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"ingress.images.{key}", getattr(self, key), "at least 0")
-        for key in ("max_bytes", "max_pixels", "max_in_flight", "max_processed_bytes", "max_processing"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"ingress.images.{key}", getattr(self, key), "at least 1")
+        at_least_1 = "max_bytes max_pixels max_in_flight max_processed_bytes max_processing"
+        check_limits(self, {"at least 0": "max_per_request max_redirects", "at least 1": at_least_1}, "ingress.images.")
         if not 0 < self.fetch_timeout_s < float("inf"):
             raise ConfigError("ingress.images.fetch_timeout_s", self.fetch_timeout_s, "above 0")
         for network in self.allowed_private_networks:

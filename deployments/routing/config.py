@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.config import option
-from engine.errors import ConfigError
+from engine.config import check_choices, check_limits, option
 
 PolicyName = Literal["prefix_aware", "power_of_two", "round_robin"]
 Role = Literal["decode", "prefill", "encode"]
@@ -39,12 +38,8 @@ class RoutingConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.policy not in get_args(PolicyName):
-            raise ConfigError("routing.policy", self.policy, f"one of {', '.join(get_args(PolicyName))}")
-        for key in ("prefix_weight", "adapter_weight", "running_weight"):
-            weight = getattr(self, key)
-            if weight is not None and not 0 <= weight < float("inf"):
-                raise ConfigError(f"routing.{key}", weight, "at least 0")
+        check_choices(self, "routing.")
+        check_limits(self, {"at least 0": "prefix_weight adapter_weight running_weight"}, "routing.")
 
     def running_weight_of(self, role: Role) -> float:
         return RUNNING_WEIGHT[role] if self.running_weight is None else self.running_weight
