@@ -29,6 +29,12 @@ WANTED = (
     "draft accepted",
     "role change",
     "snapshot",
+    "block stored",
+    "block loaded",
+    "a key is answered",
+    "a client connects again",
+    "a client loses its ingress",
+    "an answer is computed again",
 )
 
 
