@@ -28,6 +28,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "free": {},
     "minute": {"rpm_limit": MINUTE},
     "parallel": {"max_parallel_requests": PARALLEL},
+    "single": {"max_parallel_requests": 1},
     "budget": {"budget_limits": [{"budget_duration": "1mo", "max_engine_seconds": BUDGET_S}]},
     "batch": {"rpm_limit": BATCH},
     "background": {"rpm_limit": BACKGROUND},
@@ -145,6 +146,11 @@ def test_never_more_requests_run_at_a_time_than_the_limit_says(serving):
     for first, _ in ran:
         assert sum(began <= first < ended for began, ended in ran) <= PARALLEL
     wait_until(lambda: complete(serving, "parallel") == "ok", 30)
+
+
+def test_one_place_serves_requests_that_come_one_after_the_other_through_all_ingresses(serving):
+    assert {complete(serving, "single") for _ in range(60)} == {"ok"}
+    assert len(holders(serving._ingress["store"], "single")) == 3
 
 
 def test_a_budget_ends_with_insufficient_quota_and_openais_client_does_not_try_again(serving):

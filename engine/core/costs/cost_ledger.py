@@ -60,6 +60,7 @@ class CostLedger:
         #: What one decode had cost since the start when each of them joined.
         self._joined: dict[Request, int] = {}
         self._per_decode_ns = self._carried_ns = 0
+        self._reporting: set[Request] = set()  # those whose deltas tell their costs, once a step has computed them
         self.spent("idle", now)
 
     @property
@@ -116,16 +117,18 @@ class CostLedger:
     def report(self, events: list[Event]) -> list[Event]:
         """Return the events with the costs of requests that end, and of those that report them. Closes the accounts of
         requests that end: what steps still compute for them is overhead."""
-        for i, event in enumerate(events):
-            if event.delta.finish_reason:
-                self._close(event)
-                events[i] = self._with_cost(event)
-            elif event.request.cost.reported:
-                events[i] = self._with_cost(event)
+        for i in [i for i, event in enumerate(events) if event.delta.finish_reason]:
+            self._close(events[i])
+            events[i] = self._with_cost(events[i])
+        if self._reporting:
+            for i, event in enumerate(events):
+                if event.request in self._reporting:
+                    events[i] = self._with_cost(event)
         return events
 
     def _close(self, event: Event) -> None:
         request, cost = event.request, event.request.cost
+        self._reporting.discard(request)
         if request in self._joined:
             self._leave(request)
             self._decodes = None
@@ -197,6 +200,8 @@ class CostLedger:
             share -= wasted
         cost.known = max(cost.known, min(start + count, len(request.tokens)))
         cost.compute_ns += share
+        if cost.reported:
+            self._reporting.add(request)
         if request.asked_by:
             self._sum_kv(request)  # the other engine is told what its prompt has cost
 
@@ -219,6 +224,7 @@ class CostLedger:
             self._leave(request)
         new = rows - self._joined.keys()
         self._joined.update(dict.fromkeys(new, self._per_decode_ns))
+        self._reporting |= {request for request in new if request.cost.reported}
         return new
 
     def _leave(self, request: Request) -> None:
