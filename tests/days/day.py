@@ -354,6 +354,8 @@ class World:
             raise AssertionError(f"never ended: {' '.join(names)}")
         for client in clients:
             client.result()
+        if watch.done():
+            watch.result()  # it has failed
         watch.cancel()
         cluster.network.loss = cluster.network.repeats = cluster.network.busy = 0.0
         await asyncio.sleep(max(0.0, self.day.last_at - self.loop.time()))

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from engine.wire.plan import StepPlan, StepResult
-from tests.days.day import Day, Fault, Outcome, run, shrink
+from tests.days.day import Day, Fault, Outcome, World, run, shrink
 from tests.days.faults import FAULTS, ROOT
 from tests.days.model import Runner
 
@@ -82,6 +82,14 @@ def test_a_token_drawn_with_another_seed_is_seen(monkeypatch):
 
     monkeypatch.setattr(Runner, "launch", slip)
     assert "another text" in run(Day.of(3)).kind
+
+
+def test_what_the_watch_over_queues_finds_fails_the_day(monkeypatch):
+    async def watch(world):
+        raise AssertionError("found")
+
+    monkeypatch.setattr(World, "_watch", watch)
+    assert run(Day.of(1)).kind == "AssertionError: found"
 
 
 def test_of_the_faults_and_requests_of_a_day_only_those_that_matter_are_kept():
