@@ -17,6 +17,7 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     constants,
     device_function,
+    each_dtype,
     empty,
     exp,
     kernel,
@@ -44,16 +45,6 @@ def silu_mul_rows(cast: Any, args: Any) -> None:
                 store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
 
 
-@kernel
-def silu_mul_bf16(args: Any) -> None:
-    silu_mul_rows(as_bf16, args)
-
-
-@kernel
-def silu_mul_f32(args: Any) -> None:
-    silu_mul_rows(as_f32, args)
-
-
 @device_function
 def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
     """Multiply values by GELU of gates: g * (1 + tanh(u)) / 2 is computed as g * sigmoid(2 * u)."""
@@ -72,16 +63,6 @@ def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
                 store(out, token * size + i, gelu * load(x, value + i))
 
 
-@kernel
-def gelu_tanh_mul_bf16(args: Any) -> None:
-    gelu_tanh_mul_rows(as_bf16, args)
-
-
-@kernel
-def gelu_tanh_mul_f32(args: Any) -> None:
-    gelu_tanh_mul_rows(as_f32, args)
-
-
 @device_function
 def swigluoai_mul_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
@@ -97,19 +78,9 @@ def swigluoai_mul_rows(cast: Any, args: Any) -> None:
             store(out, i, gate / (one + exp(-alpha * gate)) * (value + one))
 
 
-@kernel
-def swigluoai_mul_bf16(args: Any) -> None:
-    swigluoai_mul_rows(as_bf16, args)
-
-
-@kernel
-def swigluoai_mul_f32(args: Any) -> None:
-    swigluoai_mul_rows(as_f32, args)
-
-
-SILU_MUL = Kernel({torch.bfloat16: silu_mul_bf16, torch.float32: silu_mul_f32})
-GELU_TANH_MUL = Kernel({torch.bfloat16: gelu_tanh_mul_bf16, torch.float32: gelu_tanh_mul_f32})
-SWIGLUOAI_MUL = Kernel({torch.bfloat16: swigluoai_mul_bf16, torch.float32: swigluoai_mul_f32})
+SILU_MUL = each_dtype(silu_mul_rows)
+GELU_TANH_MUL = each_dtype(gelu_tanh_mul_rows)
+SWIGLUOAI_MUL = each_dtype(swigluoai_mul_rows)
 
 
 @device_function
@@ -124,16 +95,6 @@ def relu2_rows(cast: Any, args: Any) -> None:
             for i in range(token * size, (token + 1) * size):
                 value = max(load(x, i), np.float32(0.0))
                 store(out, i, value * value)
-
-
-@kernel
-def relu2_bf16(args: Any) -> None:
-    relu2_rows(as_bf16, args)
-
-
-@kernel
-def relu2_f32(args: Any) -> None:
-    relu2_rows(as_f32, args)
 
 
 @device_function
@@ -156,16 +117,6 @@ def product_rows(cast: Any, args: Any) -> None:
                     if args[10]:
                         factor = one / (one + exp(-factor))
                     store(out, target + i, load(x, a + i) * factor)
-
-
-@kernel
-def product_bf16(args: Any) -> None:
-    product_rows(as_bf16, args)
-
-
-@kernel
-def product_f32(args: Any) -> None:
-    product_rows(as_f32, args)
 
 
 @device_function
@@ -205,8 +156,8 @@ def widened(args: Any) -> None:
 
 SCALED = Kernel({torch.bfloat16: scaled_bf16, torch.float32: scaled_f32})
 CONVERTED = Kernel({torch.bfloat16: widened, torch.float32: narrowed})  # by the dtype of x
-RELU2 = Kernel({torch.bfloat16: relu2_bf16, torch.float32: relu2_f32})
-PRODUCT = Kernel({torch.bfloat16: product_bf16, torch.float32: product_f32})
+RELU2 = each_dtype(relu2_rows)
+PRODUCT = each_dtype(product_rows)
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -27,16 +27,14 @@ from engine.model.ops.cpu.attention_tile import (
     space_in,
 )
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     as_i32,
     as_i64,
     constants,
     device_function,
+    each_dtype,
     empty,
-    kernel,
     load,
     store,
     take,
@@ -79,17 +77,7 @@ def rotate_and_write_rows(cast: Any, args: Any) -> None:
                     cache[v_to + i] = v[v_from + i]
 
 
-@kernel
-def rotate_and_write_bf16(args: Any) -> None:
-    rotate_and_write_rows(as_bf16, args)
-
-
-@kernel
-def rotate_and_write_f32(args: Any) -> None:
-    rotate_and_write_rows(as_f32, args)
-
-
-ROTATE_AND_WRITE = Kernel({torch.bfloat16: rotate_and_write_bf16, torch.float32: rotate_and_write_f32})
+ROTATE_AND_WRITE = each_dtype(rotate_and_write_rows)
 
 
 def rotate_and_write(
@@ -204,17 +192,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-@kernel
-def attend_bf16(args: Any) -> None:
-    attend_rows(as_bf16, 2, args)
-
-
-@kernel
-def attend_f32(args: Any) -> None:
-    attend_rows(as_f32, 4, args)
-
-
-ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
+ATTEND = each_dtype(attend_rows)
 
 
 def paged_attention(

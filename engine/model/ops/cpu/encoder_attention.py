@@ -25,13 +25,11 @@ from engine.model.ops.cpu.attention_tile import (
     space_in,
 )
 from engine.model.ops.cpu.kernel import (
-    Kernel,
-    as_bf16,
     as_f32,
     as_i64,
     constants,
     device_function,
-    kernel,
+    each_dtype,
     take,
 )
 from engine.model.ops.cpu.vector import LANES
@@ -80,17 +78,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-@kernel
-def attend_bf16(args: Any) -> None:
-    attend_rows(as_bf16, 2, args)
-
-
-@kernel
-def attend_f32(args: Any) -> None:
-    attend_rows(as_f32, 4, args)
-
-
-ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
+ATTEND = each_dtype(attend_rows)
 
 
 def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:

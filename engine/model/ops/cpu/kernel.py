@@ -98,12 +98,8 @@ compiled = cfunc(types.void(types.CPointer(types.int64)), cache=keeps_code(), **
 
 
 def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
-    """Make an entry point from `def name_bf16(args): name(as_bf16, args)`. It is compiled, or loaded from the cache, on
-    first use, since most models need only one dtype of each kernel.
-
-    Each dtype is written out as a function, because closures over a compiled function cannot be cached: their key in
-    Numba's cache contains that function's number in this process.
-    """
+    """Make an entry point from a function of `args`. It is compiled, or loaded from the cache, on first use, since most
+    models need only one dtype of each kernel."""
     return cache(lambda: compiled(function))
 
 
@@ -262,6 +258,23 @@ class Kernel:
             self._direct[dtype](packed)
         else:
             runtime.GOMP_parallel(self._addresses[dtype], packed, threads, 0)
+
+
+def each_dtype(rows: Any) -> Kernel:
+    """Return the kernel that a device function computes in bfloat16 and float32. rows: takes a cast to a pointer, the
+    bytes of an element if it has a parameter for them, and the kernel's `args`.
+
+    The entry points are made from text, because closures over a compiled function cannot be cached: their key in
+    Numba's cache contains that function's number in this process.
+    """
+    code, name, entries = rows.py_func.__code__, rows.py_func.__name__, {}
+    for dtype, cast in ((torch.bfloat16, as_bf16), (torch.float32, as_f32)):
+        size = f"{dtype.itemsize}, " if code.co_argcount == 3 else ""
+        text = f"def {name}_{dtype.itemsize}(args): {name}(cast, {size}args)"
+        names = {"__name__": rows.py_func.__module__, name: rows, "cast": cast}
+        exec(compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec"), names)
+        entries[dtype] = kernel(names[f"{name}_{dtype.itemsize}"])
+    return Kernel(entries)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

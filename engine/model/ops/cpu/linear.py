@@ -25,13 +25,10 @@ from torch import Tensor
 from engine.model.ops.cpu.kernel import (
     I32,
     I64,
-    Kernel,
     TokenCount,
-    as_bf16,
-    as_f32,
     device_function,
+    each_dtype,
     empty,
-    kernel,
     load,
     store,
     take,
@@ -212,17 +209,7 @@ def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
         item = following
 
 
-@kernel
-def multiply_bf16(args: Any) -> None:
-    multiply_columns(as_bf16, 2, args)
-
-
-@kernel
-def multiply_f32(args: Any) -> None:
-    multiply_columns(as_f32, 4, args)
-
-
-MULTIPLY = Kernel({torch.bfloat16: multiply_bf16, torch.float32: multiply_f32})
+MULTIPLY = each_dtype(multiply_columns)
 
 
 def supports(weight: Tensor) -> bool:
@@ -285,17 +272,7 @@ def sum_8_parts(cast: Any, args: Any) -> None:
                 store(out, token * size + i, low + high)
 
 
-@kernel
-def sum_8_bf16(args: Any) -> None:
-    sum_8_parts(as_bf16, args)
-
-
-@kernel
-def sum_8_f32(args: Any) -> None:
-    sum_8_parts(as_f32, args)
-
-
-SUM_8 = Kernel({torch.bfloat16: sum_8_bf16, torch.float32: sum_8_f32})
+SUM_8 = each_dtype(sum_8_parts)
 
 
 def sum_8(parts: Sequence[Tensor]) -> Tensor:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     constants,
     device_function,
+    each_dtype,
     empty,
     exp,
-    kernel,
     load,
     store,
     sum_of_squares,
@@ -49,16 +46,6 @@ def rms_norm_rows(cast: Any, args: Any) -> None:
                 normalise(x, token * stride + row * row_stride, weight, out, (token * rows + row) * size, size, numbers)
 
 
-@kernel
-def rms_norm_bf16(args: Any) -> None:
-    rms_norm_rows(as_bf16, args)
-
-
-@kernel
-def rms_norm_f32(args: Any) -> None:
-    rms_norm_rows(as_f32, args)
-
-
 @device_function
 def add_rms_norm_rows(cast: Any, args: Any) -> None:
     x, y, weight, total, out, numbers = (
@@ -74,16 +61,6 @@ def add_rms_norm_rows(cast: Any, args: Any) -> None:
             for i in range(start, start + size):
                 store(total, i, load(x, i) + load(y, i))
             normalise(total, start, weight, out, start, size, numbers)
-
-
-@kernel
-def add_rms_norm_bf16(args: Any) -> None:
-    add_rms_norm_rows(as_bf16, args)
-
-
-@kernel
-def add_rms_norm_f32(args: Any) -> None:
-    add_rms_norm_rows(as_f32, args)
 
 
 @device_function
@@ -107,19 +84,9 @@ def gated_rms_norm_rows(cast: Any, args: Any) -> None:
                     store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
 
 
-@kernel
-def gated_rms_norm_bf16(args: Any) -> None:
-    gated_rms_norm_rows(as_bf16, args)
-
-
-@kernel
-def gated_rms_norm_f32(args: Any) -> None:
-    gated_rms_norm_rows(as_f32, args)
-
-
-RMS_NORM = Kernel({torch.bfloat16: rms_norm_bf16, torch.float32: rms_norm_f32})
-ADD_RMS_NORM = Kernel({torch.bfloat16: add_rms_norm_bf16, torch.float32: add_rms_norm_f32})
-GATED_RMS_NORM = Kernel({torch.bfloat16: gated_rms_norm_bf16, torch.float32: gated_rms_norm_f32})
+RMS_NORM = each_dtype(rms_norm_rows)
+ADD_RMS_NORM = each_dtype(add_rms_norm_rows)
+GATED_RMS_NORM = each_dtype(gated_rms_norm_rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:

@@ -33,6 +33,7 @@ from engine.model.ops.cpu.kernel import (
     as_f32,
     as_i32,
     device_function,
+    each_dtype,
     empty,
     kernel,
     load,
@@ -75,16 +76,6 @@ def round_rows(cast: Any, args: Any) -> None:
                     values[target + i] = 0
                 scales[token * groups + group] = largest / np.float32(127.0)
                 sums[token * groups + group] = total
-
-
-@kernel
-def round_bf16(args: Any) -> None:
-    round_rows(as_bf16, args)
-
-
-@kernel
-def round_f32(args: Any) -> None:
-    round_rows(as_f32, args)
 
 
 multiply_int8_row, multiply_int8_tile = multiply_panel(8, 1), multiply_panel(8, INT8_ROWS)
@@ -144,7 +135,7 @@ def multiply_int4_bf16(args: Any) -> None:
     multiply_rows(as_bf16, multiply_int4_row, multiply_int4_tile, INT4_ROWS, 4, args)
 
 
-ROUND = Kernel({torch.bfloat16: round_bf16, torch.float32: round_f32})
+ROUND = each_dtype(round_rows)
 MULTIPLY_INT8 = Kernel({torch.bfloat16: multiply_int8_bf16, torch.float32: multiply_int8_f32})
 MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
-    as_f32,
     as_i64,
     device_function,
-    kernel,
+    each_dtype,
     load,
     store,
     take,
@@ -49,17 +45,7 @@ def rotate_rows(cast: Any, args: Any) -> None:
                 rotate_head(x, token * stride + head * head_dim, table, angles, half)
 
 
-@kernel
-def rotate_bf16(args: Any) -> None:
-    rotate_rows(as_bf16, args)
-
-
-@kernel
-def rotate_f32(args: Any) -> None:
-    rotate_rows(as_f32, args)
-
-
-ROTATE = Kernel({torch.bfloat16: rotate_bf16, torch.float32: rotate_f32})
+ROTATE = each_dtype(rotate_rows)
 
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
@@ -108,17 +94,7 @@ def rotate_and_write_latents(cast: Any, args: Any) -> None:
                 rotate_pairs(k, token * args[17], cache, target + rank, table, angles, half, between)
 
 
-@kernel
-def write_latent_bf16(args: Any) -> None:
-    rotate_and_write_latents(as_bf16, args)
-
-
-@kernel
-def write_latent_f32(args: Any) -> None:
-    rotate_and_write_latents(as_f32, args)
-
-
-WRITE_LATENT = Kernel({torch.bfloat16: write_latent_bf16, torch.float32: write_latent_f32})
+WRITE_LATENT = each_dtype(rotate_and_write_latents)
 
 
 def rotate_and_write_latent(

@@ -24,12 +24,10 @@ from engine.model.low_rank import LANES, AdapterRows, LowRankWeights
 from engine.model.ops.cpu.kernel import (
     I32,
     I64,
-    Kernel,
-    as_bf16,
     as_f32,
     as_i32,
     device_function,
-    kernel,
+    each_dtype,
     load,
     recorder,
     store,
@@ -214,16 +212,6 @@ def shrink_rows(cast: Any, item_bytes: int, args: Any) -> None:
         item = following
 
 
-@kernel
-def shrink_bf16(args: Any) -> None:
-    shrink_rows(as_bf16, 2, args)
-
-
-@kernel
-def shrink_f32(args: Any) -> None:
-    shrink_rows(as_f32, 4, args)
-
-
 @device_function
 def expand_rows(cast: Any, item_bytes: int, args: Any) -> None:
     """Add B to the outputs. An item is a block of outputs of one tile, and its factor begins where the previous block's
@@ -282,18 +270,8 @@ def expand_rows(cast: Any, item_bytes: int, args: Any) -> None:
     scratch[0] = 0.0  # Numba frees an array after its last use, and does not see the pointer into it
 
 
-@kernel
-def expand_bf16(args: Any) -> None:
-    expand_rows(as_bf16, 2, args)
-
-
-@kernel
-def expand_f32(args: Any) -> None:
-    expand_rows(as_f32, 4, args)
-
-
-SHRINK = Kernel({torch.bfloat16: shrink_bf16, torch.float32: shrink_f32})
-EXPAND = Kernel({torch.bfloat16: expand_bf16, torch.float32: expand_f32})
+SHRINK = each_dtype(shrink_rows)
+EXPAND = each_dtype(expand_rows)
 
 
 def add(outs: Sequence[Tensor], x: Tensor, weights: LowRankWeights, rows: AdapterRows) -> None:

@@ -16,10 +16,9 @@ from torch import Tensor
 from engine.model.ops.cpu.kernel import (
     Kernel,
     TokenCount,
-    as_bf16,
-    as_f32,
     as_i64,
     device_function,
+    each_dtype,
     empty,
     exp,
     kernel,
@@ -74,16 +73,6 @@ def gather_rows(cast: Any, args: Any) -> None:
                 out[row * size + i] = x[source + i]
 
 
-@kernel
-def gather_bf16(args: Any) -> None:
-    gather_rows(as_bf16, args)
-
-
-@kernel
-def gather_f32(args: Any) -> None:
-    gather_rows(as_f32, args)
-
-
 @device_function
 def multiply_segments(cast: Any, item_bytes: Any, args: Any) -> None:
     """Multiply rows by their experts' weights. args: x, weights, biases or 0, out, segments, inputs, outputs, x's
@@ -112,16 +101,6 @@ def multiply_segments(cast: Any, item_bytes: Any, args: Any) -> None:
         item = following
 
 
-@kernel
-def multiply_segments_bf16(args: Any) -> None:
-    multiply_segments(as_bf16, 2, args)
-
-
-@kernel
-def multiply_segments_f32(args: Any) -> None:
-    multiply_segments(as_f32, 4, args)
-
-
 @device_function
 def combine_rows(cast: Any, args: Any) -> None:
     """Add up each token's products, multiplied by the weights of their experts. args: products, places of the pairs,
@@ -146,16 +125,6 @@ def combine_rows(cast: Any, args: Any) -> None:
                 store(out, token * size + i, sums[i])
 
 
-@kernel
-def combine_bf16(args: Any) -> None:
-    combine_rows(as_bf16, args)
-
-
-@kernel
-def combine_f32(args: Any) -> None:
-    combine_rows(as_f32, args)
-
-
 @device_function
 def add_shared_rows(cast: Any, args: Any) -> None:
     """Add y, the output of a shared expert, to x; or y times the sigmoid of a gate. args: x, y, gate or 0, out, tokens,
@@ -174,21 +143,11 @@ def add_shared_rows(cast: Any, args: Any) -> None:
                 store(out, token * size + i, load(x, a + i) + factor * load(y, b + i))
 
 
-@kernel
-def add_shared_bf16(args: Any) -> None:
-    add_shared_rows(as_bf16, args)
-
-
-@kernel
-def add_shared_f32(args: Any) -> None:
-    add_shared_rows(as_f32, args)
-
-
 SORT = Kernel({torch.bfloat16: sort_pairs, torch.float32: sort_pairs})
-GATHER = Kernel({torch.bfloat16: gather_bf16, torch.float32: gather_f32})
-MULTIPLY_SEGMENTS = Kernel({torch.bfloat16: multiply_segments_bf16, torch.float32: multiply_segments_f32})
-COMBINE = Kernel({torch.bfloat16: combine_bf16, torch.float32: combine_f32})
-ADD_SHARED = Kernel({torch.bfloat16: add_shared_bf16, torch.float32: add_shared_f32})
+GATHER = each_dtype(gather_rows)
+MULTIPLY_SEGMENTS = each_dtype(multiply_segments)
+COMBINE = each_dtype(combine_rows)
+ADD_SHARED = each_dtype(add_shared_rows)
 
 
 def mix_experts(

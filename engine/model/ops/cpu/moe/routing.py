@@ -10,15 +10,13 @@ from torch import Tensor
 
 from engine.model.ops.cpu.activation import scaled
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     as_i64,
     device_function,
+    each_dtype,
     empty,
     exp,
-    kernel,
     load,
     store,
     sum_function,
@@ -114,17 +112,7 @@ def route_rows(cast: Any, args: Any) -> None:
                 store(weights, i, score / total if args[12] else score)
 
 
-@kernel
-def route_bf16(args: Any) -> None:
-    route_rows(as_bf16, args)
-
-
-@kernel
-def route_f32(args: Any) -> None:
-    route_rows(as_f32, args)
-
-
-ROUTE = Kernel({torch.bfloat16: route_bf16, torch.float32: route_f32})
+ROUTE = each_dtype(route_rows)
 
 
 def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:

@@ -9,19 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
-    Kernel,
-    as_bf16,
     as_f32,
     as_i64,
     device_function,
+    each_dtype,
     empty,
     exp,
-    kernel,
     load,
     store,
     take,
@@ -92,17 +89,7 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
     memory[0] = np.float32(0.0)  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-@kernel
-def causal_conv_bf16(args: Any) -> None:
-    causal_conv_rows(as_bf16, 2, args)
-
-
-@kernel
-def causal_conv_f32(args: Any) -> None:
-    causal_conv_rows(as_f32, 4, args)
-
-
-CAUSAL_CONV = Kernel({torch.bfloat16: causal_conv_bf16, torch.float32: causal_conv_f32})
+CAUSAL_CONV = each_dtype(causal_conv_rows)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool) -> Tensor:

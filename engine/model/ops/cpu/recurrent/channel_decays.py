@@ -174,7 +174,7 @@ def read_state(space: Space, q: int, stride: int, decays: int, state: int, row: 
     multiply(space.read, 2 * count, space.rows, state, key_dim, value_dim)
 
 
-@device_function
+@kernel
 def channel_decay_rows(args: Any) -> None:
     """Attend, item by item. args: as for `linear_attention_rows`, with one decay per channel."""
     seqs, longest = as_i64(args[11])[0], min(as_i64(args[11])[1], CHUNK)
@@ -232,12 +232,7 @@ def channel_decay_rows(args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-@kernel
-def channel_decays_f32(args: Any) -> None:
-    channel_decay_rows(args)
-
-
-CHANNEL_DECAYS = Kernel({torch.float32: channel_decays_f32})
+CHANNEL_DECAYS = Kernel({torch.float32: channel_decay_rows})
 
 
 def linear_attention(

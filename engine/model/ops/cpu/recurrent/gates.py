@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     device_function,
+    each_dtype,
     empty,
     exp,
-    kernel,
     load,
     take,
 )
@@ -71,17 +69,7 @@ def gate_rows(as_x: Any, args: Any) -> None:
                 share[token * heads + head] = np.float32(1.0) / opened
 
 
-@kernel
-def gates_bf16(args: Any) -> None:
-    gate_rows(as_bf16, args)
-
-
-@kernel
-def gates_f32(args: Any) -> None:
-    gate_rows(as_f32, args)
-
-
-GATES = Kernel({torch.bfloat16: gates_bf16, torch.float32: gates_f32})
+GATES = each_dtype(gate_rows)
 
 
 def gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,11 @@ from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
     Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     as_i64,
     constants,
     device_function,
+    each_dtype,
     empty,
     exp,
     kernel,
@@ -223,7 +223,7 @@ def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int
         key_at[j] = new + 4 * (min(j, end - 1) - row) * stride
 
 
-@device_function
+@kernel
 def linear_attention_rows(args: Any) -> None:
     """Attend, item by item. args: q, k, v, decay, beta, out, state, keys, values, decays, table of sequences, heads,
     k_heads, d_k, d_v, stride from slot to slot of `state` in numbers."""
@@ -293,12 +293,7 @@ def linear_attention_rows(args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-@kernel
-def linear_attention_f32(args: Any) -> None:
-    linear_attention_rows(args)
-
-
-LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_f32})
+LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_rows})
 
 
 @device_function
@@ -329,20 +324,10 @@ def widen_rows(as_x: Any, args: Any) -> None:
                 widen_head(as_x, args[3], token * args[11], target, width, np.float32(1.0), np.float32(-1.0))
 
 
-@kernel
-def widen_bf16(args: Any) -> None:
-    widen_rows(as_bf16, args)
+WIDEN = each_dtype(widen_rows)
 
 
 @kernel
-def widen_f32(args: Any) -> None:
-    widen_rows(as_f32, args)
-
-
-WIDEN = Kernel({torch.bfloat16: widen_bf16, torch.float32: widen_f32})
-
-
-@device_function
 def keep_key_rows(args: Any) -> None:
     """Keep the keys since the last border of each sequence. args: k, keys, table of sequences, k_heads, d_k."""
     seqs, key_heads, key_dim = as_i64(args[3])[0], args[4], args[5]
@@ -361,12 +346,7 @@ def keep_key_rows(args: Any) -> None:
                 target[i] = source[i]
 
 
-@kernel
-def keep_keys_f32(args: Any) -> None:
-    keep_key_rows(args)
-
-
-KEEP_KEYS = Kernel({torch.float32: keep_keys_f32})
+KEEP_KEYS = Kernel({torch.float32: keep_key_rows})
 
 
 def supports(key_dim: int, value_dim: int) -> bool:

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
-    Kernel,
     TokenCount,
-    as_bf16,
     as_f32,
     constants,
     device_function,
+    each_dtype,
     empty,
     exp,
-    kernel,
     load,
     store,
     sum_of_squares,
@@ -48,16 +46,6 @@ def step_rows(as_x: Any, args: Any) -> None:
                 source, target = token * args[11] + head * size, (token * heads + head) * size
                 for i in range(size):
                     values[target + i] = load(x, source + i) * step
-
-
-@kernel
-def steps_bf16(args: Any) -> None:
-    step_rows(as_bf16, args)
-
-
-@kernel
-def steps_f32(args: Any) -> None:
-    step_rows(as_f32, args)
 
 
 @device_function
@@ -105,18 +93,8 @@ def gated_rows(as_x: Any, args: Any) -> None:
                 store(out, target + i, y[i])
 
 
-@kernel
-def gated_bf16(args: Any) -> None:
-    gated_rows(as_bf16, args)
-
-
-@kernel
-def gated_f32(args: Any) -> None:
-    gated_rows(as_f32, args)
-
-
-STEPS = Kernel({torch.bfloat16: steps_bf16, torch.float32: steps_f32})
-GATED = Kernel({torch.bfloat16: gated_bf16, torch.float32: gated_f32})
+STEPS = each_dtype(step_rows)
+GATED = each_dtype(gated_rows)
 
 
 def steps(x: Tensor, dt: Tensor, log_rate: Tensor, bias: Tensor, limit: tuple[float, float]) -> tuple[Tensor, Tensor]:

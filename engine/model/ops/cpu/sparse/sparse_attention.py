@@ -14,13 +14,11 @@ from torch import Tensor
 
 from engine.model.ops.cpu.attention import ATTEND, NO_WINDOW
 from engine.model.ops.cpu.kernel import (
-    Kernel,
-    as_bf16,
     as_f32,
     as_i32,
     constants,
     device_function,
-    kernel,
+    each_dtype,
     load,
     sum_function,
     take,
@@ -61,17 +59,7 @@ def index_score_rows(cast: Any, size: int, args: Any) -> None:
             scores[token] = total
 
 
-@kernel
-def index_scores_bf16(args: Any) -> None:
-    index_score_rows(as_bf16, 2, args)
-
-
-@kernel
-def index_scores_f32(args: Any) -> None:
-    index_score_rows(as_f32, 4, args)
-
-
-INDEX_SCORES = Kernel({torch.bfloat16: index_scores_bf16, torch.float32: index_scores_f32})
+INDEX_SCORES = each_dtype(index_score_rows)
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
