@@ -78,13 +78,16 @@ class RankGroup:
                 ended.cancel()
 
     async def end_hung(self) -> bool:
-        """Lose engines with ranks that do not answer, if others go on without them. Returns whether there were any."""
+        """Lose engines with ranks that do not answer, if others go on without them. Returns whether any engine was lost
+        and others go on, also if it ended while it was asked."""
         if self._roster is None:
             return False
-        numbers = list(self._running.values())
-        hangs = await asyncio.gather(*(_hangs(self._ranks[number]) for number in numbers))
-        hung = {number // self._width: number for number in compress(numbers, hangs)}  # one rank of each engine
-        return bool(hung) and all(self._lose(engine, f"rank {number} hangs") for engine, number in hung.items())
+        generation, asked = self._roster.generation, list(self._running.items())
+        hangs = await asyncio.gather(*(_hangs(self._ranks[number]) for _, number in asked))
+        for ended, number in compress(asked, hangs):
+            if ended in self._running and not self._lose(number // self._width, f"rank {number} hangs"):
+                return False
+        return self._roster.generation > generation
 
     def _lose(self, engine: int, reason: str) -> bool:
         """Let the others go on without an engine, and end its ranks. Returns False if they cannot."""

@@ -254,13 +254,17 @@ class ConnectedGroup(TPGroup):
                     raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
                 time.sleep(POLL_INTERVAL_S)
 
+    def check_joined(self) -> None:
+        """Raise StartupError if this group has been left or aborted."""
+        if self._broken is not None:
+            raise StartupError(self._broken)
+
     def _check_others(self) -> None:
         """Raise StartupError if another rank has failed."""
         self._open_store()
         if self._failures.check(["failed"]):
             raise StartupError(self._failures.get("failed").decode())
-        if self._broken is not None:
-            raise StartupError(self._broken)
+        self.check_joined()
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -137,7 +137,7 @@ class LostExperts:
                 for (path, layer), placement in zip(self._layers.items(), placements, strict=True)
             ]
             self._check_memory(ranks, adopted)
-            self._read(adopted)
+            self._read(adopted, ranks.check_joined)
             ranks.exchange("read")
         for each in adopted:
             each.install()
@@ -159,8 +159,9 @@ class LostExperts:
             if needed > free:
                 raise ExpertsDoNotFit(rank, needed, free)
 
-    def _read(self, adopted: Sequence[AdoptedExperts]) -> None:
-        """Load the weights of the adopted experts, and pack them."""
+    def _read(self, adopted: Sequence[AdoptedExperts], check: Callable[[], None]) -> None:
+        """Load the weights of the adopted experts, and pack them. check: function that raises if this is to end, since
+        another engine is lost; the others would wait for this one in vain."""
         for each in adopted:
             each.open(self._model)
         parts = [part for each in adopted for part in each.parts]
@@ -168,8 +169,9 @@ class LostExperts:
             for part in parts:
                 fill_with_noise(part)
         else:
-            load_parts(parts, self._folder, self._model)
+            load_parts(parts, self._folder, self._model, check)
         for part in parts:
+            check()
             part.layer.pack()
 
 
@@ -178,8 +180,9 @@ def slots_of(layer: Experts) -> ExpertSlots:
     return layer.split.slots
 
 
-def load_parts(parts: Sequence[SomeExperts], folder: Path, model: Model) -> None:
-    """Load the weights of some experts. Only files that have some of them are read. Raises ModelFolderError."""
+def load_parts(parts: Sequence[SomeExperts], folder: Path, model: Model, check: Callable[[], None]) -> None:
+    """Load the weights of some experts. Only files that have some of them are read. check: called before each tensor.
+    Raises ModelFolderError."""
     wanted: dict[str, list[list[tuple[Shard, Tensor]]]] = {}  # what each part reads of a tensor
     for part in parts:
         for name, shards in checkpoint_shards(part).items():
@@ -191,6 +194,7 @@ def load_parts(parts: Sequence[SomeExperts], folder: Path, model: Model) -> None
             continue
         with open_weights(file) as tensors:
             for name, own in needed.items():
+                check()
                 for shards in wanted[own]:
                     load_tensor(shards, slice_for(tensors, name, shards[0][1]), name, folder)
         missing -= set(needed.values())

@@ -123,10 +123,39 @@ def test_engines_with_ranks_that_hang_are_lost_unless_all_do(monkeypatch, hangin
         await asyncio.sleep(0)
         assert await group.end_hung() == (hanging not in ([], [0, 2, 4]))
         assert [engine for engine, _ in found] == lost
-        assert all(reason == f"rank {max(n for n in hanging if n // 2 == engine)} hangs" for engine, reason in found)
+        assert all(reason == f"rank {min(n for n in hanging if n // 2 == engine)} hangs" for engine, reason in found)
         assert [rank._killed.is_set() for rank in ranks] == [number // 2 in lost for number in range(6)]
         await asyncio.sleep(0)
         assert not running.done(), "the killed ranks are not missed"
+        running.cancel()
+        group._roster.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_engine_that_ends_while_its_ranks_are_asked_is_lost_once_and_the_others_go_on(monkeypatch, hangs):
+    monkeypatch.setattr("placement.rank_group.ray.kill", lambda rank: None)
+
+    async def scenario() -> None:
+        lost: list[int] = []
+        group = RankGroup(GroupSpec(num_ranks=4))
+        group._ranks = ranks = [FakeProcess() for _ in range(4)]
+        group._width, group._roster = 2, Roster(["tcp://127.0.0.1:1"] * 4, None, 2)
+        running = asyncio.create_task(group.run(lambda engine, reason: lost.append(engine)))
+        await asyncio.sleep(0)
+
+        async def asked(rank: FakeProcess) -> bool:
+            if rank is ranks[2]:
+                ranks[3].kill()
+                while not lost:
+                    await asyncio.sleep(0)
+            return hangs and rank is ranks[2]
+
+        monkeypatch.setattr("placement.rank_group._hangs", asked)
+        assert await group.end_hung(), "the other engine goes on"
+        assert lost == [1]
+        assert not running.done()
         running.cancel()
         group._roster.close()
 

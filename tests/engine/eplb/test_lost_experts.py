@@ -177,3 +177,20 @@ def test_an_engine_lost_while_the_others_read_leaves_them_as_they_were(tmp_path)
         engines.go_on([0, 1], two)
         for logits, expected in zip(engines.compute([0, 1]), alone, strict=False):
             assert all(map(torch.equal, logits, expected))
+
+
+def test_an_engine_lost_while_another_reads_interrupts_it_because_the_others_wait_for_it(tmp_path, monkeypatch):
+    folder = make_model(tmp_path, "qwen3_moe")
+    loaded: list[str] = []
+
+    def load(parts: object, source: object, name: str, folder: Path) -> None:
+        loaded.append(name)
+        one[0].leave("engine 2 died")
+
+    with joined(3) as three, joined(1) as one:
+        engines = Engines(folder, three, fixed_order=False)
+        before = held(engines.models[0])
+        monkeypatch.setattr("engine.eplb.lost_experts.load_tensor", load)
+        with pytest.raises(StartupError, match="engine 2 died"):
+            engines.lost[0].share(one[0])
+        assert len(loaded) == 1 and held(engines.models[0]) == before
