@@ -118,8 +118,9 @@ def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
     assert found.scheduler.offloading.stats.hit_tokens == core.scheduler.offloading.stats.hit_tokens
 
 
-def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog):
-    small = type("Small", (TapedHarness,), {"max_bytes": 1000})(num_blocks=64, max_model_len=64)
+def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog, monkeypatch):
+    monkeypatch.setattr("engine.core.tape.recorder.dump", lambda scheduler, times: bytes(2**20 + 1))
+    small = TapedHarness(num_blocks=64, max_model_len=64)
     small.add("a", [1, 2, 3])
     small.run()
     assert "more than engine.tape_mib" in caplog.text
