@@ -146,6 +146,6 @@ def test_every_decision_of_a_cluster_with_deaths_and_scaling_is_made_again(tmp_p
     print(
         "\n".join(f"router of {one['router']} to {one['pool']}: {one['equal']} of {one['choices']}" for one in routers)
     )
-    assert all(one["equal"] == one["plans"] > 0 for one in of_engines)
+    assert all(one["equal"] == one["plans"] for one in of_engines) and any(one["plans"] for one in of_engines)
     assert all(one["equal"] == one["choices"] > 0 for one in routers)
     assert {one["pool"] for one in routers} == {"decode", "prefill"}
