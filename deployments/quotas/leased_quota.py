@@ -27,7 +27,7 @@ have come free there are known."""
 AHEAD_PARTS, PLACE_PARTS = 8, 2
 """All ingresses together reserve ahead at most one of so many parts of what is left. So the less is left, the less is
 reserved where nobody needs it. Of places it may be more, since requests hold them for long."""
-LEAST = 1e-9  # of a cost: a request may begin as long as anything is left
+LEAST = 1e-9  # of a cost: what a request needs of which nothing is known
 
 Needs = Mapping[Unit, float]
 
@@ -54,6 +54,8 @@ class Tally:
     """What it may spend without asking; negative if requests have cost more than expected."""
     wanted: float = 0.0
     """What waits for a reserve."""
+    largest: float = 0.0
+    """The most that one request of these needs."""
     used: float = 0.0
     """What was spent since the store was asked the last time."""
     recent: float = 0.0
@@ -136,7 +138,7 @@ class LeasedQuota:
         return [
             limit
             for name, limit in self._limits.items()
-            if (need := _least(limit, needs)) and self._tallies[name].reserve < need
+            if (need := _need(limit, needs)) and self._tallies[name].reserve < need
         ]
 
     def refused(self, needs: Needs, now: float) -> Limit | None:
@@ -150,7 +152,9 @@ class LeasedQuota:
         """Ask the store for this too, the next time. sign: -1 once it is no longer needed."""
         for name, limit in self._limits.items():
             tally = self._tallies[name]
-            tally.wanted = max(0.0, tally.wanted + sign * _need(limit, needs))
+            need = _need(limit, needs)
+            tally.wanted = max(0.0, tally.wanted + sign * need)
+            tally.largest = max(tally.largest, need) if tally.wanted else 0.0
 
     @property
     def place_wait_s(self) -> float:
@@ -226,6 +230,8 @@ class LeasedQuota:
             if tally.used:
                 tally.used_at = now
             left = max(0.0, limit.value - window.taken(self._holder) - tally.spent)
+            if limit.is_cost and left:
+                left = max(left, tally.largest)  # the last request may exceed a budget
             fair = left / ((AHEAD_PARTS if limit.duration else PLACE_PARTS) * num_live)
             wish = 0.0 if leaving else self._wish(tally, fair, now)
             reserved = min(left, math.floor(wish) if limit.is_whole else wish)
@@ -255,7 +261,7 @@ class LeasedQuota:
             tally.reserve += more[name]
             decay = 0.5 ** max(0.0, now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0
-            if tally.wanted and tally.reserve < (LEAST if limit.is_cost else tally.wanted):
+            if tally.wanted and tally.reserve < tally.wanted:
                 tally.refused_until = min(tally.end, now + (PAUSE_S if limit.duration else PLACE_PAUSE_S))
         self._asked_at, self._seen = now, record.encode()
 
@@ -318,8 +324,3 @@ def _need(limit: Limit, needs: Needs) -> float:
     if need is None:
         return 0.0
     return max(need, LEAST) if limit.is_cost else need
-
-
-def _least(limit: Limit, needs: Needs) -> float:
-    """Return what must be reserved for a request to begin."""
-    return min(_need(limit, needs), LEAST) if limit.is_cost else _need(limit, needs)
