@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,26 +42,41 @@ def generate(
     """Tokens and log-probabilities of each request, by plain ops. On a device whatever would make the host wait for it
     raises. cores: where to leave the engine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
-        patch.setattr(linear, "cpu_kernels", lambda: None)  # nor does a tape see what is no operation of torch
+        use_device(patch, device)
         if device is not None:
-            patch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
             forbid_waits(patch)
-            tape_kernels(patch)
-        defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
-                    "max_num_batched_tokens": 20}  # fmt: skip
-        core = build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
+        core = build_engine(small_config(folder, **options))
         if cores is not None:
             cores.append(core)
-        answers: Answers = {request.request_id: ([], []) for request in wanted}
-        for request in wanted:
-            core.add(request)
-        while core.has_work:
-            for event in core.step():
-                assert event.delta.error is None, event.delta.error
-                tokens, logprobs = answers[event.delta.request_id]
-                tokens += event.delta.token_ids
-                logprobs += event.delta.logprobs or []
-            core.scheduler.check()
+        answers = answer(core, wanted)
         core.close()
+    return answers
+
+
+def small_config(folder: Path, **options: Any) -> EngineConfig:
+    defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
+                "max_num_batched_tokens": 20}  # fmt: skip
+    return EngineConfig(model=str(folder), **{**defaults, **options})
+
+
+def use_device(patch: pytest.MonkeyPatch, device: LateDevice | None) -> None:
+    """Build models of plain ops from now on, and run them on a device if there is one."""
+    patch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
+    patch.setattr(linear, "cpu_kernels", lambda: None)  # nor does a tape see what is no operation of torch
+    if device is not None:
+        patch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
+        tape_kernels(patch)
+
+
+def answer(core: EngineCore, wanted: list[GenerateRequest]) -> Answers:
+    answers: Answers = {request.request_id: ([], []) for request in wanted}
+    for request in wanted:
+        core.add(request)
+    while core.has_work:
+        for event in core.step():
+            assert event.delta.error is None, event.delta.error
+            tokens, logprobs = answers[event.delta.request_id]
+            tokens += event.delta.token_ids
+            logprobs += event.delta.logprobs or []
+        core.scheduler.check()
     return answers

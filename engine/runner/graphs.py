@@ -27,8 +27,6 @@ def can_capture(setup: RankSetup) -> bool:
         why = "enforce_eager"
     elif setup.tp.expert_exchange is not None:
         why = "tokens of other engines are exchanged"
-    elif asynchronous and not model.stage.is_whole:
-        why = "pipeline stages have no CUDA graphs yet"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"
     elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.open_experts import open_experts
+from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.low_rank import AdapterRows
 from engine.model.ops import sampling
@@ -146,7 +147,7 @@ class ModelRunner:
         if can_capture(setup):
             self.graphs = CudaGraphs(
                 self.device,
-                self.model,
+                self._compute,
                 self._history,
                 tables=self._tables,
                 kv_caches=self.kv_caches,
@@ -167,10 +168,17 @@ class ModelRunner:
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to
-        with torch.inference_mode():
-            self.graphs.capture(graph_shapes(self.setup))
-            self.drafting.capture(self.graphs, -(-self.max_model_len // self.block_size))
+        self._capture()
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        self.graphs.capture(graph_shapes(self.setup))
+        self.drafting.capture(self.graphs, -(-self.max_model_len // self.block_size))
+
+    def _compute(self, ids: Tensor, batch: Batch) -> Tensor:
+        """Return what a graph computes: hidden states [tokens, hidden] for token ids [tokens] int64."""
+        return self.model(ids, batch)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of a plan. Needs no result of earlier steps."""

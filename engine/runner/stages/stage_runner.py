@@ -19,6 +19,7 @@ from engine.distributed.stages.stage_group import StageGroup
 from engine.distributed.stages.step_results import ResultReceiver, ResultSender
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
+from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
@@ -26,6 +27,7 @@ from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, divide, nth_stage, parse_layers
 from engine.model.tensor_names import HEADS
 from engine.runner.drafting import Proposals
+from engine.runner.graphs import graph_shapes
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime
@@ -87,6 +89,20 @@ class StageRunner(ModelRunner):
         super().__init__(config, config_of(self.stage, model_config), folder, group)
         self._results: ResultReceiver | ResultSender
         self._results = ResultReceiver(group) if all_ranks.rank == 0 else ResultSender(group)
+
+    def _open_graphs(self) -> None:
+        if self.device.asynchronous and not self.group.is_first:
+            tokens = max(shape.tokens for shape in graph_shapes(self.setup))
+            #: Where graphs read the hidden states of the stage before.
+            self._graph_x = torch.zeros(
+                tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device.torch_device
+            )
+        super()._open_graphs()
+
+    def _compute(self, ids: Tensor, batch: Batch) -> Tensor:
+        if self.group.is_first:
+            return super()._compute(ids, batch)
+        return self.model.run_layers(self._graph_x[: len(ids)], batch)
 
     def learn(self, sampled: Sequence[SampledStep]) -> None:
         if self.group.is_first:
@@ -160,19 +176,14 @@ class StageRunner(ModelRunner):
             history[unknown.written[index]] = values.int()
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
-        link, batch = self.group.link, inputs.batch
+        link, tokens = self.group.link, len(inputs.token_index)
         if self.group.is_first:
-            hidden = super()._forward(inputs, history)
+            hidden = super()._forward(inputs, history)[:tokens]  # a graph's output has padding rows
         else:
-            assert batch is not None
-            inputs.block_tables.give(self._tables, batch)
-            size, tokens = self.model_config.hidden_size, len(batch.positions)
+            size = self.model_config.hidden_size
             receive = partial(link.receive, tokens, size + self._added_size, self.dtype, self.device.torch_device)
             x, added = self._wait_for(receive).split((size, self._added_size), dim=-1)
-            x = x.contiguous()
-            batch = self._encoder_cache.place(batch, inputs.image_rows, inputs.rotary_positions)
-            graph = None if batch.has_images else self._step_graph
-            hidden = self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
+            hidden = self._run_layers(x.contiguous(), inputs)
             if self.samples and self.drafting.drafter is None:
                 hidden = hidden[:, :size]
             elif self._added_size:
@@ -180,6 +191,18 @@ class StageRunner(ModelRunner):
         if not self.group.is_last:
             self._wait_for(partial(link.send, hidden))
         return hidden
+
+    def _run_layers(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """Return the output of this stage's layers for that of the stage before, x [tokens, hidden]."""
+        if inputs.batch is not None:
+            inputs.block_tables.give(self._tables, inputs.batch)
+        if inputs.graph is not None:
+            self._graph_x[: len(x)] = x
+            return self.graphs.run(*inputs.graph)[: len(x)]
+        assert inputs.batch is not None
+        batch = self._encoder_cache.place(inputs.batch, inputs.image_rows, inputs.rotary_positions)
+        graph = None if batch.has_images else self._step_graph
+        return self.model.run_layers(x, batch) if graph is None else graph.run(x, batch)
 
     def _wait_for(self, call: Callable[[], T]) -> T:
         """Return the result of a call of the link. Its time does not count as computing."""
@@ -203,7 +226,10 @@ class StageRunner(ModelRunner):
         )
 
     def _warm_up(self) -> None:
-        """Do nothing: a stage alone cannot compute a step. A GPU's kernels are compiled in the first real steps."""
+        """Capture the graphs. A stage alone cannot compute whole steps, so on a GPU the kernels for sampling, and those
+        of steps without a graph, are compiled in the first real ones."""
+        if self.device.asynchronous:
+            self._capture()
 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable
@@ -25,8 +25,12 @@ from engine.runner.stages.stage_runner import divide_layers
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
-from tests.models import make_model
-from tests.rank_pool import RankPool
+from tests.engine.spec_decode.draft_checkpoints import make_drafters
+from tests.fake_drafter import draft_always
+from tests.late_engine import answer, generate, requests, small_config, use_device
+from tests.models import make_model, with_slow
+from tests.rank_pool import RankPool, run_worker
+from tests.tape import TapedDevice
 from tests.vision_models import Prompt, make_vision_model
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -89,13 +93,58 @@ def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
-def test_preempted_requests_give_the_same_bits(pool, folder_of, stages):
+@pytest.mark.parametrize(("family", "stages"), [*((family, 2) for family in LAYERS), ("llama", 4)])
+def test_preempted_requests_give_the_same_bits(pool, folder_of, family, stages):
     outcomes = []
     for count in (1, stages):
-        with pool.engine(staged(folder_of("llama"), count, num_blocks=20)) as core:
+        with pool.engine(staged(folder_of(family), count, num_blocks=20, determinism="strict")) as core:
             outcomes.append(run_mixed(core, hits=False))
     assert outcomes[1].bits() == outcomes[0].bits()
+
+
+@pytest.mark.parametrize("family", with_slow(LAYERS, set(LAYERS) - {"llama"}))
+def test_stages_give_the_same_tokens_with_padded_graphs_as_one_rank_plainly(pool, folder_of, monkeypatch, family):
+    monkeypatch.setattr("tests.rank_pool.run_worker", run_late_worker)
+    wanted, device = requests(logprobs=2), TapedDevice()
+    expected = generate(folder_of(family), wanted, None)
+    allow_graphs(monkeypatch, device)
+    with pool.engine(small_config(folder_of(family), pipeline_parallel=2)) as core:
+        found = answer(core, wanted)
+    for name, (tokens, logprobs) in expected.items():
+        assert found[name][0] == tokens
+        assert [one.logprob for one in found[name][1]] == pytest.approx([one.logprob for one in logprobs], abs=1e-4)
+    assert set(device.replays) >= {1, 2, 4, 20}, "and graphs of all sizes that a stage needs ran"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_graphs_of_stages_also_verify_drafts_and_pass_on_what_a_drafter_needs(pool, tmp_path, monkeypatch, method):
+    monkeypatch.setattr("tests.rank_pool.run_worker", run_late_worker)
+    draft_always(monkeypatch)
+    (folder, options), wanted = make_drafters(tmp_path)[method], requests()
+    expected = generate(folder, wanted, None)
+    allow_graphs(monkeypatch, TapedDevice())
+    speculative = SpeculativeConfig(**{**options, "num_speculative_tokens": 2})
+    with pool.engine(small_config(folder, pipeline_parallel=2, speculative=speculative)) as core:
+        found = answer(core, wanted)
+        assert core.stats().spec_decode.num_draft_tokens > 0
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        name: tokens for name, (tokens, _) in expected.items()
+    }
+
+
+def allow_graphs(patch: pytest.MonkeyPatch, device: TapedDevice) -> None:
+    use_device(patch, device)
+    patch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # with latents too, as with Triton
+
+
+def run_late_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
+    device = TapedDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        allow_graphs(patch, device)
+        run_worker(config, rank, address, options)
+    if not set(device.replays) >= {1, 2, 4, 20}:
+        raise EngineUnavailable(f"graphs of {set(device.replays)} rows ran")
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
