@@ -201,7 +201,9 @@ class EngineDeployment:
         finally:
             for end in ends:
                 end.cancel()
-        reason = done.pop().result()
+        # an error of the watch ends the replica too: else nobody would watch it any more
+        [end] = await asyncio.gather(done.pop(), return_exceptions=True)
+        reason = str(end)
         logger.error("replica exits, because its engine ended: %s", reason)
         self._engines.fail(reason)
         ranks.kill()  # those whose `run` failed still live
