@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, group: DataParallelGroup, elastic: bool):
         self.group, self.steps, self.put_back = group, list[str](), list[Any]()
         self.fails: BaseException | None = None
+        self.fails_after: Callable[[], object] = lambda: True
         runner: Any = SimpleNamespace(
             model=nn.Module(),
             device=SimpleNamespace(set_current=lambda: None, asynchronous=False, torch_device="cpu"),
@@ -46,6 +47,7 @@ class Engine:
 
     def _launch(self, inputs: Any) -> Any:
         if (error := self.fails) is not None:
+            wait_until(self.fails_after)
             self.fails = None
             raise error
         self.steps.append(inputs.name)
@@ -237,9 +239,9 @@ def test_an_engine_with_several_ranks_is_lost_with_any_of_them(victim, shared_me
 
 def test_a_step_that_only_some_ranks_of_an_engine_have_computed_is_launched_again_by_all_of_them():
     with engines(4, ranks_per_engine=2) as (found, roster):
-        found[1].fails = EngineUnavailable("rank 2 is gone")
+        found[1].fails, found[1].fails_after = EngineUnavailable("rank 2 is gone"), lambda: found[0].steps
         launched = [found[number].launch("a") for number in (0, 1)]
-        wait_until(lambda: found[0].steps)
+        wait_until(lambda: found[1].fails is None)
         found[2].die()
         roster.lose(1, "engine 1 died")
         assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
