@@ -202,8 +202,8 @@ class EngineDeployment:
             for end in ends:
                 end.cancel()
         # an error of the watch ends the replica too: else nobody would watch it any more
-        [end] = await asyncio.gather(done.pop(), return_exceptions=True)
-        reason = str(end)
+        [why] = await asyncio.gather(done.pop(), return_exceptions=True)
+        reason = str(why)
         logger.error("replica exits, because its engine ended: %s", reason)
         self._engines.fail(reason)
         ranks.kill()  # those whose `run` failed still live
