@@ -81,11 +81,10 @@ class LiveGeneration:
         try:
             for metrics in all_metrics:
                 metrics.waits()
-            left_s = self._left_s()
             async with (
                 self._quota.charged(self._demand, self._bill) as watch,
                 self._admission.enter(
-                    first, self._client, size, self.usage.prompt_tokens, left_s, self._deadline
+                    first, self._client, size, self.usage.prompt_tokens, self._left_s(), self._deadline
                 ) as queued,
             ):
                 self.admitted.set()
