@@ -224,7 +224,9 @@ def test_answers_cost_together_what_both_engines_have_spent(fresh):
         fresh.ingress.last(name)
         fresh.settle()
     decode_kv, prefill_kv = (start + ledger.kv_gib_s for start, ledger in zip(kv, ledgers, strict=True))
-    assert decode_kv < sum(fresh.ingress.last(name).cost.kv_gib_s for name in names[:2]) <= decode_kv + prefill_kv
+    # the bill counts until KV is released, and the books of a busy engine until the end of its step before
+    most = 1.1 * (decode_kv + prefill_kv)
+    assert decode_kv < sum(fresh.ingress.last(name).cost.kv_gib_s for name in names[:2]) <= most
     remote_requests = len(fresh.remote_requests)
     fresh.ingress.add("leaves", prompt(500, 9), max_tokens=200)
     fresh.wait_for(lambda: len(fresh.remote_requests) > remote_requests)
