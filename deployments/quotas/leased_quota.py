@@ -256,8 +256,8 @@ class LeasedQuota:
                 continue  # a new window, or a limit, that has come since
             share = window.shares[self._holder]
             tally.written, tally.granted_alone = share, False
-            tally.free = limit.value - window.taken(self._holder) - share.spent - share.reserved
             tally.others_have = window.taken(self._holder)
+            tally.free = limit.value - tally.others_have - share.spent - share.reserved
             tally.reserve += more[name]
             decay = 0.5 ** max(0.0, now - self._asked_at)
             tally.recent, tally.used = max(tally.used, tally.recent * decay), 0.0

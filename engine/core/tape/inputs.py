@@ -26,7 +26,6 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 SOME_FORM = StructuredOutputsParams(regex=".*")
-NO_PARAMS = SamplingParams()
 
 
 def stop_token(vocab_size: int) -> int:
