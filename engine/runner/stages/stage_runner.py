@@ -26,6 +26,7 @@ from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, divide, nth_stage, parse_layers
 from engine.model.tensor_names import HEADS
+from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.drafting import Proposals
 from engine.runner.graphs import graph_shapes
 from engine.runner.inputs import StepInputs
@@ -91,13 +92,13 @@ class StageRunner(ModelRunner):
         self._results = ResultReceiver(group) if all_ranks.rank == 0 else ResultSender(group)
 
     def _open_graphs(self) -> None:
-        if self.device.asynchronous and not self.group.is_first:
+        super()._open_graphs()
+        if isinstance(self.graphs, CudaGraphs) and not self.group.is_first:
             tokens = max(shape.tokens for shape in graph_shapes(self.setup))
             #: Where graphs read the hidden states of the stage before.
             self._graph_x = torch.zeros(
                 tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device.torch_device
             )
-        super()._open_graphs()
 
     def _compute(self, ids: Tensor, batch: Batch) -> Tensor:
         if self.group.is_first:
