@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,10 +23,10 @@ class FirstTokenDeadline:
     limit_s: float = math.inf
     bound_s: float = math.inf
     """Set by admission: time within which the first token probably comes; infinite while unknown."""
-    asked_at: float = field(default_factory=time.monotonic)
+    asked_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def left_s(self, now: float) -> float:
-        """Return the seconds until the limit. now: on the monotonic clock."""
+        """Return the seconds until the limit. now: on the clock of the event loop."""
         return self.limit_s - (now - self.asked_at)
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import msgspec
 
+from deployments.frontend.first_token import FirstTokenLate
 from deployments.frontend.generation import TIMEOUT_GRACE_S, LiveGeneration
 from deployments.frontend.retry import TokensLost
 from deployments.jobs import job as job_module
@@ -418,6 +419,8 @@ class World:
         self.cluster.seen[f"ended {type(with_errors).__name__}"] += 1
         waited = self.loop.time() - began
         match with_errors:
+            case FirstTokenLate():
+                assert 0 <= with_errors.limit_s < with_errors.bound_s, f"{name} is refused, but not late"
             case Overloaded():
                 assert len(self.day.asks) > self.day.size.max_waiting / 2, f"{name} is refused by an empty queue"
             case RequestTimeout():
