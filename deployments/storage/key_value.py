@@ -91,7 +91,7 @@ class KeyValueStore(ABC):
 
     async def settled(self) -> None:  # noqa: B027  most stores do not forget leases, nor end while others live
         """Wait until all holders have had time to renew their leases after the store was unavailable. Call this before
-        taking a lease."""
+        taking a lease. Raises StoreUnavailable."""
 
     @abstractmethod
     async def close(self) -> None:

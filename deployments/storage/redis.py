@@ -14,7 +14,8 @@ from deployments.storage.key_value import KeyValueStore
 
 TIMEOUT_S = 2.0  # of each command, connecting included
 SETTLE_S = 3.0
-"""Seconds without new leases after a Redis is available again, perhaps without its values."""
+"""Seconds without new leases after a Redis has become available or another has taken its place, perhaps without its
+values."""
 REPLACE = "return redis.call('get',KEYS[1]) == ARGV[1] and redis.call('set',KEYS[1],ARGV[2],'px',ARGV[3]) and 1 or 0"
 
 
@@ -25,7 +26,7 @@ class RedisStore(KeyValueStore):
         super().__init__()
         # one retry: a connection may have been closed while it was idle
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1))
-        self._away, self._back_at = False, -SETTLE_S
+        self._away, self._back_at, self._run_id = False, -SETTLE_S, ""
 
     async def get(self, key: str) -> bytes | None:
         value: bytes | None = await self._run("get", key)
@@ -44,7 +45,11 @@ class RedisStore(KeyValueStore):
         await self._run("delete", key)
 
     async def settled(self) -> None:
-        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - asyncio.get_running_loop().time()))
+        server, now = await self._run("info", "server"), asyncio.get_running_loop().time()
+        if server["run_id"] != self._run_id:  # restarted, or replaced by its replica, since this store was last used
+            self._back_at = now if self._run_id else max(self._back_at, now - server["uptime_in_seconds"])
+            self._run_id = server["run_id"]
+        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - now))
 
     async def close(self) -> None:
         await self._run("aclose")

@@ -23,6 +23,7 @@ class Redis:
         self._loop = cluster.loop
         self._values: dict[str, tuple[float, bytes]] = {}  # by key: when it expires, value
         self._away_until = 0.0
+        self._started_at, self._starts = float("-inf"), 0
         self.lost_at = float("-inf")  #: when it has last lost its values
 
     @property
@@ -31,7 +32,8 @@ class Redis:
 
     def go_away(self, seconds: float, *, forgets: bool) -> None:
         """End, and start again after some time. forgets: whether it has kept nothing on disk."""
-        self._away_until = max(self._away_until, self._loop.time() + seconds)
+        self._started_at = self._away_until = max(self._away_until, self._loop.time() + seconds)
+        self._starts += 1
         if forgets:
             self._values.clear()
             self.lost_at = self._loop.time()
@@ -53,6 +55,10 @@ class Redis:
     def eval(self, script: str, _: int, key: str, expected: bytes, value: bytes, px: int) -> int:
         assert script == REPLACE
         return int(self.get(key) == expected and bool(self.set(key, value, px)))
+
+    def info(self, section: str) -> dict[str, Any]:
+        uptime = min(self._loop.time() - self._started_at, 1e9)
+        return {"run_id": str(self._starts), "uptime_in_seconds": int(uptime)}
 
     def delete(self, key: str) -> None:
         self._values.pop(key, None)

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import AppConfig
+from deployments.jobs import lease
+from deployments.jobs.lease import Lease
 from deployments.storage import config as config_module
 from deployments.storage import redis as redis_module
 from deployments.storage import sqlite as sqlite_module
@@ -168,6 +170,20 @@ async def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_dea
     finally:
         redis.process.send_signal(signal.SIGCONT)
     assert await store.get("a") == b"1"
+
+
+async def test_no_lease_is_taken_before_its_holder_has_stored_it_again_in_a_redis_that_restarted_while_nobody_asked(
+    redis, monkeypatch
+):
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
+    holder, idle = Lease(RedisStore(redis.url), "job"), RedisStore(redis.url)
+    await idle.settled()
+    assert await holder.take()
+    async with holder.kept():
+        redis.kill()
+        redis.start()
+        await idle.settled()
+        assert not await Lease(idle, "job").take()
 
 
 async def test_redis_forgets_a_response_after_its_time(redis):
