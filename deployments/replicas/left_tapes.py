@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -55,15 +56,21 @@ class LeftTapes:
     def _files(self) -> list[KeptTape]:
         from engine.core.tape.kept_tapes import KeptTapes
 
-        found = [(file.name, file.stat()) for file in KeptTapes.of(self._config).files]
-        return [KeptTape(name, stat.st_size, stat.st_mtime) for name, stat in found]
+        found = []
+        for file in KeptTapes.of(self._config).files:
+            with suppress(FileNotFoundError):  # a newer tape takes its place
+                found.append(KeptTape(file.name, file.stat().st_size, file.stat().st_mtime))
+        return found
 
     async def read(self, name: str) -> bytes:
         """Return the content of such a file; empty if there is none with this name."""
         from engine.core.tape.kept_tapes import KeptTapes
 
-        found = {file.name: file for file in KeptTapes.of(self._config).files}
-        return await asyncio.to_thread(found[name].read_bytes) if name in found else b""
+        for file in KeptTapes.of(self._config).files:
+            with suppress(FileNotFoundError):
+                if file.name == name:
+                    return await asyncio.to_thread(file.read_bytes)
+        return b""
 
     def remove(self) -> None:
         """Remove them, because the engines end as they should."""

@@ -37,6 +37,15 @@ def test_tapes_of_living_engines_are_written_with_the_reason(root, config, tmp_p
     assert found == msgspec.structs.replace(tape, cause="late", reason="first tokens are late")
 
 
+def test_a_kept_tape_whose_file_has_just_gone_is_not_listed_and_hides_no_other(config, tmp_path):
+    tapes, kept = LeftTapes(config, ["e"]), tmp_path / "kept"
+    kept.mkdir()
+    (kept / "a.tape").symlink_to(tmp_path / "gone")
+    (kept / "b.tape").write_bytes(b"b")
+    assert [tape.name for tape in asyncio.run(tapes.files())] == ["b.tape"]
+    assert [asyncio.run(tapes.read(name)) for name in ("a.tape", "b.tape")] == [b"", b"b"]
+
+
 def test_a_replica_that_ends_as_it_should_or_records_nothing_leaves_nothing(root, config, tmp_path):
     harness = harness_in(root)
     work(harness)
