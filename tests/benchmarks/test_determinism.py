@@ -36,6 +36,7 @@ def test_so_does_a_model_with_a_wide_mlp(wide):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_with_several_ranks_it_does_if_determinism_is_strict(wide):
     found = differing(model=wide, requests=16, output_len=24, ranks=(2, 4))
     scenarios = {"on 2 ranks", "on 4 ranks", "prompt on 2 other ranks", "prompt on 4 other ranks"}
