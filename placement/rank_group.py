@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import ray
@@ -21,12 +20,12 @@ from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.cuda_device import rank_options
 from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask
 from placement.rank_order import meeting_host, rank_order
+from placement.rank_watch import HEALTH, RankWatch
 from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # for a rank to answer, else it hangs
-HEALTH = "health"  # concurrency group of a rank's actor in which it answers while it runs
+ANSWER_S = 5.0  # without an answer, after which a rank hangs if an engine makes no progress
 VERDICT_S = 1.0  # wait after a rank's failure for others to fail, too: another rank may know the reason better
 RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about another rank's failure
 
@@ -41,6 +40,7 @@ class RankGroup:
         self._width = 1  # ranks of each engine
         self._roster: Roster | None = None  # if engines go on without a lost one
         self._running: dict[asyncio.Future[str | None], int] = {}  # numbers of ranks that serve
+        self._watch = RankWatch()
         self._on_loss: Callable[[int, str], None] = lambda engine, reason: None
 
     async def start(
@@ -77,17 +77,26 @@ class RankGroup:
             for ended in self._running:
                 ended.cancel()
 
-    async def end_hung(self) -> bool:
-        """Lose engines with ranks that do not answer, if others go on without them. Returns whether any engine was lost
-        and others go on, also if it ended while it was asked."""
-        if self._roster is None:
-            return False
-        generation, asked = self._roster.generation, list(self._running.items())
-        hangs = await asyncio.gather(*(_hangs(self._ranks[number]) for _, number in asked))
-        for ended, number in compress(asked, hangs):
-            if ended in self._running and not self._lose(number // self._width, f"rank {number} hangs"):
-                return False
-        return self._roster.generation > generation
+    async def until_hung(self) -> str:
+        """Lose each engine with a rank that has not answered for `stall_timeout_s`, if engines go on without lost ones.
+        Returns what is wrong once none is left."""
+        try:
+            while self._roster is None or self._roster.members:
+                asked = {} if self._roster is None else {n: self._ranks[n] for n in self._running.values()}
+                await self._watch.poll(asked)
+                self.end_hung(self._spec.stall_timeout_s)
+            return "all engines hang"
+        finally:
+            self._watch.close()
+
+    def end_hung(self, silent_s: float = ANSWER_S) -> bool:
+        """Lose each engine with a rank that has not answered for so long, if others go on without it. Returns whether
+        any engine was lost and others go on."""
+        lost = False
+        for number in self._watch.silent(silent_s):
+            if number in self._running.values():
+                lost = self._lose(number // self._width, f"rank {number} hangs")
+        return lost
 
     def _lose(self, engine: int, reason: str) -> bool:
         """Let the others go on without an engine, and end its ranks. Returns False if they cannot."""
@@ -176,17 +185,6 @@ async def _ended(rank: Any, number: int) -> str | None:
         logger.error("rank died rank=%d: %s", number, error)
         return f"rank {number} died"
     return None
-
-
-async def _hangs(rank: Any) -> bool:
-    """Return whether a rank does not answer, and has not ended either."""
-    try:
-        await asyncio.wait_for(rank.answer.options(concurrency_group=HEALTH).remote(), ANSWER_S)
-    except TimeoutError:
-        return True
-    except RayError:  # `run` notices
-        pass
-    return False
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:

@@ -194,8 +194,8 @@ class EngineDeployment:
         requests.
         """
         engines = self._engines
-        awaited = ranks.run(engines.lose), engines.until_hung(ranks.end_hung), self._until_replaced(config)
-        ends = [asyncio.create_task(end) for end in awaited]
+        hangs = ranks.until_hung(), engines.until_hung(ranks.end_hung)
+        ends = [asyncio.create_task(end) for end in (ranks.run(engines.lose), *hangs, self._until_replaced(config))]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from deployments.replicas.departure import Statuses
@@ -68,7 +68,7 @@ class ReplicaEngines(Generic[E]):
 
     def check_health(self) -> None:
         """Raise EngineUnavailable if an engine is gone, silent, or makes no progress. If the others can go on without
-        it, only `until_hung` decides whether they do."""
+        it, only the watch over its ranks and `until_hung` decide whether they do."""
         for engine in [] if self._goes_on else self.all:
             engine.check_health()
 
@@ -105,12 +105,12 @@ class ReplicaEngines(Generic[E]):
             for other in waiting:
                 other.cancel()
 
-    async def until_hung(self, end_hung: Callable[[], Awaitable[bool]]) -> str:
-        """Wait until an engine hangs without which the others cannot go on. Returns what is wrong. end_hung: function
-        that loses engines that hang, and returns whether there were any."""
+    async def until_hung(self, end_hung: Callable[[], bool]) -> str:
+        """Wait until an engine makes no progress without which the others cannot go on. Returns what is wrong.
+        end_hung: function that loses engines that hang, and returns whether there were any."""
         while True:
             reason = await self.until_unhealthy()
-            if not await end_hung():
+            if not end_hung():
                 return reason
 
     def fail(self, reason: str) -> None:

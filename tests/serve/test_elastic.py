@@ -39,10 +39,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "engines of two ranks": {"data_parallel": 2, "tensor_parallel": 2},
     "prompts elsewhere": {"data_parallel": 4, "pools": PREFILL},
 }
-BLOWS = {  # to ranks, one after the other; rank 0 has the store at which all ranks met first
-    "four engines": [(3, signal.SIGSTOP), (0, signal.SIGKILL)],
-    "engines of two ranks": [(1, signal.SIGKILL)],
-    "prompts elsewhere": [(1, signal.SIGKILL)],
+Blows = dict[int, int]
+"""Signals to ranks, all at once."""
+BLOWS: dict[str, list[Blows]] = {  # one after the other; rank 0 has the store at which all ranks met first
+    "four engines": [{3: signal.SIGSTOP, 0: signal.SIGKILL}, {2: signal.SIGSTOP}],
+    "engines of two ranks": [{1: signal.SIGKILL}],
+    "prompts elsewhere": [{1: signal.SIGKILL}],
 }
 
 
@@ -80,8 +82,10 @@ def test_a_rank_that_dies_or_hangs_under_32_streams_changes_no_text_and_the_othe
     elastic = {"expert_parallel": True, "enable_elastic_ep": True, **layout}
     with served(tmp_path, folder, 4, nodes=1, **options, **elastic) as serving:
         (replica,) = serving.replicas(MODEL)
-        for left, (rank, blow) in zip(range(layout["data_parallel"] - 1, 0, -1), BLOWS[name], strict=False):
-            strike(serving, replica, rank, blow, left, layout.get("tensor_parallel", 1))
+        left = layout["data_parallel"]
+        for blows in BLOWS[name]:
+            left -= len(blows)
+            strike(serving, replica, blows, left, layout.get("tensor_parallel", 1))
         if "pools" in layout:
             received = values(serving, 'manta_handoffs_total{.*result="received"')
             assert sum(received) >= STREAMS
@@ -89,8 +93,8 @@ def test_a_rank_that_dies_or_hangs_under_32_streams_changes_no_text_and_the_othe
             check_restart(serving, replica)
 
 
-def strike(serving: Serving, replica: Replica, rank: int, blow: int, left: int, ranks: int) -> None:
-    """Strike a rank under 32 streams. left: engines that go on, with so many ranks each."""
+def strike(serving: Serving, replica: Replica, blows: Blows, left: int, ranks: int) -> None:
+    """Strike ranks of different engines under 32 streams. left: engines that go on, with so many ranks each."""
     expected = text(serving.ask(MODEL, max_tokens=LONG, timeout_s=120))
     with ThreadPoolExecutor(STREAMS) as pool:
         started, streams = [Event() for _ in range(STREAMS)], [Stream() for _ in range(STREAMS)]
@@ -99,18 +103,19 @@ def strike(serving: Serving, replica: Replica, rank: int, blow: int, left: int, 
         assert all(event.wait(120) for event in started)
         assert not any(call.done() for call in running)
         struck_at = time.monotonic()
-        os.kill(replica.ranks[rank].pid, blow)
+        for rank, blow in blows.items():
+            os.kill(replica.ranks[rank].pid, blow)
         for call in running:
             call.result(timeout=300)
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert {"".join(stream.parts) for stream in streams} == {expected}
     assert lives(replica.pid), "the replica goes on"
-    wait_until(lambda: not lives(replica.ranks[rank].pid))
+    wait_until(lambda: not any(lives(replica.ranks[rank].pid) for rank in blows))
     assert values(serving, "manta_shared_engines") == [left] * left
     assert max(values(serving, 'manta_engine_seconds_total{.*spent_on="recovery"')) > 0
     pauses = [stream.pause_s(struck_at) for stream in streams]
     own = [match.groups() for line in serving.server.log if (match := WENT_ON.search(line)) and int(match[2]) == left]
-    print(f"\n{blow}: pauses P50 {np.median(pauses):.2f} s, most {max(pauses):.2f} s; engines: {own}", flush=True)
+    print(f"\n{blows}: pauses P50 {np.median(pauses):.2f} s, most {max(pauses):.2f} s; engines: {own}", flush=True)
     assert len(own) == left * ranks and sum(int(read) for _, _, read, _ in own) > 0
 
 

@@ -165,7 +165,7 @@ def test_an_engine_that_hangs_is_lost_and_the_replica_ends_only_if_none_is_found
         first, second = engines.all
         found: list[str] = []
 
-        async def end_hung() -> bool:
+        def end_hung() -> bool:
             found.append("asked")
             if len(found) == 1:
                 engines.lose(0, "rank 0 hangs")
