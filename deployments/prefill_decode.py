@@ -39,7 +39,7 @@ class PrefillDecode(Decode):
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
         moves = config.handoff is not None and config.handoff.move_requests
-        follower = RoleFollower(self._engine, self._read_role, partial(self._leave, config) if moves else None)
+        follower = RoleFollower(self._engines, self._read_role, partial(self._leave, config) if moves else None)
         self._tasks = [*self._tasks, asyncio.create_task(follower.run())]
 
     async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:

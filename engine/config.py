@@ -566,9 +566,6 @@ class EngineConfig:
         for key, needed in supported.items():
             if getattr(self, key) != needed:
                 raise ConfigError(key, getattr(self, key), f"{str(needed).lower()} with data_parallel above 1")
-        if self.handoff is not None and self.handoff.switch_roles:
-            limit = "false with data_parallel above 1, because the engines of a replica would change together"
-            raise ConfigError("handoff.switch_roles", True, limit)
 
     def _check_offloading(self) -> None:
         if self.offloads_kv and not self.enable_prefix_caching:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
+from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus, ErrorInfo
 
@@ -57,6 +58,15 @@ class ReplicaEngines(Generic[E]):
         """Make all engines read an adapter. Returns the first error, else None. Raises EngineUnavailable."""
         errors = await asyncio.gather(*(engine.load_adapter(lora) for engine in self.all))
         return next((error for error in errors if error is not None), None)
+
+    @property
+    def num_answers(self) -> int:
+        """Number of unfinished requests that the engines answer."""
+        return sum(engine.num_answers for engine in self.all)
+
+    def set_role(self, role: Role) -> None:
+        for engine in self.all:
+            engine.set_role(role)
 
     def reset_prefix_cache(self) -> None:
         for engine in self.all:

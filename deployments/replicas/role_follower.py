@@ -1,4 +1,4 @@
-"""Gives an engine the role that the autoscaling policy has chosen for it. Independent of Ray."""
+"""Gives the engines of a replica the role that the autoscaling policy has chosen for it. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from deployments.replicas.engine_control import EngineControl
+from deployments.replicas.replica_engines import ReplicaEngines
 from engine.wire.handoff_stats import Role
 
 logger = logging.getLogger(__name__)
@@ -16,12 +16,12 @@ POLL_INTERVAL_S = 0.2
 
 
 class RoleFollower:
-    """Polls the role chosen for one engine, and sets it. When a decode engine becomes a prefill engine, its running
-    requests and its holds move to other decode replicas if `leave` is given; otherwise the engine finishes them."""
+    """Polls the role chosen for one replica, and sets it. When a decode replica becomes a prefill replica, its running
+    requests and its holds move to other decode replicas if `leave` is given; otherwise its engines finish them."""
 
     def __init__(
         self,
-        engine: EngineControl,
+        engines: ReplicaEngines[Any],
         read: Callable[[], Awaitable[Role | None]],
         leave: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]] | None = None,
     ):
@@ -29,11 +29,11 @@ class RoleFollower:
         that moves requests and holds to other replicas, as long as the function that it gets returns true; None if they
         do not move."""
         self.role: Role = "decode"
-        self._engine, self._read, self._leave = engine, read, leave
+        self._engines, self._read, self._leave = engines, read, leave
         self._departing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Follow until cancelled. If the role cannot be read, the engine keeps its role."""
+        """Follow until cancelled. If the role cannot be read, the engines keep their role."""
         try:
             while True:
                 try:
@@ -50,7 +50,7 @@ class RoleFollower:
 
     def _change(self, role: Role) -> None:
         self.role = role
-        self._engine.set_role(role)
-        logger.info("role changed role=%s requests=%d", role, self._engine.num_answers)
+        self._engines.set_role(role)
+        logger.info("role changed role=%s requests=%d", role, self._engines.num_answers)
         if self._leave is not None and role == "prefill" and (self._departing is None or self._departing.done()):
             self._departing = asyncio.create_task(self._leave(lambda: self.role == "prefill"))

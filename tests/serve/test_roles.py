@@ -1,5 +1,5 @@
-"""Three replicas that change between answering requests and computing prompts, as the load turns. `pytest -s` prints
-when."""
+"""Three replicas that change between answering requests and computing prompts, as the load turns; of one engine each,
+and of two that share experts. `pytest -s` prints when."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CHANGED_S = 60.0
 
 
 class Roles:
-    def __init__(self, server: ServeRun):
-        self.server = server
+    def __init__(self, server: ServeRun, engines: int):
+        """engines: of each replica."""
+        self.server, self.engines = server, engines
 
     def now(self) -> dict[str, str]:
         """The role of each engine that is up."""
@@ -34,9 +35,16 @@ class Roles:
         return {s.labels["engine"]: s.labels["role"] for s in scrape.select("manta_engine_role", []) if s.value == 1}
 
     def wait_for(self, prefill: int, decode: int) -> float:
-        """Seconds until so many engines have each role."""
+        """Seconds until all engines of so many replicas have each role."""
         began = time.monotonic()
-        wait_until(lambda: sorted(self.now().values()) == ["decode"] * decode + ["prefill"] * prefill, CHANGED_S)
+
+        def reached() -> bool:
+            now = self.now()
+            of_replicas = sorted(role for _, role in {(name.split(".")[0], role) for name, role in now.items()})
+            every = len(now) == self.engines * (prefill + decode)
+            return every and of_replicas == ["decode"] * decode + ["prefill"] * prefill
+
+        wait_until(reached, CHANGED_S)
         return time.monotonic() - began
 
     def ask(self, number: int, length: int, max_tokens: int) -> str:
@@ -61,18 +69,24 @@ class Roles:
 
 
 @pytest.fixture
-def roles(tmp_path: Path) -> Iterator[Roles]:
-    folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 8}
+def roles(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Roles]:
+    """Replicas with as many engines each as the parameter says, by default one."""
+    engines = getattr(request, "param", 1)
+    folder = make_model(
+        tmp_path, "llama" if engines == 1 else "qwen3_moe", tokenizer=True, max_position_embeddings=4096
+    )
+    options = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 8 // engines}
+    engine = options | ({"data_parallel": engines, "expert_parallel": True} if engines > 1 else {})
     handoff = {"switch_roles": True, "move_requests": True, "policy": "always", "transport": "tcp"}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "slo": {"ttft_ms": 100, "itl_ms": 1000},
              "prefill": {**POOL, "num_replicas": 1}, "decode": {**POOL, "num_replicas": 2},
              "handoff": handoff}  # fmt: skip
     with ServeRun(tmp_path, {"models": [model]}) as server:
         server.wait_until_healthy(3)
-        yield Roles(server)
+        yield Roles(server, engines)
 
 
+@pytest.mark.parametrize("roles", [1, 2], indirect=True, ids=["one engine", "two engines"])
 def test_replicas_change_roles_under_load_and_no_text_changes(roles):
     print(f"\nas configured: {roles.wait_for(prefill=1, decode=2):.1f} s")
     before = roles.now()

@@ -116,9 +116,11 @@ def test_the_end_of_one_engine_ends_the_calls_of_all_and_commands_reach_all():
         engines = made()
         engines.reset_prefix_cache()
         engines.release_holds("name", None)
-        assert all(len(engine.sent) == 2 for engine in engines.all)
+        engines.set_role("prefill")
+        assert all(len(engine.sent) == 3 for engine in engines.all)
         calls = [asyncio.create_task(engine.run_request(request(str(i)))) for i, engine in enumerate(engines.all)]
         await asyncio.sleep(0)
+        assert engines.num_answers == 2
         engines.fail("rank 1 died")
         for call in calls:
             with pytest.raises(EngineUnavailable, match="rank 1 died"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -174,10 +174,6 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
     [
         ({"expert_parallel": False}, "data_parallel must be 1 without expert_parallel"),
         ({"pipeline_parallel": 2}, "pipeline_parallel must be 1 with data_parallel above 1"),
-        (
-            {"handoff": HandoffConfig(role="decode", switch_roles=True)},
-            "handoff.switch_roles must be false with data_parallel above 1",
-        ),
         ({"torch_compile": True}, "torch_compile must be false with data_parallel above 1"),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
     ],
