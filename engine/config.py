@@ -531,9 +531,6 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", kv_events)
         if isinstance(self.eplb_config, dict):
             object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
-        if self.enable_elastic_ep and self.speculative is not None and self.speculative.has_weights:
-            limit = "one without weights (ngram or suffix) with enable_elastic_ep"
-            raise ConfigError("speculative.method", self.speculative.method, limit)
         if self.enable_eplb:
             if not self.expert_parallel or self.tensor_parallel * self.data_parallel == 1:
                 raise ConfigError("enable_eplb", True, "false without expert_parallel on at least two ranks")
@@ -562,10 +559,8 @@ class EngineConfig:
         if not self.expert_parallel:
             limit = "1 without expert_parallel; for independent engines, use replicas instead"
             raise ConfigError("data_parallel", self.data_parallel, limit)
-        supported = {"pipeline_parallel": 1, "torch_compile": False}
-        for key, needed in supported.items():
-            if getattr(self, key) != needed:
-                raise ConfigError(key, getattr(self, key), f"{str(needed).lower()} with data_parallel above 1")
+        if self.pipeline_parallel > 1:
+            raise ConfigError("pipeline_parallel", self.pipeline_parallel, "1 with data_parallel above 1")
 
     def _check_offloading(self) -> None:
         if self.offloads_kv and not self.enable_prefix_caching:

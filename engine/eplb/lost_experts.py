@@ -9,7 +9,7 @@ others as they were.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
-from engine.eplb.placement import EMPTY, Placement, adopt
+from engine.eplb.placement import EMPTY, Placement, adopt, most_adopted
 from engine.errors import ExpertsDoNotFit, ModelFolderError
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
@@ -173,6 +173,18 @@ class LostExperts:
         for part in parts:
             check()
             part.layer.pack()
+
+
+def spare_bytes(layers: Iterable[Experts], ranks: int, lost: int) -> int:
+    """Return the memory that a rank needs at most for its part of the experts of one engine. ranks: of all engines.
+    lost: those of them that the engine has."""
+    kept = moment = 0
+    for layer in layers:
+        slots, size = slots_of(layer), sum(tensor.nbytes for tensor in LayerSlots(layer).read(0))
+        # twice: in new slots, and where they are read to
+        kept += 2 * size * most_adopted(layer.num_experts, ranks, lost, slots.count if slots.movable else 0)
+        moment = max(moment, size * slots.count)
+    return kept + moment
 
 
 def slots_of(layer: Experts) -> ExpertSlots:

@@ -61,6 +61,13 @@ def adopt(held: Placement, num_experts: int, equal: bool = False) -> Placement:
     return [[*experts, *[EMPTY] * (slots - len(experts))] for experts in placement]
 
 
+def most_adopted(num_experts: int, ranks: int, lost: int, slots: int = 0) -> int:
+    """Return how many experts a rank adopts at most if one engine with `lost` of all ranks is lost. slots: of each rank
+    if experts move, so that any of them may be in any slot; 0 if each rank holds its own experts."""
+    left = ranks - lost
+    return max(-(-num_experts // left) - num_experts // ranks, -(-min(num_experts, slots * lost) // left))
+
+
 def balance(load: Load, current: Placement) -> Placement:
     """Return a placement that fits the load, with as few moves from the current one as can be found quickly. Returns
     the current one if another would gain little.

@@ -55,6 +55,8 @@ IDLE = 0  # state of a rank of engines that share experts, while none moves (sha
 class NoExperts:
     """Stand-in for RankExperts where ranks do not share whole experts."""
 
+    spare_bytes = 0  #: memory that this rank keeps free for the experts of a lost engine
+
     def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
         pass
 

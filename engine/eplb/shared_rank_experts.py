@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.lost_experts import spare_bytes
 from engine.eplb.placement import Placement
 from engine.eplb.rank_experts import IDLE, RankExperts
 from engine.eplb.windows import Windows
@@ -35,6 +36,8 @@ class SharedRankExperts(RankExperts):
         """ranks: of all engines. The other arguments are those of RankExperts."""
         max_tokens = config.max_num_batched_tokens * config.data_parallel
         super().__init__(layers, ranks, device, max_tokens, config.eplb if config.enable_eplb else None)
+        if config.enable_elastic_ep:
+            self.spare_bytes = spare_bytes(layers.values(), ranks.size, config.tensor_parallel)
         self._config, self._windows, self._moves = config.eplb, Windows(config.eplb), config.enable_eplb
         self._state, self._stopped = IDLE, False
         self._load: ExpertStats | None = None

@@ -60,6 +60,11 @@ class OpaqueCall(nn.Module):
         self.number = torch.tensor(next(_numbers), device="cpu")
         _calls[int(self.number)] = self
 
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Yield a module that is called under the name of this one, which it has in the checkpoint."""
+        called = self.call if isinstance(self.call, nn.Module) else super()
+        yield from called.named_modules(memo, prefix, remove_duplicate)
+
     def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         return torch.ops.manta.opaque_call(x, others, self.number, self.outputs or x.shape[1])
 

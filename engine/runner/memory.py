@@ -28,18 +28,21 @@ def plan_blocks(
     run_dummy_step: Callable[[int, int], None],
     encoder_cache: EncoderCache | NoEncoderCache,
     drafter_block_bytes: int,
+    spare_bytes: int = 0,
 ) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
     Both numbers are the smallest of any rank, so that all ranks agree, and all engines that share experts.
     run_dummy_step: computes a step of (tokens, sequences). drafter_block_bytes: bytes that a drafter needs for each
-    block of the first group. Raises OutOfMemory if the configured lengths do not fit.
+    block of the first group. spare_bytes: memory to be kept free for experts of a lost engine. Raises OutOfMemory if
+    these or the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = kv_cache.free_host_bytes() // setup.tp.all_engines.local_size
     else:
         free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
+    free = keep_free(free, spare_bytes)
     device, specs = setup.torch_device, setup.state_specs
     if device.type == "cuda":  # a CPU's pages are taken only when sequences write to them
         free -= config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs))
@@ -60,6 +63,19 @@ def plan_blocks(
     snapshots, *blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
     needs = kv_cache.group_needs(config, size, model, dtype, tp)
     return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots
+
+
+def keep_free(free: int, spare_bytes: int) -> int:
+    """Return how many of the free bytes are left if room is kept for the experts of a lost engine. Raises OutOfMemory
+    if there is too little."""
+    if spare_bytes > free:
+        raise OutOfMemory(
+            f"with enable_elastic_ep, this rank needs {spare_bytes / 2**30:.2f} GiB for its part of the experts of a "
+            f"lost engine, but only {max(0, free) / 2**30:.2f} GiB are free; use more ranks, or leave the option out"
+        )
+    if spare_bytes:
+        logger.info("%.2f GiB are kept free for experts of a lost engine", spare_bytes / 2**30)
+    return free - spare_bytes
 
 
 def free_gpu_bytes(

@@ -103,7 +103,8 @@ class ModelRunner:
             compile_model(setup, self.model, dummy_step)
         self.drafting = load_drafter(setup, self.model)
         largest_step = partial(dummy_step, drafter=self.drafting.drafter)
-        memory = plan_blocks(setup, largest_step, self._encoder_cache, self.drafting.block_bytes)
+        sizes = self.drafting.block_bytes, self.experts.spare_bytes
+        memory = plan_blocks(setup, largest_step, self._encoder_cache, *sizes)
         self.num_blocks, self.max_model_len, num_snapshots = memory
         self.states = StateCache(setup.state_specs, config.max_num_seqs, num_snapshots, device)
         self.kv_caches = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.distributed.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
-from engine.eplb.lost_experts import LostExperts, slots_of
+from engine.eplb.lost_experts import LostExperts, slots_of, spare_bytes
 from engine.errors import ExpertsDoNotFit, StartupError
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
@@ -157,6 +157,19 @@ def test_experts_that_do_not_fit_are_an_error_of_all_engines_and_change_nothing(
                 with pytest.raises(ExpertsDoNotFit, match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free"):
                     call.result(TIMEOUT_S)
         assert [held(model) for model in engines.models] == before
+
+
+@pytest.mark.parametrize("redundant", [None, 6])
+def test_what_is_kept_free_is_enough_for_the_loss_of_any_engine(tmp_path, redundant):
+    folder = make_model(tmp_path, "qwen3_moe")
+    for victim in range(3):
+        left = [number for number in range(3) if number != victim]
+        with joined(3) as three, joined(2) as two:
+            engines = Engines(folder, three, fixed_order=False, redundant=redundant)
+            spare = [spare_bytes(layers(engines.models[number]), 3, 1) for number in range(3)]
+            for number in left:
+                engines.lost[number]._free_bytes = lambda number=number: spare[number]  # type: ignore[method-assign]
+            assert sum(engines.go_on(left, two)) > 0
 
 
 def test_an_engine_lost_while_the_others_read_leaves_them_as_they_were(tmp_path):

@@ -18,6 +18,7 @@ from engine.eplb.placement import (
     count_copies,
     find_moves,
     first_placement,
+    most_adopted,
     rank_loads,
 )
 
@@ -130,6 +131,20 @@ def test_after_a_loss_every_expert_has_a_slot_and_those_that_are_left_stay(layer
     if equal:
         assert {len(now) for now in after} == {max(len(ranks[0]), *(len(now) - now.count(EMPTY) for now in after))}
         assert set(held(balance(load, after))) == set(range(len(load))), "they can move"
+
+
+@given(layers())
+def test_no_rank_adopts_more_experts_of_one_engine_than_is_foreseen(layer):
+    load, placement = layer
+    size, slots = len(load), len(placement[0])
+    own = first_placement(size, len(placement), 0)
+    for lost in (count for count in range(1, len(placement)) if len(placement) % count == 0):
+        for start in range(0, len(placement), lost):
+            for ranks, movable in ((placement, True), (own, False)):
+                left = [*ranks[:start], *ranks[start + lost :]]
+                after = adopt(left, size, movable)
+                adopted = [sum((held([new]) - held([old])).values()) for old, new in zip(left, after, strict=True)]
+                assert max(adopted) <= most_adopted(size, len(placement), lost, slots if movable else 0)
 
 
 def test_experts_that_are_adopted_go_to_ranks_with_few_slots_and_neighbours_stay_together():

@@ -174,7 +174,6 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
     [
         ({"expert_parallel": False}, "data_parallel must be 1 without expert_parallel"),
         ({"pipeline_parallel": 2}, "pipeline_parallel must be 1 with data_parallel above 1"),
-        ({"torch_compile": True}, "torch_compile must be false with data_parallel above 1"),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
     ],
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine import SamplingParams
@@ -190,6 +193,31 @@ def test_each_engine_computes_requests_with_adapters_of_attention(pool, folder_o
         experts = make_adapter(tmp_path / "experts", folder, 3, target_parameters=["mlp.experts.down_proj"])
         refused = ask(group, {"experts": ([5, 6], experts)})
         assert "with data_parallel, experts also compute tokens of engines that have other" in refused.errors["experts"]
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Trace layers as for Inductor, and run them by torch's own operations, which needs no C++ compiler."""
+    compiled = partial(torch.compile, backend="aot_eager")
+    with mock.patch("engine.model.torch_compile.torch.compile", compiled):
+        yield
+    torch._dynamo.reset()
+
+
+def run_traced(*args: Any) -> None:
+    with traced():
+        run_rank(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_whose_layers_are_compiled_give_the_tokens_of_one_that_is_not(
+    pool, folder_of, on_one_engine, ranks, monkeypatch
+):
+    monkeypatch.setattr("tests.shared_engines.run_rank", run_traced)
+    config = shared(folder_of("qwen3_moe"), 2, determinism=None, torch_compile=True, tensor_parallel=ranks)
+    with traced(), running(pool, config) as group:
+        assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
 
 
 def run_with_little_memory(*args: Any) -> None:

@@ -17,6 +17,14 @@ from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
 from engine.runner import kv_cache
 from tests.engine.offline.test_rank_processes import wait_until
+from tests.engine.spec_decode.draft_checkpoints import (
+    DRAFT_VOCAB,
+    PlainEagle3,
+    copy_with_noise,
+    write_authors,
+    write_heads,
+    write_mtp,
+)
 from tests.models import make_model
 
 OPTIONS: dict[str, Any] = {
@@ -37,10 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
     "preemption": {"num_blocks": 30},
     "gloo": {"disable_custom_all_reduce": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "compiled": {"determinism": None},
     "ranks": {},
     "copies": {},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {  # which change no bit with `strict`
+LAYOUTS: dict[str, dict[str, Any]] = {  # which change no text
+    "compiled": {"torch_compile": True},
     "ranks": {"tensor_parallel": 2},
     "copies": {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 3, "window_size": 4, "step_interval": 8}},
 }
@@ -89,13 +99,15 @@ def answers_with_kills(llm: LLM, params: SamplingParams, kills: list[int]) -> li
 )
 def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     options = {**OPTIONS, "determinism": "strict", **CASES[case]}
-    folder, params = folder_of(options.pop("family", "qwen3_moe")), GREEDY if case == "float32" else RANDOM
+    folder = folder_of(options.pop("family", "qwen3_moe"))
+    params = RANDOM if options["determinism"] else GREEDY
     with LLM(folder, **options) as alone:
         expected = answers(alone, params)
     options |= LAYOUTS.get(case, {})
     with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
+        assert group_of(llm)._core.runner.experts.spare_bytes > 0
         assert stats.shared is not None and stats.shared.pause_s > 0
         assert (stats.shared.generation, stats.shared.engines) == (1, 2)
         assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())
@@ -106,6 +118,60 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     for tokens, all_of_them in zip(found, expected, strict=True):
         assert tokens == all_of_them[: len(tokens)]
     assert again == expected
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    """Return a function that makes a mixture and a drafter of a method: the model's folder, and the options."""
+
+    @cache
+    def make(method: str) -> tuple[str, dict[str, Any]]:
+        root = tmp_path_factory.mktemp(method)
+        family, layers = ("glm4_moe", 3) if method == "mtp" else ("qwen3_moe", 8)
+        model = make_model(root / "model", family, tokenizer=True, num_hidden_layers=layers)
+        if method == "mtp":  # its layer has a mixture of its own
+            write_mtp(model)
+            return str(model), {"method": method}
+        drafter = root / "drafter"
+        drafter.mkdir()
+        if method == "eagle3":
+            write_authors(drafter, PlainEagle3(False, DRAFT_VOCAB))
+        elif method == "medusa":
+            write_heads(drafter, "authors")
+        else:  # a mixture, too, which mostly says what the model says
+            copy_with_noise(model, drafter)
+        return str(model), {"method": method, "model": str(drafter)}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("mtp", {}),
+        *(pytest.param(method, {}, marks=pytest.mark.slow) for method in ("draft_model", "eagle3", "medusa")),
+        pytest.param("draft_model", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("mtp", {"dtype": "bfloat16", "overlap": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_drafters_with_weights_go_on_without_a_lost_engine_and_change_no_text(drafted, method, options):
+    folder, speculative = drafted(method)
+    options = {**OPTIONS, "determinism": "strict", **options}
+    with LLM(folder, **{**options, "tensor_parallel": 1}) as alone:
+        expected = answers(alone, RANDOM)
+    options |= {"speculative": {**speculative, "num_speculative_tokens": 3}}
+    with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+        found = answers_with_kills(llm, RANDOM, [1])
+        before = [stats.spec_decode.num_draft_tokens for stats in group_of(llm).all_stats()]
+        assert answers(llm, RANDOM) == expected
+        wait_until(
+            lambda: all(
+                stats.spec_decode.num_draft_tokens > drafts
+                for stats, drafts in zip(group_of(llm).all_stats(), before, strict=True)
+            )
+        )
+    for tokens, all_of_them in zip(found, expected, strict=True):
+        assert tokens == all_of_them[: len(tokens)]
 
 
 @pytest.mark.slow
@@ -146,7 +212,6 @@ def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(fol
     ("options", "error"),
     [
         ({"data_parallel": 1}, "enable_elastic_ep must be false without data_parallel above 1"),
-        ({"speculative": {"method": "mtp"}}, "speculative.method must be one without weights"),
     ],
 )
 def test_what_engines_that_go_on_do_not_support_is_refused_by_name(options, error):
