@@ -560,7 +560,13 @@ class EngineConfig:
             limit = "1 without expert_parallel; for independent engines, use replicas instead"
             raise ConfigError("data_parallel", self.data_parallel, limit)
         if self.pipeline_parallel > 1:
-            raise ConfigError("pipeline_parallel", self.pipeline_parallel, "1 with data_parallel above 1")
+            for key, why in (
+                ("enable_elastic_ep", "the steps under way in all stages would have to be launched again"),
+                ("enable_eplb", "only the first stage reports the load of its experts"),
+            ):
+                if getattr(self, key):
+                    limit = f"false with both data_parallel and pipeline_parallel above 1, because {why}"
+                    raise ConfigError(key, True, limit)
 
     def _check_offloading(self) -> None:
         if self.offloads_kv and not self.enable_prefix_caching:

@@ -3,6 +3,9 @@
 Rank r of the group of all ranks is rank r % size of engine r // size. This group exchanges rows of mixture layers
 (expert_exchange.py), and wakes engines that have nothing to compute. For everything else an engine is alone, with its
 own tensor-parallel group.
+
+Engines may have pipeline stages. Then the ranks of the same stage in all engines share that stage's experts, and step
+together. They never wait for another stage, except for the one before it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.device import is_gpu
 from engine.distributed.expert_exchange import ExpertExchange
-from engine.distributed.part_group import PartGroup
+from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
 from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
@@ -31,17 +34,31 @@ NAME = "waves"  # name of the socket in metrics
 class DataParallelGroup(PartGroup):
     """The ranks of one of several engines. Its start and its end are those of all engines."""
 
-    def __init__(self, all_engines: ConnectedGroup, size: int = 1, device: str = "cpu"):
-        """Connect the ranks of each engine, and the engines. size: ranks of an engine. Every rank has to call this at
-        the same time. Raises StartupError."""
+    all_engines: ConnectedGroup
+    expert_ranks: ConnectedGroup
+
+    def __init__(self, all_engines: ConnectedGroup, size: int = 1, device: str = "cpu", stages: int = 1):
+        """Connect the ranks of each engine, and the engines. size: ranks of an engine, of all its stages. Every rank
+        has to call this at the same time. Raises StartupError."""
         super().__init__(all_engines, size)
-        self.engine = self.number
-        self.all_engines: ConnectedGroup = all_engines
-        self.expert_exchange: ExpertExchange = ExpertExchange(all_engines, "cuda" if is_gpu(device) else "cpu", size)
+        self.engine, self._width, self.has_stages = self.number, size // stages, stages > 1
+        self._stage, self._place = divmod(self.rank, self._width)
         with self.starting():
-            self.use(all_engines)
-            self.waves = Waves(all_engines)
+            self._connect(all_engines)
+            kind = "cuda" if is_gpu(device) else "cpu"
+            self.expert_exchange: ExpertExchange = ExpertExchange(self.expert_ranks, kind, self._width)
+            self.waves = Waves(self.expert_ranks)
         self.local_size = self._own.local_size
+
+    @property
+    def own(self) -> TPGroup:
+        """The ranks of this engine."""
+        return self._own
+
+    @property
+    def leads(self) -> bool:
+        """Whether the other ranks of its stage, or of its engine, launch the steps that this one launches."""
+        return self._place == 0
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         return self._own.exchange(value, timeout_s)
@@ -49,9 +66,17 @@ class DataParallelGroup(PartGroup):
     def use(self, all_engines: ConnectedGroup) -> None:
         """Connect the ranks of this engine, and share experts with these engines from now on. Every rank has to call
         this at the same time. Raises StartupError, or EngineUnavailable if a rank is lost meanwhile."""
-        self.all_engines = self._whole = all_engines
-        self.connect_own(f"engine {self.engine}")
-        self.expert_exchange.use(all_engines)
+        self._connect(all_engines)
+        self.expert_exchange.use(self.expert_ranks)
+
+    def _connect(self, all_engines: ConnectedGroup) -> None:
+        self.all_engines = self._whole = self.expert_ranks = all_engines
+        self.connect_own(f"engine {self.engine}", collectives=not self.has_stages)
+        if self.has_stages:
+            engines, width = all_engines.size // self.size, self._width
+            rank, size = self.engine * width + self._place, engines * width
+            self.expert_ranks = all_engines.part(f"experts of stage {self._stage}", rank, size)
+            self.expert_ranks.join(CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
         self.waves.close()
@@ -119,4 +144,4 @@ def engine_group(config: EngineConfig, ranks: TPGroup) -> TPGroup:
     if config.data_parallel == 1:
         return ranks
     assert isinstance(ranks, ConnectedGroup)
-    return DataParallelGroup(ranks, config.num_ranks, config.device)
+    return DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel)

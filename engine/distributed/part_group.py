@@ -24,11 +24,11 @@ class PartGroup(TPGroup):
         self._whole = whole
         self._own: TPGroup = TPGroup.single()
 
-    def connect_own(self, name: str) -> None:
-        """Connect the ranks of this part. name: of the part, unlike those of others. Every rank of the larger group has
-        to call this at the same time. Raises StartupError."""
+    def connect_own(self, name: str, collectives: bool = True) -> None:
+        """Connect the ranks of this part. name: of the part, unlike those of others. collectives: as for
+        `TPGroup.connect`. Every rank of the larger group has to call this at the same time. Raises StartupError."""
         if self.size > 1:
-            own = self._whole.part(name, self.rank, self.size)
+            own = self._whole.part(name, self.rank, self.size, collectives)
             own.join(CONNECT_TIMEOUT_S)
             self._own = own
 

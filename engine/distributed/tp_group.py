@@ -71,6 +71,8 @@ class TPGroup:
         self.all_ranks: TPGroup = self
         #: The ranks of all engines that share experts.
         self.all_engines: TPGroup = self
+        #: Those that have the experts of this rank's layers.
+        self.expert_ranks: TPGroup = self
 
     @staticmethod
     def single(key: ClusterKey | None = None) -> TPGroup:
@@ -282,13 +284,15 @@ class ConnectedGroup(TPGroup):
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
 
-    def part(self, name: str, rank: int, size: int) -> ConnectedGroup:
+    def part(self, name: str, rank: int, size: int, collectives: bool = True) -> ConnectedGroup:
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
-        `leave`, `abort` and `close` of this group act on the new one too. Raises StartupError if this group has been
-        left."""
+        collectives: as for `connect`. `leave`, `abort` and `close` of this group act on the new one too. Raises
+        StartupError if this group has been left."""
         store = dist.PrefixStore(name, self._open_store())
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
-        group = ConnectedGroup(rank, size, store, self.host, address, parent=self, **self.options)
+        group = ConnectedGroup(
+            rank, size, store, self.host, address, collectives=collectives, parent=self, **self.options
+        )
         self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)

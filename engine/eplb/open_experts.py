@@ -16,7 +16,7 @@ from engine.model.layers.moe import Experts
 def open_experts(config: EngineConfig, model: nn.Module, tp: TPGroup, device: Device) -> NoExperts:
     """Return the experts of a rank. model: with this rank's layers, of which a pipeline stage may have none with
     experts. Every rank of a group has to call this. Raises StartupError."""
-    ranks = tp.all_engines
+    ranks = tp.expert_ranks
     if not config.expert_parallel or ranks.size == 1:
         return NoExperts()
     layers: dict[int, Experts] = {}

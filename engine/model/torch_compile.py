@@ -62,8 +62,8 @@ class OpaqueCall(nn.Module):
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Yield a module that is called under the name of this one, which it has in the checkpoint."""
-        called = self.call if isinstance(self.call, nn.Module) else super()
-        yield from called.named_modules(memo, prefix, remove_duplicate)
+        of_call = self.call.named_modules if isinstance(self.call, nn.Module) else super().named_modules
+        yield from of_call(memo, prefix, remove_duplicate)
 
     def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         return torch.ops.manta.opaque_call(x, others, self.number, self.outputs or x.shape[1])

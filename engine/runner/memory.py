@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
+from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache

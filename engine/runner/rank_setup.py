@@ -44,6 +44,9 @@ class RankSetup:
             check_layers(config, model)
         check_experts(config, model)
         device = open_device(config.device)
+        if device.asynchronous and config.pipeline_parallel > 1 and config.data_parallel > 1:
+            limit = "1 on a GPU with data_parallel above 1, because stages could wait for each other for ever"
+            raise ConfigError("pipeline_parallel", config.pipeline_parallel, limit)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(
             config=config,

@@ -195,7 +195,7 @@ def test_a_pause_of_the_asking_process_counts_as_one_poll(watched):
         for polls in range(1, 4):
             asked = asyncio.create_task(watch.poll(dict(enumerate(ranks))))
             await asyncio.sleep(0)
-            time.sleep(0.05)  # noqa: ASYNC251 - five times the interval of polls
+            time.sleep(0.05)  # five times the interval of polls
             await asked
             assert watch.silent(polls * 0.01 - 1e-9) == [0]
             assert watch.silent(polls * 0.01 + 1e-9) == []

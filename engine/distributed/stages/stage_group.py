@@ -37,7 +37,7 @@ class StageGroup(PartGroup):
         if self._own.local_size < size and self.rank == 0:
             logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
         # those that it sends, its share of those that it receives, and these gathered
-        self.link_copies = (stages + 1) / size + 1
+        self.link_copies = (stages + 2) / size + 1
         self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
         all_ranks.on_abort(self.link.abort)
 
@@ -72,7 +72,8 @@ class StageLink:
         # a copy, since graphs write the next step's states to the same memory
         share = hidden.tensor_split(size, dim=-1)[self._group.rank].clone(memory_format=torch.contiguous_format)
         with self._lost_neighbour():
-            while len(self._sending) >= self._group.stages:
+            # all that may be under way: the next stage may wait for other engines, and these for this stage
+            while len(self._sending) > self._group.stages:
                 self._sending.popleft()[0].wait()
             self._sending.append((self._peers.send([share], self._group.all_ranks.rank + size, 0), share))
 

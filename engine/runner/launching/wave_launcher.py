@@ -35,6 +35,7 @@ from engine.wire.messages import SharedSteps
 logger = logging.getLogger(__name__)
 
 LATE_S = 0.05  # that the other engines wait for the next step of an engine which has just taken one
+STAGE_LATE_S = 0.002  # the same in a pipeline stage: its next step may need that of another stage, which waits for them
 END_S = 5.0  # for the thread to end
 
 
@@ -62,11 +63,13 @@ class Stop:
 
 
 class WaveLauncher(Launcher):
-    """A Launcher with a thread that also serves other engines: that of the first rank of an engine."""
+    """A Launcher with a thread that also serves other engines: that of the first rank of an engine, or of each of its
+    stages."""
 
     def __init__(self, runner: ModelRunner, group: DataParallelGroup, recovery: NoRecovery | None = None):
         super().__init__(runner)
         self._exchange, self._waves = group.expert_exchange, group.waves
+        self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
         self._recovery = recovery or NoRecovery(runner, group)
         self._experts = [layer for layer in runner.model.modules() if isinstance(layer, Experts)]
         self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
@@ -167,7 +170,7 @@ class WaveLauncher(Launcher):
     def _look_for_job(self) -> None:
         """Take the next step to launch from the queue, if there is one. After a step of this engine, wait until there
         is another, or the engine says that there is none, but not for long."""
-        wait_s = 0.0 if self._rests else LATE_S
+        wait_s = 0.0 if self._rests else self._late_s
         while not self._jobs and not self._stopping:
             try:
                 item = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
@@ -225,7 +228,8 @@ class WaveLauncher(Launcher):
 
 
 class FollowingLauncher(WaveLauncher):
-    """The launcher of another rank of an engine. It takes the steps that the first rank takes, in the same order."""
+    """The launcher of another rank of an engine or stage. It takes the steps that the first rank takes, in the same
+    order."""
 
     def _await_wave(self) -> None:
         """Sleep until an engine starts a wave."""
@@ -269,4 +273,4 @@ def open_wave_launcher(runner: ModelRunner, group: TPGroup) -> WaveLauncher:
     """Return the launcher of a rank. group: the ranks of its engine."""
     assert isinstance(group, DataParallelGroup)
     recovery = (Recovery if runner.config.enable_elastic_ep else NoRecovery)(runner, group)
-    return (FollowingLauncher if group.rank else WaveLauncher)(runner, group, recovery)
+    return (WaveLauncher if group.leads else FollowingLauncher)(runner, group, recovery)

@@ -14,7 +14,9 @@ def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, g
     """Load this rank's part of the model. group: all ranks of the engine. Raises StartupError."""
     if config.pipeline_parallel == 1:
         return ModelRunner(config, model_config, folder, group)
-    from engine.runner.stages.stage_runner import StageRunner  # it needs pyzmq
+    from engine.distributed.data_parallel_group import DataParallelGroup  # both need pyzmq
+    from engine.runner.stages.stage_runner import StageRunner
 
-    assert isinstance(group, ConnectedGroup)
-    return StageRunner(config, model_config, folder, group)
+    ranks = group.own if isinstance(group, DataParallelGroup) else group
+    assert isinstance(ranks, ConnectedGroup)
+    return StageRunner(config, model_config, folder, ranks, group)

@@ -71,10 +71,21 @@ class StageRunner(ModelRunner):
     rank 0 with the result. They are written to the history before the next step is launched.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, all_ranks: ConnectedGroup):
-        """Every rank has to call this within `all_ranks.starting()`. Raises StartupError."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        folder: Path,
+        all_ranks: ConnectedGroup,
+        engine: TPGroup | None = None,
+    ):
+        """all_ranks: of this engine. engine: the same ranks as one of several engines that share experts. Every rank
+        has to call this within `all_ranks.starting()`. Raises StartupError."""
         check_stages(config, model_config)
         self.group = group = StageGroup(all_ranks, config.pipeline_parallel)
+        if engine is not None and engine.expert_exchange is not None:
+            group.all_engines, group.expert_ranks = engine.all_engines, engine.expert_ranks
+            group.expert_exchange = engine.expert_exchange
         self._layers = layers = find_layers(config, model_config, group)
         self.stage = nth_stage(group.stage, layers, model_config)
         self.layout = f" stages={','.join(map(str, layers))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -166,9 +167,9 @@ def test_what_is_kept_free_is_enough_for_the_loss_of_any_engine(tmp_path, redund
         left = [number for number in range(3) if number != victim]
         with joined(3) as three, joined(2) as two:
             engines = Engines(folder, three, fixed_order=False, redundant=redundant)
-            spare = [spare_bytes(layers(engines.models[number]), 3, 1) for number in range(3)]
             for number in left:
-                engines.lost[number]._free_bytes = lambda number=number: spare[number]  # type: ignore[method-assign]
+                spare = spare_bytes(layers(engines.models[number]), 3, 1)
+                engines.lost[number]._free_bytes = partial(int, spare)  # type: ignore[method-assign]
             assert sum(engines.go_on(left, two)) > 0
 
 

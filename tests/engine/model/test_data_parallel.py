@@ -173,7 +173,14 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
     ("options", "error"),
     [
         ({"expert_parallel": False}, "data_parallel must be 1 without expert_parallel"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel must be 1 with data_parallel above 1"),
+        (
+            {"pipeline_parallel": 2, "enable_elastic_ep": True},
+            "enable_elastic_ep must be false with both data_parallel and pipeline_parallel above 1",
+        ),
+        (
+            {"pipeline_parallel": 2, "enable_eplb": True},
+            "enable_eplb must be false with both data_parallel and pipeline_parallel above 1",
+        ),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
     ],
 )

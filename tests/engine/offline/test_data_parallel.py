@@ -140,6 +140,35 @@ def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bi
     assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "the other engine answered too"
 
 
+STAGED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"dtype": "bfloat16"}),
+    ("qwen3_moe", {"dtype": "float32"}),
+    ("qwen3_moe", {"dtype": "float32", "determinism": None}),
+    ("qwen3_moe", {"dtype": "float32", "speculative": NGRAM}),
+    ("qwen3_moe", {"dtype": "float32", "overlap": False}),
+    ("qwen3_moe", {"dtype": "float32", "tensor_parallel": 2}),
+    ("qwen3_moe", {"dtype": "float32", "pipeline_parallel": 3}),
+    ("deepseek_v3", {"dtype": "bfloat16"}),
+    ("qwen3_next", {"dtype": "bfloat16"}),
+    ("gpt_oss", {"dtype": "float32"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [pytest.param(*case, marks=[pytest.mark.slow] if i else []) for i, case in enumerate(STAGED)]
+)
+def test_engines_with_stages_that_share_experts_give_the_tokens_of_one_rank_and_with_strict_its_bits(
+    pool, folder_of, on_one_engine, family, options
+):
+    with running(pool, shared(folder_of(family), 2, **{"pipeline_parallel": 2, **options})) as group:
+        outcome = run_rounds(group)
+        stats = group.group.all_stats()
+    expected = on_one_engine(family, options["dtype"])
+    assert outcome.tokens == expected.tokens
+    assert outcome.bits() == expected.bits() or options.get("determinism", "strict") is None
+    assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "the other engine answered too"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("determinism", [None, "strict"])
 def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism):
