@@ -145,13 +145,13 @@ def drafted(tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("mtp", {}),
-        *(pytest.param(method, {}, marks=pytest.mark.slow) for method in ("draft_model", "eagle3", "medusa")),
-        pytest.param("draft_model", {"tensor_parallel": 2}, marks=pytest.mark.slow),
-        pytest.param("mtp", {"dtype": "bfloat16", "overlap": True}, marks=pytest.mark.slow),
+        *((method, {}) for method in ("mtp", "draft_model", "eagle3", "medusa")),
+        ("draft_model", {"tensor_parallel": 2}),
+        ("mtp", {"dtype": "bfloat16", "overlap": True}),
     ],
 )
 def test_drafters_with_weights_go_on_without_a_lost_engine_and_change_no_text(drafted, method, options):

@@ -10,11 +10,12 @@ import pytest
 from engine.config import SpeculativeConfig
 from engine.core.engine import EngineCore
 from tests.engine.spec_decode.draft_checkpoints import VOCAB, make_drafters
+from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, make_core, requests, run
 from tests.models import with_slow
 
 NAMES = ("same_model", "noisy_model", "eagle3", "mtp", "medusa", "hybrid_mtp")
-SLOW = ("noisy_model", "medusa", "eagle3")
+SLOW = [name for name in NAMES if name != "mtp"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,8 @@ def launch_twice(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("name", with_slow(NAMES, SLOW))
-def test_a_drafter_with_weights_proposes_the_same_again(drafters, name):
+def test_a_drafter_with_weights_proposes_the_same_again(drafters, monkeypatch, name):
+    draft_always(monkeypatch)
     folder, options = drafters()[name]
     wanted = requests(6, VOCAB, logprobs=1)
     speculative = SpeculativeConfig(**options, num_speculative_tokens=3)
