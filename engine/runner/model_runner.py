@@ -96,11 +96,11 @@ class ModelRunner:
             self.model, model_config, self.dtype, device, together=self.device.asynchronous
         )
         self.image_inbox = allocate_inbox(setup)
-        self.experts = open_experts(config, self.model, tp, self.device)
         self._pooler = Pooler(model_config, self.model, folder, dtype=self.dtype, device=self.device)
         dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)
         if config.torch_compile:
             compile_model(setup, self.model, dummy_step)
+        self.experts = open_experts(config, self.model, tp, self.device)  # now, to count no tokens of larger steps
         self.drafting = load_drafter(setup, self.model)
         largest_step = partial(dummy_step, drafter=self.drafting.drafter)
         sizes = self.drafting.block_bytes, self.experts.spare_bytes
