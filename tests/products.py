@@ -1,4 +1,4 @@
-"""Products of parameters, of which `make test` runs as few as meet one another and `make test-all` runs all."""
+"""Products of parameters, of which runs are chosen that hold what can meet in the code; no run holds all of a product."""
 
 from __future__ import annotations
 
@@ -11,31 +11,52 @@ from _pytest.mark import ParameterSet
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
-    """Return the product of the factors, in which few runs hold every pair of values; the others are slow."""
-    return covering(2, *factors)
+    """Return few runs that hold every pair of values. Those with a value that is slow are slow."""
+    return covering(2, 2, *factors)
 
 
 def each_once(*factors: Iterable[Any]) -> list[Any]:
-    """Return the product of the factors, in which few runs hold every value; the others are slow."""
-    return covering(1, *factors)
+    """Return few runs that hold every value, and slow ones with which they hold every pair of values."""
+    return covering(1, 2, *factors)
 
 
-def covering(together: int, *factors: Iterable[Any]) -> list[Any]:
-    """Return the product of the factors. Ordinary runs hold any `together` values of different factors, chosen greedily
-    as what holds most that are missing; the others have the mark `slow`, as have all that hold a value with a mark."""
+def in_turns(*factors: Iterable[Any]) -> list[Any]:
+    """Return few runs that hold every value. Those with a value that is slow are slow."""
+    return covering(1, 1, *factors)
+
+
+def covering(together: int, slow_together: int, *factors: Iterable[Any]) -> list[Any]:
+    """Return runs of the product of the factors, chosen greedily as what holds most that are missing.
+
+    Ordinary runs hold any `together` values of different factors, if no value has a mark. Further runs, with the mark
+    `slow`, hold any `slow_together` values, those with a mark included."""
     values = [list(factor) for factor in factors]
     runs = list(product(*(range(len(factor)) for factor in values)))
     unmarked = [run for run in runs if not any(_is_marked(factor[i]) for factor, i in zip(values, run, strict=True))]
-    missing = {held for run in unmarked for held in _held(run, together)}
-    chosen = set()
-    while missing:
-        best = max(unmarked, key=lambda run: (len(missing & _held(run, together)), -_uses(run, chosen)))
-        chosen.add(best)
-        missing -= _held(best, together)
+    ordinary = _choose(unmarked, together, [])
+    chosen = ordinary + _choose(runs, slow_together, ordinary)
     return [
-        pytest.param(*(_plain(factor[i]) for factor, i in zip(values, run, strict=True)), marks=_marks(run in chosen))
-        for run in runs
+        pytest.param(*(_plain(factor[i]) for factor, i in zip(values, run, strict=True)), marks=_marks(run in ordinary))
+        for run in sorted(chosen)
     ]
+
+
+def slow(values: Iterable[Any]) -> list[ParameterSet]:
+    """Return values of a factor, each with the mark `slow`."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def _choose(runs: list[tuple[int, ...]], together: int, before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return runs that hold, with those before, any `together` values that one of `runs` holds."""
+    held = {run: set(combinations(enumerate(run), together)) for run in {*runs, *before}}
+    missing = {combination for run in runs for combination in held[run]}
+    missing -= {combination for run in before for combination in held[run]}
+    chosen: list[tuple[int, ...]] = []
+    while missing:
+        best = max(runs, key=lambda run: (len(missing & held[run]), -_uses(run, [*before, *chosen])))
+        chosen.append(best)
+        missing -= held[best]
+    return chosen
 
 
 def _is_marked(value: Any) -> bool:
@@ -46,14 +67,9 @@ def _plain(value: Any) -> Any:
     return value.values[0] if isinstance(value, ParameterSet) else value
 
 
-def _uses(run: tuple[int, ...], chosen: set[tuple[int, ...]]) -> int:
+def _uses(run: tuple[int, ...], chosen: list[tuple[int, ...]]) -> int:
     """Return how often values of a run were chosen: those that were chosen least are next."""
     return sum(other[i] == value for other in chosen for i, value in enumerate(run))
-
-
-def _held(run: tuple[int, ...], together: int) -> set[tuple[tuple[int, int], ...]]:
-    """Return the combinations of `together` values, each as factor and index, that a run holds."""
-    return set(combinations(enumerate(run), together))
 
 
 def _marks(ordinary: bool) -> list[pytest.MarkDecorator]:

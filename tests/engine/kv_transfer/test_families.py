@@ -14,7 +14,8 @@ from engine.core.build import build_engine
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
-from tests.models import FAMILIES, make_model, with_slow
+from tests.models import FAMILIES, make_model
+from tests.products import in_turns, pairwise, slow
 from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
@@ -25,10 +26,10 @@ RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 # States, KV behind windows, or latents.
 OTHER_RECURRENT = ("qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granite4", "granite4_moe", "lfm2_moe")
 KEPT_APART = (
-    *("qwen3_5", "gemma3", *RECURRENT[1:], "gemma4", "gpt_oss", "gemma3n"),
-    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", *OTHER_RECURRENT),
+    *(*RECURRENT[1:], "gemma4", "gpt_oss", "gemma3n", "deepseek_v32", "glm_moe_dsa", *OTHER_RECURRENT),
     *("deepseek_v2", "minicpm3", "gemma2", "gemma4_moe"),
 )
+DTYPES = ("float32", "bfloat16")
 BORDERS = (200, 129, 128, 64, 20)  # tokens behind borders of states, and none before one
 LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
 
@@ -110,19 +111,17 @@ def check_handed_over(configs, ranks, lengths, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "decode", "prefill"),
+    ("family", "dtype", "sizes"),
     [
-        pytest.param(family, dtype, *sizes, marks=() if (family, dtype, sizes) in STRICT else pytest.mark.slow)
-        for STRICT in [{("llama", "bfloat16", (2, 1)), ("qwen3_moe", "float32", (1, 2))}]
-        for family in ("llama", "qwen3_moe", "gemma3", "gpt_oss")
-        for dtype in ("float32", "bfloat16")
-        for sizes in ((1, 2), (2, 1), (4, 2))
+        ("llama", "bfloat16", (2, 1)),
+        ("qwen3_moe", "float32", (1, 2)),
+        *pairwise(slow(["llama", "qwen3_moe", "gemma3", "gpt_oss"]), DTYPES, [(1, 2), (2, 1), (4, 2)]),
     ],
 )
 def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engine(
-    tmp_path, ranks, family, dtype, decode, prefill
+    tmp_path, ranks, family, dtype, sizes
 ):
-    options = {"dtype": dtype, "determinism": "strict"}
+    (decode, prefill), options = sizes, {"dtype": dtype, "determinism": "strict"}
     folder = make_model(tmp_path, family)
     expected = alone(folder, **options)
     configs = make_config(folder, "decode", decode, **options), make_config(folder, "prefill", prefill, **options)
@@ -171,11 +170,10 @@ def test_engines_with_other_stages_hand_over_the_layers_that_both_hold(tmp_path,
     check_handed_over(configs, ranks, BORDERS, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", ["decode", "prefill"])
-@pytest.mark.parametrize("method", [None, "ngram"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "method", "spread"),
+    pairwise(slow(["qwen3_moe", "deepseek_v3"]), DTYPES, [None, "ngram"], ["decode", "prefill"]),
+)
 def test_an_engine_with_whole_experts_and_one_with_slices_give_the_bits_of_one_engine(
     tmp_path, ranks, family, dtype, method, spread
 ):
@@ -186,19 +184,14 @@ def test_an_engine_with_whole_experts_and_one_with_slices_give_the_bits_of_one_e
         make_config(folder, role, 2, expert_parallel=role == spread, speculative=drafts, **options)
         for role in ("decode", "prefill")
     )
-    with Pair(decode, prefill, ranks) as pair:
-        for length in LENGTHS:
-            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
-        for length in LENGTHS:
-            pair.ingress.last(f"{length}")
-        assert [flat(pair.ingress.deltas[f"{length}"]) for length in LENGTHS] == expected
-        pair.settle()
-        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
+    check_handed_over((decode, prefill), ranks, LENGTHS, expected)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", with_slow(KEPT_APART, KEPT_APART[1:]))
+@pytest.mark.parametrize(
+    ("family", "dtype", "size"),
+    pairwise(["qwen3_5", *slow(["gemma3", "deepseek_v3"])], ["bfloat16", *slow(["float32"])], [1, *slow([2])])
+    + in_turns(slow(KEPT_APART), DTYPES, [1, 2]),
+)
 def test_states_and_windows_are_handed_over_and_go_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
     """Also where prompts are cached on either side, and where prefill ends in the middle of them."""
     options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_blocks": 400, "block_size": 16}

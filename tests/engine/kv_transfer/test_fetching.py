@@ -15,7 +15,8 @@ from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine.kv_transfer.test_moves import alone, prompt
 from tests.engine_sockets import Ingress
-from tests.models import make_model, with_slow
+from tests.models import make_model
+from tests.products import in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
 LENGTH = 200
@@ -98,8 +99,10 @@ class Caches(Pair):
         self.settle()
 
 
-@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
-@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairwise(["llama"], ["float32", *slow(["bfloat16"])]) + in_turns(slow(FAMILIES), ["float32", "bfloat16"]),
+)
 def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_path, ranks, family, dtype):
     config = make_config(make_model(tmp_path, family), dtype=dtype)
     with Caches(config, config, ranks) as caches:

@@ -18,7 +18,8 @@ from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.kv_transfer.moving import Movers
 from tests.fake_drafter import draft_always
-from tests.models import make_model, with_slow
+from tests.models import make_model
+from tests.products import in_turns, pairwise, slow
 from tests.vision_models import MODELS, RECURRENT, Prompt, make_vision_model
 
 RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
@@ -76,8 +77,10 @@ def check(movers: Movers, config: EngineConfig) -> None:
     movers.settle()
 
 
-@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
-@pytest.mark.parametrize("family", with_slow(("llama", *FAMILIES), FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairwise(["llama"], ["float32", *slow(["bfloat16"])]) + in_turns(slow(FAMILIES), ["float32", "bfloat16"]),
+)
 def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_path, ranks, family, dtype):
     """There and back, so that tokens which came by a move move on, and find what they left behind in the cache."""
     folder = make_model(tmp_path, family)
@@ -101,7 +104,7 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
     """Penalties, a grammar, drafts, log-probabilities, least and most tokens, a salt."""
     draft_always(monkeypatch)
@@ -142,7 +145,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_keeps_its_adapter(ranks, dtype):
     config = make_config("pocket", enable_lora=True, dtype=dtype)
     pirate = LoRARequest("pirate", str(PIRATE), open_adapter(PIRATE).digest)
@@ -176,9 +179,7 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
         movers.settle()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", with_slow(("float32", "bfloat16"), ("bfloat16",)))
-@pytest.mark.parametrize("name", with_slow(list(MODELS), MODELS.keys() - {"gemma3", "qwen3_vl"}))
+@pytest.mark.parametrize(("name", "dtype"), in_turns(slow(MODELS), ["float32", "bfloat16"]))
 def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path, name, dtype):
     """Those of Gemma 3 are computed whole; Qwen's have rotary sections, and vectors for deeper layers."""
     folder = make_vision_model(tmp_path, name)

@@ -22,12 +22,12 @@ from engine.wire.lora import LoRARequest
 from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.engine.lora.adapted_models import ALL, MAX_TOKENS, NATIVE, prompt
+from tests.engine.lora.adapted_models import ALL, BACKEND, MAX_TOKENS, NATIVE, prompt
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.spec_decode.draft_checkpoints import make_drafters
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import make_model, with_slow
-from tests.products import each_once
+from tests.products import each_once, in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
 SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
@@ -85,7 +85,14 @@ def opened() -> Iterator[list[EngineCore]]:
         core.close()
 
 
-@pytest.mark.parametrize(("way", "family"), each_once(WAYS, with_slow(ALL, set(ALL) - {"llama", "phi3"})))
+# merged layers, states, latents, windows with experts, and transformers' code
+KINDS = ("llama", "phi3", "qwen3_next", "deepseek_v3", "gpt_oss", *BACKEND[:1])
+OTHERS = [family for family in ALL if family not in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("way", "family"), each_once(WAYS, [*KINDS[:2], *slow(KINDS[2:])]) + in_turns(WAYS, slow(OTHERS))
+)
 def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, pool, monkeypatch):
     """Two prompts by three adapters and none through two slots, also with cached prefixes."""
     model, drafter = adapted(family), WildDrafter()
@@ -104,8 +111,10 @@ def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, p
     assert (stats.spec_decode is not None and stats.spec_decode.num_accepted_tokens > 0) == (way == "drafts")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", with_slow(NATIVE, set(NATIVE) - {"llama"}))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairwise(["llama"], ["float32", "bfloat16"]) + in_turns(slow(NATIVE[1:]), ["float32", "bfloat16"]),
+)
 def test_bits_do_not_depend_on_the_company(family, dtype, adapted, tmp_path, opened):
     """Alone, beside 15 other adapters, and in an engine without any."""
     model = adapted(family)

@@ -23,8 +23,8 @@ from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.test_expert_parallel import MIXTURES, QUICK
-from tests.models import make_model, with_slow
-from tests.products import each_once
+from tests.models import make_model
+from tests.products import each_once, in_turns, pairwise, slow
 from tests.ranks import make_ranks, on_all
 
 Step = dict[int, list[int]] | None
@@ -37,9 +37,7 @@ STEPS: list[list[Step]] = [
     [None, None, {0: [5, 6, 7, 8, 9]}, {0: [1]}],
 ]
 
-FAST = {("qwen3_moe", torch.bfloat16)}
-
-
+LIKE_OTHERS = [name for name in MIXTURES if name not in QUICK]
 LAYOUTS = [(2, 1), (4, 1), (2, 2)]  # engines, and ranks of each
 
 
@@ -69,7 +67,7 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), each_once(with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK]), LAYOUTS)
+    ("family", "layout"), each_once(QUICK, LAYOUTS) + in_turns(slow(LIKE_OTHERS), LAYOUTS)
 )
 def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout):
     (size, ranks), folder = layout, make_model(tmp_path, family)
@@ -86,11 +84,8 @@ def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path,
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        pytest.param(family, dtype, marks=() if (family, dtype) in FAST else pytest.mark.slow)
-        for family in MIXTURES
-        for dtype in (torch.bfloat16, torch.float32)
-    ],
+    pairwise([QUICK[0], *slow(QUICK[1:])], [torch.bfloat16, *slow([torch.float32])])
+    + in_turns(slow(LIKE_OTHERS), [torch.bfloat16, torch.float32]),
 )
 def test_in_a_fixed_order_they_have_the_bits_of_one_engine(tmp_path, monkeypatch, family, dtype):
     monkeypatch.setattr(expert_split.SharedExpertsInOrder, "at_once", 7)  # so that a step takes several exchanges

@@ -22,7 +22,7 @@ from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
 from tests.mxfp4_files import make_mxfp4
-from tests.products import each_once
+from tests.products import each_once, in_turns, slow
 from tests.ranks import make_ranks, on_all
 
 MIXTURES = [
@@ -69,7 +69,8 @@ def experts_of(model: ByHand) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "family"),
-    each_once([torch.bfloat16, torch.float32], with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK])),
+    each_once([torch.bfloat16, torch.float32], QUICK)
+    + in_turns([torch.bfloat16, torch.float32], slow([name for name in MIXTURES if name not in QUICK])),
 )
 def test_in_a_fixed_order_whole_experts_give_the_bits_of_slices_on_any_number_of_ranks(tmp_path, family, dtype):
     check_bits(make_model(tmp_path, family), SIZES[family], dtype)

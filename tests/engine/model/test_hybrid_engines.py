@@ -13,24 +13,26 @@ from engine.errors import ConfigError
 from tests.engine.model.test_parity import Reference, Run
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import HYBRIDS, make_model, with_slow
-from tests.products import each_once
+from tests.products import in_turns, pairwise, slow
 
 LENGTHS = (70, 1, 64, 130, 63)
 IN_EVERY_RUN = ("qwen3_5", "nemotron_h")
-DRAFTED = (
-    *HYBRIDS, "gemma3", "gemma3n", "gemma4", "gpt_oss",
+FAMILIES = with_slow(HYBRIDS, set(HYBRIDS) - set(IN_EVERY_RUN))
+LIKE_THEM = (
+    *(family for family in HYBRIDS if family not in IN_EVERY_RUN), "gemma3", "gemma3n", "gemma4", "gpt_oss",
     "deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=with_slow(HYBRIDS, [family for family in HYBRIDS if family not in IN_EVERY_RUN]))
+@pytest.fixture(scope="module")
 def reference(request, tmp_path_factory) -> Reference:
     return Reference(make_model(tmp_path_factory.mktemp("model"), request.param))
 
 
 @pytest.mark.parametrize(
-    ("options", "overlap"),
-    each_once([{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"num_blocks": 46}], [False, True]),
+    ("reference", "options", "overlap"),
+    pairwise(FAMILIES, [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"num_blocks": 46}], [False, True]),
+    indirect=["reference"],
 )
 def test_tokens_are_those_of_transformers(reference, options, overlap):
     with Run(reference, overlap, **options) as run:
@@ -43,6 +45,7 @@ def test_tokens_are_those_of_transformers(reference, options, overlap):
         assert len(set(run.tokens["70"])) > 2, "output that repeats one token would prove nothing"
 
 
+@pytest.mark.parametrize("reference", FAMILIES, indirect=True)
 def test_a_prompt_that_was_seen_goes_on_from_its_last_border(reference):
     with Run(reference, overlap=True) as run:
         for name in ("first", "again"):
@@ -52,8 +55,11 @@ def test_a_prompt_that_was_seen_goes_on_from_its_last_border(reference):
         assert run.cached == {"first": 0, "again": 128}
 
 
-@pytest.mark.parametrize("reference", with_slow(DRAFTED, set(DRAFTED) - set(IN_EVERY_RUN)), indirect=True)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("reference", "dtype"),
+    pairwise(IN_EVERY_RUN, ["float32", "bfloat16"]) + in_turns(slow(LIKE_THEM), ["float32", "bfloat16"]),
+    indirect=["reference"],
+)
 def test_drafts_change_no_bit(reference, dtype, monkeypatch):
     drafter = WildDrafter()
     monkeypatch.setattr("engine.core.build.NgramDrafter", lambda shortest, longest: drafter)

@@ -9,14 +9,20 @@ import pytest
 
 from engine.model.state import CHUNK
 from tests.engine.model.test_parity import Run
-from tests.models import HYBRIDS, make_model, with_slow
+from tests.models import HYBRIDS, make_model
+from tests.products import in_turns, pairwise, slow
 
-FAMILIES = (
+KINDS = (
     *("qwen3_5", "nemotron_h", "lfm2", "kimi_linear"),  # Gated DeltaNet, Mamba-2, a convolution alone, KDA
-    *("qwen3_next", "bamba", "falcon_h1", "granite4_moe"),
-    *("gemma3", "gemma4", "gpt_oss", "gemma3n"),  # windows; KV read by other layers
-    *("deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa"),  # latents; selected by an indexer
+    *("gemma3", "gemma3n", "deepseek_v3", "deepseek_v32"),  # windows; KV read by other layers; latents; an indexer
 )
+LIKE_THEM = (
+    *("qwen3_next", "bamba", "falcon_h1", "granite4_moe"),
+    *("gemma4", "gpt_oss", "deepseek_v2", "minicpm3", "glm_moe_dsa"),
+)
+EVERY_KIND = pairwise([KINDS[0], *slow(KINDS[1:])], ["bfloat16", *slow(["float32"])])
+ALL = [*EVERY_KIND, *in_turns(slow(LIKE_THEM), ["bfloat16", "float32"])]
+for_all = pytest.mark.parametrize(("folder", "dtype"), ALL, indirect=["folder"])
 VOCAB, BLOCK = 97, 16
 
 
@@ -29,14 +35,9 @@ class Folder:
         self.alone: dict[tuple, dict] = {}
 
 
-@pytest.fixture(scope="module", params=with_slow(FAMILIES, FAMILIES[1:]))
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Folder:
     return Folder(make_model(tmp_path_factory.mktemp("model"), request.param), request.param)
-
-
-@pytest.fixture(params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def dtype(request) -> str:
-    return request.param
 
 
 def run_of(folder: Folder, dtype: str, **options) -> Run:
@@ -66,6 +67,7 @@ def computed_alone(folder: Folder, dtype: str, prompts: dict[str, list[int]], ma
     return folder.alone[key]
 
 
+@for_all
 def test_a_prefix_of_every_number_of_blocks(folder, dtype):
     """The first prompt that parts from another leaves a state where they part, from which the next one goes on."""
     whole, prompts = tokens(3 * CHUNK + 5, "whole"), {}
@@ -85,11 +87,21 @@ def test_a_prefix_of_every_number_of_blocks(folder, dtype):
             assert run.cached[f"{blocks}b"] == blocks * BLOCK // folder.step * folder.step
 
 
+@for_all
+def test_many_prompts_at_once_in_chunks_of_an_awkward_size(folder, dtype):
+    check_chunks(folder, dtype, 61, overlap=True)
+
+
 @pytest.mark.parametrize(
-    ("budget", "overlap"),
-    [(61, True), *(pytest.param(n, n % 2 == 0, marks=pytest.mark.slow) for n in (7, 64, 300))],
+    ("folder", "dtype", "overlap", "budget"),
+    pairwise(slow(KINDS), ["bfloat16", "float32"], [False, True], [7, 64, 300]),
+    indirect=["folder"],
 )
-def test_many_prompts_at_once_in_chunks_of_awkward_sizes(folder, dtype, overlap, budget):
+def test_many_prompts_at_once_in_chunks_of_other_sizes(folder, dtype, overlap, budget):
+    check_chunks(folder, dtype, budget, overlap)
+
+
+def check_chunks(folder: Folder, dtype: str, budget: int, overlap: bool) -> None:
     shared = tokens(2 * CHUNK + 9, "shared")
     prompts = {f"{i}": shared[: len(shared) - 11 * (i % 3)] + tokens(5 + 13 * i, i) for i in range(5)}
     alone = computed_alone(folder, dtype, prompts, 20)
@@ -102,6 +114,7 @@ def test_many_prompts_at_once_in_chunks_of_awkward_sizes(folder, dtype, overlap,
         assert sum(map(bool, run.cached.values())) >= 3
 
 
+@for_all
 def test_the_next_turn_of_a_conversation_goes_on_from_its_answer(folder, dtype):
     first = tokens(30, "turn")
     with run_of(folder, dtype) as run:
@@ -114,7 +127,11 @@ def test_the_next_turn_of_a_conversation_goes_on_from_its_answer(folder, dtype):
         assert bits(run)["second"] == computed_alone(folder, dtype, {"second": second}, 5)["second"]
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    ("folder", "dtype", "overlap"),
+    [pytest.param(*param.values, i % 2 == 0, marks=param.marks) for i, param in enumerate(ALL)],
+    indirect=["folder"],
+)
 def test_who_is_preempted_has_the_same_bits(folder, dtype, overlap):
     prompts = {f"{i}": tokens(90 + 7 * i, ("preempted", i)) for i in range(3)}
     alone = computed_alone(folder, dtype, prompts, CHUNK + 9)

@@ -70,6 +70,7 @@ OF_EVERY_FAMILY = (
     "test_requests_that_are_preempted",
 )
 IN_EVERY_TEST = ("llama", "gemma2")  # the second caps its logits, of which log-probabilities are made
+SCALED = ("llama_rope_scaled", "gemma3", "gpt_oss", "deepseek_v3")  # whose positions turn otherwise far into the context
 SLOW = (
     "mistral",
     "qwen3",
@@ -93,14 +94,17 @@ SLOW = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test a family with one of the loops, in turns; the rest of the product is slow."""
+    """Give each test the families that it is for, each with one of the loops in turns; some have both, which is slow."""
     names, loops = [*FAMILIES, "pocket"], [False, True] if "overlap" in metafunc.fixturenames else [True]
     test = metafunc.function.__name__
+    meant = {*IN_EVERY_TEST, *(SCALED if test == "test_prompts_that_nearly_fill_the_context" else ())}
     params = []
     for (i, name), overlap in product(enumerate(names), loops):
-        meets = name in IN_EVERY_TEST or (name not in SLOW and test in OF_EVERY_FAMILY)
         in_turn = len(loops) == 1 or (i + len(test)) % 2 == overlap
-        marks = [] if meets and in_turn else [pytest.mark.slow]
+        if not (name in IN_EVERY_TEST or (in_turn and (name in meant or test in OF_EVERY_FAMILY))):
+            continue
+        quick = in_turn and name not in SLOW and (name in IN_EVERY_TEST or test in OF_EVERY_FAMILY)
+        marks = [] if quick else [pytest.mark.slow]
         id_ = f"{name}-{'overlap' if overlap else 'plain'}" if len(loops) > 1 else name
         values = (name, overlap) if len(loops) > 1 else (name,)
         params.append(pytest.param(*values, marks=marks, id=id_))
@@ -215,12 +219,17 @@ def test_prompts_whose_prefix_is_cached(reference, overlap):
         assert run.tokens["next turn"] == reference.output(turn)
 
 
-@pytest.mark.parametrize(
-    "caching",
-    [pytest.param(True, id="prefix cache"), pytest.param(False, id="no prefix cache", marks=pytest.mark.slow)],
-)
-def test_requests_that_are_preempted(reference, overlap, caching):
-    with Run(reference, overlap, num_blocks=26, enable_prefix_caching=caching) as run:
+def test_requests_that_are_preempted(reference, overlap):
+    check_preempted(reference, overlap)
+
+
+@pytest.mark.slow
+def test_requests_that_are_preempted_without_a_prefix_cache(reference, overlap):
+    check_preempted(reference, overlap, enable_prefix_caching=False)
+
+
+def check_preempted(reference: Reference, overlap: bool, **options) -> None:
+    with Run(reference, overlap, num_blocks=26, **options) as run:
         prompts = {str(n): reference.prompt(n, seed=n) for n in LENGTHS}
         for name, prompt in prompts.items():
             run.add(name, prompt)

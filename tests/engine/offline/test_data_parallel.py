@@ -26,6 +26,7 @@ from tests.engine.offline.test_expert_moves import LATER, check_stop, check_stre
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.offline.test_tensor_parallel import BUSY, MAX_TOKENS, Outcome, make_config, random_prompt, run
 from tests.models import make_model
+from tests.products import in_turns, pairwise, slow
 from tests.shared_engines import run_rank, running
 
 NGRAM = SpeculativeConfig(method="ngram")
@@ -33,7 +34,8 @@ NAMES = {"one": 1, "two": 2}  # adapters and their seeds
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
 PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 """Families and numbers of engines for which the first engine has too few blocks for its requests."""
-FAST = {("qwen3_moe", "bfloat16", 2)}
+WAYS: list[dict[str, Any]] = [{"speculative": NGRAM}, {"overlap": True}]
+KINDS = [("float32", "strict"), ("bfloat16", "strict"), ("float32", None)]
 
 
 def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
@@ -80,18 +82,9 @@ def on_one_engine(pool, folder_of):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "engines", "options"),
-    [
-        pytest.param(
-            family, dtype, engines, options,
-            marks=() if (family, dtype, engines) in FAST and not options else pytest.mark.slow,
-        )
-        for family in FAMILIES
-        for dtype in ("float32", "bfloat16")
-        for engines in (2, 4)
-        for options in ({}, {"speculative": NGRAM}, {"overlap": True})
-        if not options or (engines == 2 and family in ("qwen3_moe", "qwen3_next"))
-    ],
-)  # fmt: skip
+    pairwise(["qwen3_moe", *slow(FAMILIES[1:])], ["bfloat16", *slow(["float32"])], [2, *slow([4])], [{}])
+    + pairwise(slow(["qwen3_moe", "qwen3_next"]), ["bfloat16", "float32"], [2], WAYS),
+)
 def test_engines_that_share_experts_give_the_bits_of_one(
     pool, folder_of, on_one_engine, family, dtype, engines, options
 ):
@@ -115,28 +108,24 @@ def test_a_request_alone_is_computed_by_one_engine_and_served_by_the_other(pool,
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "kind", "options"),
     [
-        pytest.param(
-            family, {"dtype": dtype, "determinism": determinism, **options},
-            marks=() if (family, dtype, determinism) == ("qwen3_moe", "bfloat16", "strict") and not options
-            else pytest.mark.slow,
-        )
-        for family in FAMILIES
-        for dtype, determinism in (("float32", "strict"), ("bfloat16", "strict"), ("float32", None))
-        for options in ({}, {"speculative": NGRAM}, {"overlap": True})
-        if not options or family in ("qwen3_moe", "qwen3_next")
+        ("qwen3_moe", ("bfloat16", "strict"), {}),
+        *in_turns(slow(FAMILIES), KINDS, [{}]),
+        *pairwise(slow(["qwen3_moe", "qwen3_next"]), KINDS, WAYS),
     ],
-)  # fmt: skip
+)
 def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bits(
-    pool, folder_of, on_one_engine, family, options
+    pool, folder_of, on_one_engine, family, kind, options
 ):
-    with running(pool, shared(folder_of(family), 2, tensor_parallel=2, **options)) as group:
+    dtype, determinism = kind
+    config = shared(folder_of(family), 2, tensor_parallel=2, dtype=dtype, determinism=determinism, **options)
+    with running(pool, config) as group:
         outcome = run_rounds(group)
         stats = group.group.all_stats()
-    expected = on_one_engine(family, options["dtype"])
+    expected = on_one_engine(family, dtype)
     assert outcome.tokens == expected.tokens
-    assert outcome.bits() == expected.bits() or options["determinism"] is None
+    assert outcome.bits() == expected.bits() or determinism is None
     assert stats[0].generation_tokens < sum(map(len, outcome.tokens.values())), "the other engine answered too"
 
 

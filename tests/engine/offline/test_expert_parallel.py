@@ -14,11 +14,11 @@ from engine.offline.llm import LLM
 from tests.engine.offline.test_pipeline_parallel import kill_in_the_middle
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, run_mixed
 from tests.models import make_model
+from tests.products import in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
 NGRAM = SpeculativeConfig(method="ngram")
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "glm4_moe", "gemma4_moe")
-FAST: list[tuple[str, str, dict[str, Any]]] = [("qwen3_moe", "bfloat16", {"tensor_parallel": 2})]
+OTHERS = ("mixtral", "gpt_oss", "glm4_moe", "gemma4_moe")
 WAYS: list[dict[str, Any]] = [
     {"tensor_parallel": 2},
     {"tensor_parallel": 4},
@@ -45,14 +45,9 @@ def spread(folder: Path, **options: Any) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "way"),
-    [
-        pytest.param(family, dtype, way, marks=() if (family, dtype, way) in FAST else pytest.mark.slow)
-        for family in FAMILIES
-        for dtype in ("float32", "bfloat16")
-        for way in WAYS
-        if ("pipeline_parallel" not in way or family in ("qwen3_moe", "deepseek_v3"))
-        and (way["tensor_parallel"], family) != (4, "qwen3_next")  # it has two heads to split
-    ],
+    pairwise(["qwen3_moe", *slow(["deepseek_v3"])], ["bfloat16", *slow(["float32"])], [WAYS[0], *slow(WAYS[1:])])
+    + in_turns(slow(OTHERS), ["float32", "bfloat16"], WAYS[:3])
+    + in_turns(slow(["qwen3_next"]), ["float32", "bfloat16"], WAYS[::2]),  # it has two heads to split
 )
 def test_ranks_with_whole_experts_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, way):
     with pool.engine(spread(folder_of(family), dtype=dtype, num_blocks=30, **way)) as core:

@@ -19,6 +19,7 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
 from tests.models import with_slow
+from tests.products import in_turns, slow
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
 PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
@@ -85,9 +86,9 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["same_model", "noisy_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), in_turns(slow(["same_model", "noisy_model", "eagle3"]), ["bfloat16", "float32"])
+)
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
     speculative = {**options, "num_speculative_tokens": HEADS}
@@ -199,9 +200,7 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     assert with_graphs <= 68 and without > with_graphs + 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("method", "ranks"), in_turns(slow(METHODS), [1, 2]))
 def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, ranks):
     folder, options = folders[method]
     speculative, layout = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.engine.spec_decode.draft_checkpoints import make_drafters
 from tests.fake_drafter import draft_always
 from tests.late_engine import answer, generate, requests, small_config, use_device
 from tests.models import make_model, with_slow
+from tests.products import pairwise, slow
 from tests.rank_pool import RankPool, run_worker
 from tests.tape import TapedDevice
 from tests.vision_models import Prompt, make_vision_model
@@ -45,11 +45,6 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 SHAPES = [(2, 1), (4, 1), (2, 2)]  # stages, and ranks of each
-
-FAST: list[tuple[str, str, tuple[int, int], bool | None]] = [
-    ("llama", "float32", (2, 1), False),
-    ("qwen3_next", "float32", (2, 1), None),
-]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +75,9 @@ def on_one_rank(pool, folder_of):
 @pytest.mark.parametrize(
     ("family", "dtype", "shape", "overlap"),
     [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-        for case in product(LAYERS, ("float32", "bfloat16"), SHAPES, (False, None))
+        ("llama", "float32", (2, 1), False),
+        ("qwen3_next", "float32", (2, 1), None),
+        *pairwise(slow(LAYERS), ["float32", "bfloat16"], SHAPES, [False, None]),
     ],
 )
 def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, shape, overlap):

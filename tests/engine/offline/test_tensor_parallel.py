@@ -16,7 +16,7 @@ from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.models import FAMILIES, make_model, with_slow
-from tests.products import each_once
+from tests.products import each_once, in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
 MAX_TOKENS = 12
@@ -32,7 +32,7 @@ POOLED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OTHERS = tuple(family for family in FAMILIES if family not in ("qwen3_moe", "deepseek_v3"))
 """Their layers are compared on both numbers of ranks in model/models/test_tensor_parallel.py: engines are slow."""
-FAST_STRICT = {("llama", "float32")}  # the others are slow
+LIKE_OTHERS = [variant for variant in VARIANTS if variant not in ("llama", "qwen3_moe", "gemma3", "deepseek_v3")]
 BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
 
 
@@ -130,7 +130,8 @@ def run_mixed(core: EngineCore, preempts: bool = True, hits: bool = True) -> Out
 
 @pytest.mark.parametrize(
     ("variant", "size", "overlap"),
-    each_once(with_slow(FAMILIES, OTHERS), [2, 4], [True, False])
+    each_once(["qwen3_moe", "deepseek_v3"], [2, 4], [True, False])
+    + in_turns(slow(OTHERS), [2, 4], [True, False])
     + each_once(with_slow(ODD, ["llama_one_kv_head", "llama_biases"]), [2, 4], [True, False]),
 )
 def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
@@ -153,11 +154,8 @@ def test_ranks_that_talk_through_gloo_give_the_tokens_of_one_rank(pool, folder_o
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    [
-        pytest.param(variant, dtype, marks=() if (variant, dtype) in FAST_STRICT else pytest.mark.slow)
-        for variant in VARIANTS
-        for dtype in ("float32", "bfloat16")
-    ],
+    pairwise(["llama", *slow(["qwen3_moe", "gemma3", "deepseek_v3"])], ["float32", *slow(["bfloat16"])])
+    + in_turns(slow(LIKE_OTHERS), ["float32", "bfloat16"]),
 )
 def test_with_strict_determinism_any_number_of_ranks_gives_the_same_bits(pool, folder_of, variant, dtype):
     outcomes = []

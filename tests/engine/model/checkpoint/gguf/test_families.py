@@ -17,7 +17,7 @@ from engine.model.ops.cpu.quantized_linear import Integers
 from tests.batches import load_by_hand
 from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf
 from tests.models import FAMILIES, make_model
-from tests.products import each_once
+from tests.products import in_turns, pairwise, slow
 from tests.ranks import make_ranks, on_all
 
 IN_BLOCKS = sorted(TYPES.keys() - set(PLAIN))
@@ -55,7 +55,13 @@ def make(tmp_path: Path, family: str, type: str, **overrides: Any) -> tuple[Path
     return tmp_path / "model.gguf", write_gguf(source, tmp_path / "model.gguf", type)
 
 
-@pytest.mark.parametrize(("family", "type"), each_once(IN_GGUF, TYPES))
+KINDS = ("llama", "qwen3_moe")  # rows of q and k in another order; experts, which are in one tensor
+
+
+@pytest.mark.parametrize(
+    ("family", "type"),
+    in_turns(IN_GGUF, TYPES) + pairwise(KINDS, slow(TYPES)),
+)
 @torch.inference_mode()
 def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_path, family, type):
     file, numbers = make(tmp_path, family, type)
