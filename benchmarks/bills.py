@@ -30,8 +30,9 @@ from deployments.quotas.limits import BudgetLimit, KeyLimits
 from engine.core.block_usage import BlockUsage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, SequenceCost
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import SequenceCost
 from tests.deployments.fake_api import fake_api, says
 
 TURN, REQUESTS = 10, 32  # steps and requests of a turn

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.expert_parallel import LOADS, TOKENS, make_folder
 from engine.config import EngineConfig
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.rank_pool import RankPool
 from tests.shared_engines import running

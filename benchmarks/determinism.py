@@ -35,7 +35,8 @@ from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
-from engine.wire.messages import DispatchRemote, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import DispatchRemote
 from engine.wire.sampling_params import SamplingParams
 
 BATCH = 16

@@ -19,7 +19,6 @@ from engine.wire.messages import (
     CancelPrefill,
     Command,
     DispatchRemote,
-    EngineStats,
     EngineStatus,
     Notice,
     PeerPool,
@@ -27,6 +26,7 @@ from engine.wire.messages import (
     PrefillReplica,
     PrefillReplicas,
 )
+from engine.wire.stats.engine_stats import EngineStats
 
 START_TIMEOUT_S = 300.0
 POLL_MS = 100

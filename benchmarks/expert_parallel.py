@@ -30,7 +30,7 @@ from engine.core.engine import EngineCore
 from engine.model.layers.moe import RouterProduct
 from engine.model.loader import fill_with_noise
 from engine.runner import load as loading
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rank_pool import RankPool

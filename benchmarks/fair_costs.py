@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 CLIENTS = {"long prompts": Load(0, 640, 4), "long answers": Load(0, 16, 128)}

@@ -29,7 +29,7 @@ from engine.errors import InvalidParameter
 from engine.model import families
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 PROMPTS = 5

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.model.models.llama import LlamaForCausalLM
 from engine.runner.launching.launcher import Launcher
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.rank_pool import RankPool
 from tests.shared_engines import running

@@ -28,7 +28,7 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 SHAPE: dict[str, Any] = {

@@ -26,7 +26,10 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.routing.routing_context import RoutingContext
 from engine.distributed.sockets import PushSockets
-from engine.wire.messages import Add, EngineStats, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add, EngineStatus
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 TICK_S = 0.02
 TOKEN = 300  # of the bundled model; some word

@@ -22,7 +22,7 @@ from deployments.jobs.record import JobRecord, job_id_of
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore
 from engine.text.text_stream import TextChunk
-from engine.wire.messages import TokenDelta
+from engine.wire.token_delta import TokenDelta
 
 NUM_EVENTS = 20_000
 

@@ -37,8 +37,10 @@ from engine.multimodal.image import decode
 from engine.multimodal.processor import ImageProcessor
 from engine.offline.llm import ImagePrompt
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import Add, GenerateRequest, TokenBatch
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch
 
 STREAM_PROMPT = 32  # tokens
 STREAM = "stream-"

@@ -28,7 +28,7 @@ from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
 
 HELD_S = 300.0

@@ -41,8 +41,8 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.lora.adapter_files import open_adapter
 from engine.model.config import ModelConfig
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 #: As SmolLM2-135M.

@@ -28,7 +28,7 @@ from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.model.state import state_specs
 from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, most, total_bytes
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 

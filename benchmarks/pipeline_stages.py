@@ -28,7 +28,7 @@ from engine.core.engine import EngineCore
 from engine.core.features import micro_batches
 from engine.distributed.tp_group import TPGroup, group_options
 from engine.runner.worker import Worker
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rank_pool import TIMEOUT_S, RankPool

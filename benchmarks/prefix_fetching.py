@@ -27,8 +27,11 @@ from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigester
 from deployments.routing.subscriber import KVEventSubscriber
 from engine.config import EngineConfig, HandoffConfig
-from engine.wire.messages import Add, EngineStats, GenerateRequest, ResetPrefixCache, TokenBatch, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add, ResetPrefixCache
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "round_robin")
 VOCAB = 4000

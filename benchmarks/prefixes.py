@@ -25,7 +25,7 @@ from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 #: Qwen 3.5, small: 6 layers of Gated DeltaNet, 2 of attention.

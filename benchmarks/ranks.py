@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.plan_broadcast import PlanBroadcaster, PlanReceiver
 from engine.distributed.tp_group import TPGroup
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import BlockChange, StepPlan
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model

@@ -14,7 +14,8 @@ import zmq
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
-from engine.wire.messages import Abort, Command, TokenBatch, TokenDelta
+from engine.wire.messages import Abort, Command
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 ROUNDS, WARM_UP, REPEATS = 2000, 200, 5
 HOST = "127.0.0.1"

@@ -27,7 +27,7 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.folder import resolve
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 

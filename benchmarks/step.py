@@ -33,7 +33,7 @@ from engine.device import is_gpu, open_device
 from engine.errors import EngineError, InvalidParameter
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 UNMEASURED = 5  # decode steps before the clock starts, for buffers and caches

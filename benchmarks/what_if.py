@@ -43,7 +43,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.tape.file import pack_tapes, read_tapes
 from engine.core.tape.ring import tape_with_key
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.serve.serve_run import ServeRun, wait_until
 

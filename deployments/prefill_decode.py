@@ -16,8 +16,8 @@ from deployments.replicas.role_follower import RoleFollower
 from deployments.replicas.serve_pool import ServeRemotePool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
-from engine.wire.handoff_stats import Role
 from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import Role
 from placement.spec import GroupSpec
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine."""
+    """Run a test that is a coroutine. The fixture `api` is entered in its loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def test() -> None:
+        async with given.get("api", nullcontext()) as api:
+            await pyfuncitem.obj(**{**given, **({"api": api} if "api" in given else {})})
+
+    run(test())
     return True
 
 

@@ -11,10 +11,12 @@ import msgspec
 import zmq
 
 from engine.core.server import EngineServer
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import Add, GenerateRequest, TokenBatch, TokenDelta
+from engine.wire.messages import Add
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 LIMIT_MS = 60_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.wire.messages import EngineStats
+from engine.wire.stats.engine_stats import EngineStats
 
 
 def engine_stats(**figures: Any) -> EngineStats:

@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from engine.core.stats import RequestMetrics
-from engine.wire.handoff_stats import HandoffStats
+from engine.wire.generate_request import GenerateRequest, HoldMark
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     Abort,
@@ -24,13 +24,9 @@ from engine.wire.messages import (
     Command,
     DispatchRemote,
     EngineStatus,
-    ErrorInfo,
-    GenerateRequest,
     GiveHolds,
     HeldPrompt,
     HeldPrompts,
-    HoldMark,
-    HoldOutcome,
     LoadAdapter,
     Notice,
     Prefill,
@@ -38,15 +34,13 @@ from engine.wire.messages import (
     ReleaseHolds,
     RemoteRequestFailed,
     ResetPrefixCache,
-    SequenceCost,
     TakeTape,
     TapeTaken,
-    TokenBatch,
-    TokenDelta,
-    TokenLogprob,
 )
 from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenBatch, TokenDelta, TokenLogprob
 from tests.engine_stats import engine_stats
 
 Script = Callable[[GenerateRequest], list[int]]

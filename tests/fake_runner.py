@@ -29,13 +29,14 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import HoldOutcome
 
 VOCAB = 50
 EOS = 0

@@ -12,8 +12,10 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.ops import dispatch, linear
-from engine.wire.messages import GenerateRequest, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
+from tests.deltas import deltas_of
 from tests.late_device import LateDevice
 from tests.sync_guard import forbid_waits
 from tests.tape import tape_kernels
@@ -72,11 +74,8 @@ def answer(core: EngineCore, wanted: list[GenerateRequest]) -> Answers:
     answers: Answers = {request.request_id: ([], []) for request in wanted}
     for request in wanted:
         core.add(request)
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            tokens, logprobs = answers[event.delta.request_id]
-            tokens += event.delta.token_ids
-            logprobs += event.delta.logprobs or []
-        core.scheduler.check()
+    for delta in deltas_of(core):
+        tokens, logprobs = answers[delta.request_id]
+        tokens += delta.token_ids
+        logprobs += delta.logprobs or []
     return answers

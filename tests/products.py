@@ -1,4 +1,4 @@
-"""Products of parameters, of which runs are chosen that hold what can meet in the code; no run holds all of a product."""
+"""Products of parameters. No run holds all of a product: runs are chosen that hold what can meet in the code."""
 
 from __future__ import annotations
 

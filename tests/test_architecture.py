@@ -283,7 +283,8 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
     features = ROOT / "engine" / "core" / "features"
     core += [f"features/{file.relative_to(features).with_suffix('')}" for file in features.rglob("*.py")]
     protocol = ["protocol", "decode_side", "prefill_side", "receive_state", "messages", "effects"]
-    wire = ["plan", "sampling_params", "messages", "remote_request", "handoff", "handoff_stats"]
+    wire = ["plan", "sampling_params", "generate_request", "token_delta", "messages", "remote_request", "handoff"]
+    wire += ["stats/engine_stats", "stats/handoff_stats"]
     names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
     for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.model.config import ModelConfig
 from engine.model.transformers_backend.example_image import example_image
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MM_HASH_BYTES
 from engine.wire.sampling_params import SamplingParams
 

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import SamplingParams
 

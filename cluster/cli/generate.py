@@ -14,8 +14,8 @@ import msgspec
 from engine.errors import RequestError, ServingError
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
-from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
 
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 BEGIN = b'{"index":'  # start of each output line

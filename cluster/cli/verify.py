@@ -41,7 +41,7 @@ from engine.errors import InvalidParameter, RequestError
 from engine.offline.llm import LLM
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 
 Json = dict[str, Any]
 Step = tuple[int | None, str | None, float | None]

@@ -28,8 +28,8 @@ from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import FinishPrefill, OpenHandoff
-from engine.wire.messages import GenerateRequest
 from engine.wire.remote_request import Peer
 
 POLL_INTERVAL_S = 1.0  # between polls of the engines, as in the real cluster

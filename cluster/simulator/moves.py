@@ -21,8 +21,8 @@ from cluster.simulator.trace import Trace
 from deployments.replicas.departure import GROUP, MOST_GROUPS, ROUND_S
 from engine.core.engine_stats import load_of
 from engine.core.output import Event
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Closed, HoldRequest, OpenHandoff, Received
-from engine.wire.messages import GenerateRequest
 from engine.wire.remote_request import RemoteRequest
 
 

@@ -24,9 +24,10 @@ from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.kv_events import KVEventPublisher
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
-from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
+from engine.wire.messages import EngineUpdate, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 

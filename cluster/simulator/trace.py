@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from cluster.arrivals import arrival_times
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 CSV_COLUMNS = (  # of Azure's traces, and of BurstGPT's: time, tokens of the prompt and of the answer

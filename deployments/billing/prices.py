@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.wire.messages import SequenceCost
+from engine.wire.token_delta import SequenceCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

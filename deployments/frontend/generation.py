@@ -17,7 +17,8 @@ from deployments.quotas.key_quota import Demand, current_quota
 from engine.errors import Overloaded
 from engine.fairness.fair_queue import QueuedRequest
 from engine.text.text_stream import TextChunk
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.token_delta import TokenDelta
 
 TIMEOUT_GRACE_S = 10.0
 """Seconds after a request's deadline in which its engine or replica may end the request. After them the ingress ends

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 
 from deployments.observability.stats import IngressStats
-from engine.wire.messages import Abort, TokenBatch, TokenDelta
+from engine.wire.messages import Abort
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 MAX_UNMERGED = 32
 """Deltas are merged only when more than this many are waiting."""

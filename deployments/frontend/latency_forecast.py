@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.wire.messages import EngineStats
+from engine.wire.stats.engine_stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ import msgspec
 
 from deployments.observability.stats import REPLAY_REASONS
 from engine.errors import EngineError, EngineUnavailable, RequestTimeout, ServingError
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import seed_of
+from engine.wire.token_delta import TokenDelta
 
 BACK_OFF_S = 0.25  # before the first replay, by when a replica with a broken engine is gone
 MAX_BACK_OFF_S = 2.0

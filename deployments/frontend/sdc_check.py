@@ -24,8 +24,9 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, ServingError
-from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
+from engine.wire.token_delta import TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from deployments.replicas.pools import EngineClient
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.messages import ErrorInfo, GenerateRequest, HoldOutcome, SequenceCost, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
+from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from deployments.frontend.availability import Availability
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
-from engine.wire.messages import GenerateRequest, RequestTimes, SequenceCost, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import RequestTimes, SequenceCost, TokenDelta
 
 logger = logging.getLogger(__name__)
 

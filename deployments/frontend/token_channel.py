@@ -9,7 +9,7 @@ from deployments.frontend.inboxes import Inboxes
 from deployments.observability.stats import IngressStats
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
-from engine.wire.messages import TokenBatch
+from engine.wire.token_delta import TokenBatch
 
 
 class TokenChannel(Inboxes):

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import msgspec
 
 from deployments.replicas.pools import EnginePool, ModelReplicas
-from engine.wire.handoff_stats import HandoffInfo
+from engine.wire.stats.handoff_stats import HandoffInfo
 
 VERSION = version("manta-serve")
 

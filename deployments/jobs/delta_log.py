@@ -12,7 +12,8 @@ from deployments.frontend.inboxes import joined
 from deployments.frontend.sequence import SequenceContext, Usage
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.token_delta import TokenDelta
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from deployments.jobs.event_ids import NoEventIds
 from deployments.jobs.lease import Lease
 from deployments.jobs.record import JobRecord, record_key
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ import msgspec
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.retry import signed
 from deployments.storage.key_value import KeyValueStore, sealed
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import seed_of
+from engine.wire.token_delta import TokenDelta
 
 
 class JobRecord(msgspec.Struct):

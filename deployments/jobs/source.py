@@ -15,7 +15,7 @@ from deployments.jobs.event_ids import MAX_CHOICES, EventIds, NoEventIds, Positi
 from deployments.jobs.job import Job
 from deployments.jobs.record import JobRecord
 from engine.text.text_stream import TextChunk
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 
 
 class Generation(Protocol):

@@ -12,9 +12,10 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
-from engine.wire.handoff_stats import HandoffStats
-from engine.wire.histogram import Histogram
-from engine.wire.messages import EngineStats, EngineStatus
+from engine.wire.messages import EngineStatus
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.stats.handoff_stats import HandoffStats
+from engine.wire.stats.histogram import Histogram
 
 LABELS = ["model_name", "engine"]
 

@@ -33,7 +33,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import SERVICE
 from deployments.replicas.pools import EnginePool, ModelReplicas
 from deployments.routing.stats import RoutingStats
-from engine.wire.histogram import Histogram
+from engine.wire.stats.histogram import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MODEL_LABELS = ["model_name", "ingress"]

@@ -11,7 +11,7 @@ import msgspec
 from deployments.billing.totals import OTHERS, UsageTotals
 from deployments.observability.timeline import SequenceTimeline
 from deployments.routing.stats import RoutingStats
-from engine.wire.histogram import SECONDS, TOKENS, Histogram
+from engine.wire.stats.histogram import SECONDS, TOKENS, Histogram
 
 REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded", "moved")
 FINISHED_REASONS = ("stop", "length", "abort", "error")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.pools import EnginePool, ModelReplicas
-from engine.wire.messages import EngineStats
+from engine.wire.stats.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

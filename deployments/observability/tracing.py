@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from deployments.observability.timeline import SequenceTimeline
 from engine.errors import ConfigError, StartupError
-from engine.wire.messages import RequestTimes, SequenceCost
+from engine.wire.token_delta import RequestTimes, SequenceCost
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

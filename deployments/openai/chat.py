@@ -28,7 +28,7 @@ from deployments.openai.response_bodies import (
     ToolCallDelta,
     UsageBody,
 )
-from engine.wire.messages import TokenLogprob
+from engine.wire.token_delta import TokenLogprob
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from deployments.openai.parsers.output_parser import Content, OutputEvent
 from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, TopLogprob
 from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TokenLogprob
+from engine.wire.token_delta import TokenLogprob
 
 
 class ChatOutputChunk(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from deployments.openai.response_bodies import (
 from engine.text.detokenizer import Detokenizer
 from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TokenLogprob
+from engine.wire.token_delta import TokenLogprob
 
 
 @dataclass(slots=True)

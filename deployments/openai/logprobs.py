@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deployments.openai.response_bodies import PromptLogprob, PromptLogprobs
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import TokenLogprob
+from engine.wire.token_delta import TokenLogprob
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:

@@ -50,7 +50,7 @@ from engine.errors import (
     RequestTimeout,
 )
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks

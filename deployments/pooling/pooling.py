@@ -17,7 +17,7 @@ from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
 from deployments.quotas.key_quota import current_quota
 from engine.errors import RequestTimeout
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 
 PART_PROMPTS, PART_TOKENS = 32, 8192

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from deployments.replicas.pools import EngineClient
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 
 
 class SharedCall:

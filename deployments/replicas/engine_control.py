@@ -16,7 +16,6 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
-from engine.wire.handoff_stats import Role
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     AdapterLoaded,
@@ -25,7 +24,6 @@ from engine.wire.messages import (
     DispatchRemote,
     Drain,
     EngineStatus,
-    ErrorInfo,
     GiveHolds,
     HeldPrompts,
     HotPrefixes,
@@ -40,6 +38,8 @@ from engine.wire.messages import (
     TakeTape,
     TapeTaken,
 )
+from engine.wire.stats.handoff_stats import Role
+from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import ErrorInfo, PeerPool
+from engine.wire.messages import PeerPool
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.token_delta import ErrorInfo
 from placement.console_log import log_to_console
 from placement.rank_actor import EngineTask
 from placement.rank_group import RankGroup

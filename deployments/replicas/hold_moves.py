@@ -15,10 +15,12 @@ from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest, HeldPrompt, HoldMark, PromptHold, TokenBatch
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.messages import HeldPrompt
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch
 
 logger = logging.getLogger(__name__)
 

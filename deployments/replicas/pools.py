@@ -11,8 +11,10 @@ import msgspec
 from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import EngineStatus, ErrorInfo, GenerateRequest, PeerPool
+from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.token_delta import ErrorInfo
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from deployments.replicas.departure import GROUP, Statuses, takes_requests_of
 from deployments.replicas.engine_control import EngineControl
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStats
+from engine.wire.stats.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

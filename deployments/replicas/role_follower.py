@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from deployments.replicas.replica_engines import ReplicaEngines
-from engine.wire.handoff_stats import Role
+from engine.wire.stats.handoff_stats import Role
 
 logger = logging.getLogger(__name__)
 

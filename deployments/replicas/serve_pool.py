@@ -26,9 +26,11 @@ from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import ErrorInfo, GenerateRequest, HotPrefixes, PeerPool
+from engine.wire.messages import HotPrefixes, PeerPool
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,12 @@ from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, ServingError
-from engine.wire.messages import EngineStats, GenerateRequest, HotPrefix, HotPrefixes, TokenBatch
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import HotPrefix, HotPrefixes
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenBatch
 
 logger = logging.getLogger(__name__)
 

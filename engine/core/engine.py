@@ -41,19 +41,15 @@ from engine.model.config import ModelConfig
 from engine.runner.launching.launcher import Launcher
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.kv_offload import TierCommand
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import (
-    AdapterLoaded,
-    CancelDispatch,
-    DispatchRemote,
-    EngineStats,
-    ErrorInfo,
-    GenerateRequest,
-)
+from engine.wire.messages import AdapterLoaded, CancelDispatch, DispatchRemote
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import ErrorInfo
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.wire.messages import EngineLoad, EngineStats
+from engine.wire.messages import EngineLoad
+from engine.wire.stats.engine_stats import EngineStats
 
 
 def load_of(scheduler: Scheduler) -> EngineLoad:

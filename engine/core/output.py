@@ -8,7 +8,7 @@ import msgspec
 
 from engine.core.request import Request
 from engine.errors import ServingError
-from engine.wire.messages import ErrorInfo, FinishReason, TokenDelta, TokenLogprob
+from engine.wire.token_delta import ErrorInfo, FinishReason, TokenDelta, TokenLogprob
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):

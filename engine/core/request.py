@@ -11,13 +11,14 @@ from engine.core.request_cost import RequestCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import GenerateRequest, HoldMark, HoldOutcome, PromptHold, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import HoldOutcome, RequestTimes, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.text.grammar import Grammar

@@ -8,7 +8,7 @@ from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.errors import InvalidParameter, PromptTooLong
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.remote_request import RemoteRequest
 
 

@@ -28,10 +28,11 @@ from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, ServingError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import HandoffEvent
-from engine.wire.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.text.grammar import Grammar

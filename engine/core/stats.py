@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core.request import Request
-from engine.wire.histogram import SECONDS, TOKENS, Histogram
-from engine.wire.messages import FinishReason
+from engine.wire.stats.histogram import SECONDS, TOKENS, Histogram
+from engine.wire.token_delta import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.eplb.windows import Windows
-from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
+from engine.wire.stats.engine_stats import ExpertStats
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster

@@ -40,8 +40,8 @@ from engine.eplb.placement import (
 )
 from engine.model.expert_split import ExpertLoad, MovableSlots, SpreadExperts
 from engine.model.layers.moe import Experts
-from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder
+from engine.wire.stats.engine_stats import ExpertStats
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from engine.eplb.placement import Placement
 from engine.eplb.rank_experts import IDLE, RankExperts
 from engine.eplb.windows import Windows
 from engine.model.layers.moe import Experts
-from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder
+from engine.wire.stats.engine_stats import ExpertStats
 
 logger = logging.getLogger(__name__)
 

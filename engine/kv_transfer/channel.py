@@ -17,8 +17,8 @@ from engine.kv_transfer.endpoint import CLOSE_S, MAX_WAIT_S, HandoffEndpoint
 from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.wire.handoff import HandoffAction, HandoffEvent, Leave
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.remote_request import Peer
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from engine.errors import EngineUnavailable
 from engine.kv_transfer.protocol.messages import Attach, Envelope, KVWorkerAnswer, RankRefusals
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.wire.handoff import Closed, Failed, HandoffAction, HandoffEvent, Leave, Noted, Received
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.remote_request import Peer
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)

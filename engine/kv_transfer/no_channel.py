@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from engine.distributed.refusals import Counts
 from engine.wire.handoff import HandoffAction, HandoffEvent
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.remote_request import Peer
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 
 
 class NoChannel:

@@ -24,17 +24,10 @@ from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable
 from engine.runner.worker import Worker
-from engine.wire.messages import (
-    Abort,
-    Add,
-    Command,
-    EngineStats,
-    EngineStatus,
-    GenerateRequest,
-    Notice,
-    TokenBatch,
-    TokenDelta,
-)
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenBatch, TokenDelta
 
 HOST = "127.0.0.1"
 POLL_MS = 50  # how soon the loss of an engine is noticed while only others compute

@@ -42,11 +42,13 @@ from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenDelta
 
 if TYPE_CHECKING:
     from engine.multimodal.processor import ImageProcessor

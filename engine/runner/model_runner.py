@@ -39,8 +39,8 @@ from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import LogprobTable, logprob_table, process_rows
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
-from engine.wire.messages import StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
+from engine.wire.stats.engine_stats import StageStats
 
 if TYPE_CHECKING:
     from engine.model.ops.cpu.step_graph import StepGraph

@@ -22,8 +22,8 @@ from engine.model.ops.sampling_plain import RandomRows
 from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
-from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
 
 DRAW_AHEAD = 32  # positions to draw numbers for at a time
 MAX_SEEDS = 4096  # seeds whose numbers are kept, far more than there are running sequences

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from engine.text.detokenizer import Detokenizer, TokenBytes
-from engine.wire.messages import TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta, TokenLogprob
 
 
 class TextChunk(msgspec.Struct):

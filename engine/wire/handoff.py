@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import RemoteRequestFailed, TokenLogprob
+from engine.wire.messages import RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import TokenLogprob
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import ExpertStats, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.token_delta import TokenLogprob
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -23,16 +23,11 @@ from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import (
-    EngineStats,
-    GenerateRequest,
-    PeerPool,
-    SequenceCost,
-    TokenBatch,
-    TokenDelta,
-    TokenLogprob,
-)
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import PeerPool
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.token_delta import SequenceCost, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, tokenizer
 from tests.deployments.replicas.mortal_pool import LIMITS
 from tests.engine_stats import engine_stats

@@ -12,8 +12,9 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
-from engine.wire.handoff_stats import HandoffInfo
-from engine.wire.messages import ExpertStats, HoldStats, SequenceCost, StageStats
+from engine.wire.stats.engine_stats import ExpertStats, HoldStats, StageStats
+from engine.wire.stats.handoff_stats import HandoffInfo
+from engine.wire.token_delta import SequenceCost
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 from tests.cluster.cli.tape.taped_engine import record, with_a_choice
 

@@ -17,7 +17,7 @@ import uvicorn
 from deployments.app import http_app
 from engine.model.checkpoint.folder import resolve
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import fake_api
 from tests.fake_engine import EOS

@@ -23,7 +23,7 @@ from deployments.routing.prefix_index import block_keys
 from engine.core.request import State
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
 from engine.wire import timeline
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.days.cluster import Cluster, Replica, Size

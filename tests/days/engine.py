@@ -49,10 +49,10 @@ from engine.model.kv_groups import KVCacheSpec
 from engine.runner.launching.launcher import Launcher
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
-from engine.wire.handoff_stats import Role
 from engine.wire.messages import Command
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
+from engine.wire.stats.handoff_stats import Role
 from tests.days.grammars import Grammars, Pauses
 from tests.days.model import EOS, VOCAB, Runner, StepClock, chain
 from tests.days.tiers import NoModelledTiers, Tiers, make_offloading

@@ -39,7 +39,7 @@ ROWS = [
     ("an ended request's blocks stay when its KV arrives", "engine/core/features/handoff_progress.py", "        if request.state is State.FINISHED:\n            self._kv_cache.release(request)\n            return False", "        if request.state is State.FINISHED:\n            return False"),
     ("a failed handoff's blocks count as whole", "engine/core/features/handoff_progress.py", "        if not self._keep(request, event.verified):\n", "        if not self._keep(request, len(request.tokens)):\n"),
     ("a request that moves takes a wrong token along", "engine/core/features/moves.py", "self._handoffs.hold(request, held, token, logprob,", "self._handoffs.hold(request, held, request.tokens[-1], logprob,"),
-    ("a retry forgets the output so far", "engine/wire/messages.py", "        prompt = [*self.prompt, *output]\n", "        prompt = [*self.prompt, *output[:-1]]\n"),
+    ("a retry forgets the output so far", "engine/wire/generate_request.py", "        prompt = [*self.prompt, *output]\n", "        prompt = [*self.prompt, *output[:-1]]\n"),
     ("a retry draws with another seed", "deployments/frontend/retry.py", "seed=signed(seed_of(request.request_id))", "seed=signed(seed_of(self.request_id))"),
     ("lost tokens are not missed", "deployments/frontend/retry.py", "if delta.position != len(self.output):", "if delta.position < len(self.output):"),
     ("deltas of an attempt that was given up are taken", "deployments/frontend/inboxes.py", "        self._inboxes[new] = self._inboxes.pop(old)\n", "        self._inboxes[new] = self._inboxes[old]\n"),

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from engine.config import EngineConfig
 from engine.core.costs.step_cost import StepWork
 from engine.text.text_stream import TextStream
-from engine.wire.messages import FinishReason, GenerateRequest, StageStats, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
+from engine.wire.stats.engine_stats import StageStats
+from engine.wire.token_delta import FinishReason, TokenDelta
 from tests.fake_runner import FakeGrammar
 
 VOCAB, EOS = 64, 0

@@ -30,9 +30,11 @@ from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import ErrorInfo, GenerateRequest, PeerPool
+from engine.wire.messages import PeerPool
 from engine.wire.pooling_params import SupportedTasks
+from engine.wire.token_delta import ErrorInfo
 from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer
 

@@ -15,7 +15,7 @@ from deployments.adapters.sources import AdapterSources
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.storage.config import StoreConfig
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.jobs.test_jobs import change_record, events_of

@@ -11,7 +11,7 @@ from deployments.http.streaming import stream
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from engine.errors import Overloaded
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import fake_api, says, tokenizer, until
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,9 @@ from openai import AsyncOpenAI
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.sequence import Usage
 from deployments.http.middleware import AuthConfig
-from engine.wire.messages import HoldMark, HoldOutcome, ReleaseHolds, TokenDelta
+from engine.wire.generate_request import HoldMark
+from engine.wire.messages import ReleaseHolds
+from engine.wire.token_delta import HoldOutcome, TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer

@@ -10,8 +10,10 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
+from tests.deltas import deltas_of
 
 
 @dataclass(slots=True)
@@ -46,13 +48,10 @@ def run(core: EngineCore, wanted: list[GenerateRequest]) -> dict[str, Answer]:
     answers = {request.request_id: Answer() for request in wanted}
     for request in wanted:
         core.add(request)
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            answer = answers[event.delta.request_id]
-            answer.tokens += event.delta.token_ids
-            answer.logprobs += event.delta.logprobs or []
-    core.scheduler.check()
+    for delta in deltas_of(core):
+        answer = answers[delta.request_id]
+        answer.tokens += delta.token_ids
+        answer.logprobs += delta.logprobs or []
     return answers
 
 

@@ -11,7 +11,7 @@ from torch._dynamo import config as dynamo_config
 
 from engine import pocket
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always

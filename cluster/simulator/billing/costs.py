@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.simulator.billing.meter import EngineMeter
 from deployments.billing.prices import Prices
-from engine.wire.messages import SequenceCost
+from engine.wire.token_delta import SequenceCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

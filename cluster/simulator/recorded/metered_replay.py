@@ -11,7 +11,7 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.output import Event
 from engine.core.tape.replay import Moment, Replay
 from engine.core.tape.ring import EngineTape
-from engine.wire.messages import TokenDelta
+from engine.wire.token_delta import TokenDelta
 
 
 class MeteredReplay(Replay):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from engine.wire.messages import HoldMark
+from engine.wire.generate_request import HoldMark
 
 
 class MarkedText:

@@ -13,9 +13,9 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.costs.tier_usage import TierUsage
 from engine.core.output import Event
 from engine.core.request import Request
-from engine.wire.messages import SequenceCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import NOBODY
+from engine.wire.token_delta import SequenceCost
 
 GIB_NS = 2**30 * 1e9
 SUMS = 8  # blocks whose time is summed for each token of a request that reports its cost

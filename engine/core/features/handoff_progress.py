@@ -11,7 +11,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import ServingError
 from engine.wire.handoff import BlocksAsked, Closed, Failed, FirstToken, HandoffEvent, Noted, Received, Spent
-from engine.wire.messages import FinishReason, TokenLogprob
+from engine.wire.token_delta import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

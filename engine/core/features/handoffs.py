@@ -31,9 +31,10 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.handoff_stats import Role
-from engine.wire.messages import CancelDispatch, DispatchRemote, FinishReason, PrefillReplica, TokenLogprob
+from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
+from engine.wire.stats.handoff_stats import Role
+from engine.wire.token_delta import FinishReason, TokenLogprob
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
 STUCK_S = 5.0  # without progress of other engines' prompts, while this engine waits for prompts of its own

@@ -15,7 +15,7 @@ from engine.core.features.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import NEVER, Request, State
 from engine.core.request_queue import RequestQueue
-from engine.wire.messages import TokenDelta
+from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
-from engine.wire.messages import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepPlan
+from engine.wire.stats.engine_stats import SpecDecodeStats
 
 LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
 

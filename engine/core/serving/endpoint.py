@@ -16,7 +16,7 @@ from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import Overloaded, ServingError
-from engine.wire.handoff_stats import Role
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
@@ -27,8 +27,6 @@ from engine.wire.messages import (
     Command,
     Drain,
     EngineStatus,
-    ErrorInfo,
-    GenerateRequest,
     GiveHolds,
     HeldPrompts,
     HotPrefixes,
@@ -44,9 +42,9 @@ from engine.wire.messages import (
     Subscribe,
     TakeTape,
     TapeTaken,
-    TokenBatch,
-    TokenDelta,
 )
+from engine.wire.stats.handoff_stats import Role
+from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta
 
 logger = logging.getLogger(__name__)
 

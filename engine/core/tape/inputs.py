@@ -13,17 +13,19 @@ from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import ORDINARY, Answers, ReplayedChannel, ReplayedGrammar
 from engine.errors import EngineError
 from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
-from engine.wire.handoff_stats import Role
 from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import FinishReason, GenerateRequest, PrefillReplica
+from engine.wire.messages import PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.handoff_stats import Role
 from engine.wire.structured_outputs import StructuredOutputsParams
+from engine.wire.token_delta import FinishReason
 
 SOME_FORM = StructuredOutputsParams(regex=".*")
 

@@ -69,12 +69,14 @@ from engine.core.tape.ring import (
 from engine.core.tape.shared_copy import NoCopy, open_copy
 from engine.core.tape.snapshot import dump
 from engine.errors import EngineUnavailable, ServingError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import FinishReason, GenerateRequest, HeldPrompt, PrefillReplica
+from engine.wire.messages import HeldPrompt, PrefillReplica
 from engine.wire.plan import ON_DEVICE, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.token_delta import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from engine.kv_transfer.protocol.messages import KVWorkerCommand, Message
 from engine.wire.handoff import HandoffEvent
-from engine.wire.handoff_stats import Counters
 from engine.wire.remote_request import Peer
+from engine.wire.stats.handoff_stats import Counters
 
 
 @dataclass(slots=True)

@@ -84,10 +84,10 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemoteRequestFailed
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 
 REMEMBER_S = 60.0  # how long released leases, and sources from which nothing is read any more, are remembered
 LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures for which the link between two engines is to blame

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
-from engine.wire.messages import SharedSteps
+from engine.wire.stats.engine_stats import SharedSteps
 
 
 class Launcher:

@@ -30,7 +30,7 @@ from engine.runner.inputs import StepInputs
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.model_runner import LaunchedStep, ModelRunner
-from engine.wire.messages import SharedSteps
+from engine.wire.stats.engine_stats import SharedSteps
 
 logger = logging.getLogger(__name__)
 

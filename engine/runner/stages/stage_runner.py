@@ -33,8 +33,8 @@ from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime
 from engine.spec_decode.open_drafter import target_layers
-from engine.wire.messages import StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
+from engine.wire.stats.engine_stats import StageStats
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from deployments.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.observability.timeline import SequenceTimeline
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
-from engine.wire.messages import EngineStatus, ExpertStats, SharedSteps
+from engine.wire.messages import EngineStatus
+from engine.wire.stats.engine_stats import ExpertStats, SharedSteps
 from tests.engine_stats import engine_stats
 
 

@@ -16,7 +16,7 @@ from deployments.frontend.sequence import ReportedError
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 
 

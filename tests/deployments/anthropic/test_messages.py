@@ -19,7 +19,7 @@ from deployments.http.context import RequestContext
 from deployments.http.middleware import AuthConfig, HeadersMiddleware
 from deployments.http.streaming import stream
 from engine.errors import Overloaded
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 

@@ -28,8 +28,9 @@ from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
-from engine.wire.messages import ErrorInfo, GenerateRequest, SequenceCost, TokenBatch, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import ErrorInfo, SequenceCost, TokenBatch, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.batches.batches import client_of, ended, jsonl, line, start
 

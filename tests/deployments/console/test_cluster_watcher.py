@@ -11,8 +11,8 @@ from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import EngineUnavailable
-from engine.wire.histogram import SECONDS, Histogram
 from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.stats.histogram import SECONDS, Histogram
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
 

@@ -18,7 +18,8 @@ from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import IngressUsage, NoPeers, Telemetry
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
-from engine.wire.messages import EngineStatus, SequenceCost
+from engine.wire.messages import EngineStatus
+from engine.wire.token_delta import SequenceCost
 from tests.deployments.fake_api import fake_api, says
 from tests.engine_stats import engine_stats
 

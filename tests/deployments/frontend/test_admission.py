@@ -13,7 +13,7 @@ from deployments.frontend.first_token import FirstTokenDeadline
 from deployments.frontend.latency_forecast import LatencyForecast
 from deployments.frontend.slo_alarm import LATE
 from engine.errors import Overloaded
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, LocalPool, fake_api, until
 
 LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_waiting=100, max_waiting_tokens=1000)

@@ -11,7 +11,7 @@ import pytest
 from deployments.frontend import admission
 from deployments.frontend.availability import Availability
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import LocalPool, fake_api, until
 
 

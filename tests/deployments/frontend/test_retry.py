@@ -27,8 +27,9 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
-from engine.wire.messages import GenerateRequest, TokenBatch, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch, TokenDelta
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, until
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, answer, ingress, listen
 from tests.examples import examples

@@ -26,8 +26,10 @@ from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest, PeerPool, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import PeerPool
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
 from tests.deployments.fake_api import tokenizer, until
 from tests.engine_sockets import ServerThread
 

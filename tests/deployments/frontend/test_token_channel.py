@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from deployments.frontend.inboxes import MAX_UNMERGED, Inbox
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats
-from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
+from engine.wire.messages import Abort, Command
 from engine.wire.timeline import TimelineEvent
+from engine.wire.token_delta import ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import until
 from tests.refused import Refused
 

@@ -10,7 +10,7 @@ from string import ascii_lowercase
 from deployments.app import http_app
 from deployments.openai.batches.config import BatchConfig
 from deployments.storage.config import StoreConfig
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import fake_api, tokenizer
 from tests.served_app import serve_app
 

@@ -16,8 +16,9 @@ from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
 from deployments.jobs.errors import AnswerDiverged
 from deployments.jobs.event_ids import ChoicePosition, EventIds, Position, parse_event_id
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
 from tests.examples import examples
 
 STREAM = "0123456789abcdef" * 2

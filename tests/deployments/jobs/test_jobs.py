@@ -23,7 +23,7 @@ from deployments.jobs.record import JobRecord, job_id_of, record_key
 from deployments.jobs.source import JobSource
 from deployments.storage.config import StoreConfig, open_store
 from engine.errors import InvalidParameter
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
 from tests.redis_server import redis_server
 from tests.scenarios import run

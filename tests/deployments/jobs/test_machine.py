@@ -26,7 +26,8 @@ from deployments.storage import memory
 from deployments.storage.memory import MemoryStore
 from engine.errors import ServingError
 from engine.text.text_stream import TextChunk
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.token_delta import TokenDelta
 from tests.examples import examples
 
 NUM_TOKENS = 6

@@ -13,16 +13,10 @@ from deployments.observability.engine_metrics import handoff_metrics, request_me
 from deployments.replicas.pools import ReplicaStatus
 from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import (
-    EngineStatus,
-    ExpertStats,
-    GenerateRequest,
-    PeerPool,
-    SharedSteps,
-    SpecDecodeStats,
-    StageStats,
-)
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.stats.engine_stats import ExpertStats, SharedSteps, SpecDecodeStats, StageStats
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(

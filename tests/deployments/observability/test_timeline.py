@@ -13,7 +13,7 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import fake_api, until

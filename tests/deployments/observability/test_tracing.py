@@ -12,7 +12,7 @@ from deployments.observability import tracing
 from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig, operation_of, phases
 from engine.errors import ConfigError, Overloaded, StartupError
-from engine.wire.messages import ErrorInfo, RequestTimes
+from engine.wire.token_delta import ErrorInfo, RequestTimes
 from tests.deployments.fake_api import fake_api, says
 from tests.deployments.real_api import real_api, real_api_with_prefill
 from tests.models import make_model

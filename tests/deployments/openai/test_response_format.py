@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.wire.messages import ErrorInfo
 from engine.wire.structured_outputs import StructuredOutputsParams
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import fake_api
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -14,7 +14,7 @@ import pytest
 from deployments.frontend import retry
 from engine import LLM, PoolingParams
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import LocalPool
 from tests.deployments.real_api import BLOCK_SIZE, MAX_NUM_SEQS, real_api
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, make, poison, write_json

@@ -7,7 +7,7 @@ import pytest
 
 from deployments.pooling.shared_call import SharedCall
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import until
 
 

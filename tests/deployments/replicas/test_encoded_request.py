@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from deployments.replicas.encoded_request import EncodedRequest
-from engine.wire.messages import Add, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add
 from engine.wire.remote_request import KVHolder, Peer
 
 

@@ -13,7 +13,8 @@ from deployments.replicas import engine_control
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import CancelDispatch, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import CancelDispatch
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import until
 from tests.fake_engine import FakeEngine

@@ -16,7 +16,8 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
 from engine.core.output import Event
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStats, EngineStatus
+from engine.wire.messages import EngineStatus
+from engine.wire.stats.engine_stats import EngineStats
 from tests.deployments.replicas.fake_prefill import status
 from tests.engine.kv_transfer.moving import Movers
 from tests.engine.kv_transfer.test_moves import check, make_config, start_all

@@ -14,7 +14,9 @@ from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
 from engine.errors import EngineLost, EngineUnavailable, Overloaded
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import AdapterLoaded, EngineStatus, ErrorInfo, SharedSteps
+from engine.wire.messages import AdapterLoaded, EngineStatus
+from engine.wire.stats.engine_stats import SharedSteps
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 

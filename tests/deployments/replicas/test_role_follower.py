@@ -11,8 +11,8 @@ import pytest
 from deployments.replicas import role_follower
 from deployments.replicas.departure import depart
 from deployments.replicas.role_follower import RoleFollower
-from engine.wire.handoff_stats import Role
 from engine.wire.messages import EngineStatus
+from engine.wire.stats.handoff_stats import Role
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.test_departure import Engine, replica
 

@@ -62,6 +62,11 @@ class PoolEngine:
         self.prefilled.append((request_id, len(matched) * BLOCK))
         return True
 
+    def serve(self, request_id: str, tokens: list[int]) -> None:
+        """Take a request for which there are blocks, and compute its prompt."""
+        self.take(request_id, tokens)
+        assert self.compute(request_id, tokens)
+
     def end(self, request_id: str) -> None:
         self.pool.release(self.held.pop(request_id, []))
         if self.queued.pop(request_id, None) is not None:

@@ -38,6 +38,14 @@ def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes
     )
 
 
+def reported(policy: PolicyName = "prefix_aware") -> Balancer:
+    """A balancer to which all engines have reported that they have nothing to do."""
+    router = balancer(policy)
+    for engine in ENGINES:
+        router.update(report(engine))
+    return router
+
+
 def plain(number: int, tokens: int = 40) -> PromptDigest:
     """A prompt that has nothing in common with others."""
     return prompt(f"r{number}", [number * 1000 + i for i in range(tokens)])
@@ -101,9 +109,7 @@ def adapted(number: int, adapter: str, tokens: int = 40) -> PromptDigest:
 
 
 def test_requests_go_where_their_adapter_is_or_is_being_loaded():
-    router = balancer()
-    for engine in ENGINES:
-        router.update(report(engine))
+    router = reported()
     router.update(report(ENGINES[2], adapters=("sql",), blocks_used=20))
     assert router.choose(adapted(0, "sql"), ENGINES).engines[0] == ENGINES[2]
     home = router.choose(adapted(1, "new"), ENGINES).engines[0]
@@ -122,9 +128,7 @@ def test_an_adapter_that_is_hot_is_loaded_where_there_is_less_to_do():
 
 
 def test_what_is_expected_of_a_request_ends_with_it():
-    router = balancer()
-    for engine in ENGINES:
-        router.update(report(engine))
+    router = reported()
     home = router.choose(adapted(0, "sql"), ENGINES).engines[0]
     assert router.placements.engine(home).holds("sql")
     router.end("r0", confirmed=False)
@@ -148,9 +152,7 @@ def test_blocks_of_another_adapter_are_no_prefix():
 @pytest.mark.parametrize("policy", ["prefix_aware", "power_of_two"])
 def test_448_requests_at_once_do_not_all_go_to_one_engine(policy):
     """Nothing has been reported since the first: what was placed just now has to count."""
-    router = balancer(policy)
-    for engine in ENGINES:
-        router.update(report(engine))
+    router = reported(policy)
     placed = [router.choose(plain(number), ENGINES).engines[0] for number in range(448)]
     assert all(abs(placed.count(engine) - 112) <= 8 for engine in ENGINES)
 
@@ -177,10 +179,8 @@ def test_each_weight_changes_where_a_request_goes(weights, chosen):
     router = balancer(**weights)
     tokens = list(range(10 * BLOCK + 1))
     a, b = PoolEngine("decode-m-a"), PoolEngine("decode-m-b")
-    a.take("before", tokens)
-    assert a.compute("before", tokens)
-    a.take("other", list(range(500, 500 + 9 * BLOCK)))
-    assert a.compute("other", list(range(500, 500 + 9 * BLOCK)))
+    a.serve("before", tokens)
+    a.serve("other", list(range(500, 500 + 9 * BLOCK)))
     assert a.pool.num_used == 20
     for engine in (a, b):
         router.update(engine.snapshot())
@@ -219,15 +219,13 @@ def test_a_prompt_goes_where_its_prefix_is_and_the_estimate_is_right():
     first = router.choose(prompt("1", tokens), ENGINES)
     assert (first.reason, first.cached_tokens) == ("no_prefix", 0)
     engine = engines[first.engines[0]]
-    engine.take("1", tokens)
-    assert engine.compute("1", tokens)
+    engine.serve("1", tokens)
     router.update(engine.update())
     router.end("1", confirmed=True)
     again = router.choose(prompt("2", [*tokens, 99]), ENGINES)
     assert (again.engines[0], again.reason, again.cached_tokens) == (engine.name, "longest_prefix", 40)
     assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (0, 0, 0)
-    engine.take("2", [*tokens, 99])
-    assert engine.compute("2", [*tokens, 99])
+    engine.serve("2", [*tokens, 99])
     router.update(engine.update())
     assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (40, 40, 0)
 
@@ -268,8 +266,7 @@ def test_blocks_of_a_request_whose_prompt_was_computed_before_a_snapshot_are_not
     """Seed 33 of tests.days: the engine had said so in an update that this router did not get."""
     router, tokens, engine = balancer(), list(range(40)), PoolEngine("decode-m-a")
     router.choose(prompt("1", tokens), [engine.name])
-    engine.take("1", tokens)
-    assert engine.compute("1", tokens)
+    engine.serve("1", tokens)
     if not runs:
         engine.end("1")
     engine.update()  # for other routers
@@ -297,8 +294,7 @@ def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
     assert not router.update(engine.update()), "there was no snapshot before"
     assert router.update(engine.snapshot())
     router.choose(prompt("1", list(range(8))), ["decode-m-a"])
-    engine.take("1", list(range(8)))
-    assert engine.compute("1", list(range(8)))
+    engine.serve("1", list(range(8)))
     engine.update()  # is lost
     router.end("1", confirmed=True)
     assert not router.update(engine.update())
@@ -318,8 +314,7 @@ def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
 def test_a_request_goes_where_it_need_not_wait_rather_than_to_its_prefix():
     router, tokens = balancer(), list(range(400))
     full, free = PoolEngine("decode-m-a", 256, slots=1), PoolEngine("decode-m-b", 256)
-    full.take("1", tokens)
-    assert full.compute("1", tokens)
+    full.serve("1", tokens)
     for engine in (full, free):
         router.update(engine.snapshot())
     decision = router.choose(prompt("2", tokens), [full.name, free.name])
@@ -377,8 +372,7 @@ def test_an_engine_that_is_about_to_stop_comes_last_however_often_it_reports():
 def test_nothing_is_left_of_an_engine_that_is_gone():
     router, engine = balancer(), PoolEngine("decode-m-a")
     tokens = list(range(8))
-    engine.take("0", tokens)
-    assert engine.compute("0", tokens)
+    engine.serve("0", tokens)
     router.update(engine.snapshot())
     router.choose(prompt("1", tokens), [engine.name])
     router.choose(prompt("2", tokens), [engine.name])
@@ -504,9 +498,7 @@ def held_by(engine: str, digest: PromptDigest, blocks: int, number: int = 0, **l
 
 
 def test_prompt_goes_where_it_is_held_even_if_another_engine_has_less_to_do():
-    router, talk = balancer(), plain(1)
-    for engine in ENGINES:
-        router.update(report(engine))
+    router, talk = reported(), plain(1)
     router.update(held_by(ENGINES[2], talk, 3, queued_tokens=talk.num_tokens - 1))
     decision = router.choose(talk, ENGINES)
     assert (decision.engines[0], decision.reason) == (ENGINES[2], "held")
@@ -516,9 +508,7 @@ def test_prompt_goes_where_it_is_held_even_if_another_engine_has_less_to_do():
 
 
 def test_prompt_goes_where_more_of_it_is_held_and_its_session_comes_second():
-    router, talk = balancer(), replace(plain(1), session="s")
-    for engine in ENGINES:
-        router.update(report(engine))
+    router, talk = reported(), replace(plain(1), session="s")
     home = router.choose(talk, ENGINES).engines[0]
     others = [engine for engine in ENGINES if engine != home]
     router.update(held_by(others[0], talk, 1))
@@ -536,9 +526,7 @@ def test_hold_that_has_ended_attracts_nobody():
 
 
 def test_holds_of_an_engine_that_goes_are_broken_and_the_next_turn_is_told_once():
-    router, talk = balancer(), plain(1)
-    for engine in ENGINES:
-        router.update(report(engine))
+    router, talk = reported(), plain(1)
     router.update(held_by(ENGINES[2], talk, 3))
     left = [engine for engine in ENGINES if engine != ENGINES[2]]
     router.keep(left, NOW)
@@ -550,9 +538,7 @@ def test_holds_of_an_engine_that_goes_are_broken_and_the_next_turn_is_told_once(
 
 
 def test_a_hold_is_broken_once_no_other_engine_has_had_it_for_a_time():
-    router, talk, other = balancer(), plain(1), plain(2)
-    for engine in ENGINES:
-        router.update(report(engine))
+    router, talk, other = reported(), plain(1), plain(2)
     router.update(held_by(ENGINES[2], talk, 3))
     router.update(held_by(ENGINES[1], other, 3))
     router.keep(ENGINES[:1], NOW)
@@ -567,9 +553,7 @@ def test_a_hold_is_broken_once_no_other_engine_has_had_it_for_a_time():
 
 
 def test_turn_is_not_told_of_a_broken_hold_that_another_ingress_has_made_good():
-    router, talk = balancer(), plain(1)
-    for engine in ENGINES:
-        router.update(report(engine))
+    router, talk = reported(), plain(1)
     router.update(held_by(ENGINES[2], talk, 2))
     router.keep(ENGINES[:2], NOW)
     router.update(held_by(ENGINES[1], talk, 3))

@@ -12,9 +12,11 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
-from engine.wire.messages import CancelDispatch, DispatchRemote, GenerateRequest, RemoteRequestFailed, TokenDelta
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import CancelDispatch, DispatchRemote, RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
 from tests.models import make_model
 
 
@@ -65,6 +67,12 @@ class Engine:
             self.step()
         assert all(deltas[-1].finish_reason for deltas in self.deltas.values())
         assert self.core.stats().blocks_used == 0
+
+    def answer(self, name: str, *args, **params) -> list[int]:
+        """Compute a request, and all others, and return its tokens."""
+        self.add(name, *args, **params)
+        self.go()
+        return self.tokens(name)
 
     def tokens(self, name: str) -> list[int]:
         return [token for delta in self.deltas[name] for token in delta.token_ids]
@@ -119,9 +127,7 @@ def test_blocks_have_the_default_size_of_the_device_where_nobody_says(make_engin
 
 
 def test_a_deadline_ends_its_own_request_and_no_other(engine):
-    engine.add("patient")
-    engine.go()
-    expected = engine.tokens("patient")
+    expected = engine.answer("patient")
     engine.add("late", timeout_s=2.0)
     engine.add("generous", timeout_s=1000.0)
     engine.add("without")
@@ -208,22 +214,16 @@ def test_an_abort_while_a_step_is_in_flight_leaves_the_others_as_they_were(engin
 
 
 def test_an_abort_of_everything_leaves_no_work_and_an_engine_that_still_works(engine):
-    engine.add("a")
-    engine.go()
-    expected = engine.tokens("a")
+    expected = engine.answer("a")
     engine.add("b")
     engine.step()
     engine.step()
     engine.abort("b")
-    engine.add("c")
-    engine.go()
-    assert engine.tokens("c") == expected
+    assert engine.answer("c") == expected
 
 
 def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_on(engine):
-    engine.add("good")
-    engine.go()
-    expected = engine.tokens("good")
+    expected = engine.answer("good")
     engine.add("hopeless", allowed_token_ids=[2], min_tokens=3)
     engine.add("good too")
     engine.go()
@@ -245,9 +245,7 @@ def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(en
     engine.go()
     assert engine.last("one").error.status == engine.last("two").error.status == 500
     weight.copy_(before)
-    engine.add("good again")
-    engine.go()
-    assert engine.tokens("good again") == engine.tokens("good")
+    assert engine.answer("good again") == engine.tokens("good")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -483,15 +481,9 @@ def test_a_prefill_request_that_cannot_be_served_is_refused(make_engine, caplog,
     assert not engine.core.has_work
 
 
-def test_closing_twice_is_fine(engine):
-    engine.add("a")
-    engine.step()
-    engine.core.close()
-    engine.core.close()
-
-
-def test_closing_twice_is_fine_with_handoffs_under_way(make_engine):
-    engine, _ = decode_engine(make_engine)
+@pytest.mark.parametrize("handoffs", [False, True])
+def test_closing_twice_is_fine_also_with_handoffs_under_way(make_engine, handoffs):
+    engine = decode_engine(make_engine)[0] if handoffs else make_engine()
     engine.add("a")
     engine.step()
     engine.core.close()

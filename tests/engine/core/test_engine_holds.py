@@ -9,8 +9,10 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, TokenDelta
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
+from tests.deltas import deltas_of
 from tests.models import make_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -21,10 +23,7 @@ BLOCKS = {"llama": 128, "gemma3": 128, "qwen3_next": 1024, "deepseek_v3": 128}
 def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] | None = None) -> list[TokenDelta]:
     asked = PromptHold(marks=hold) if hold else None
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", hold=asked))
-    deltas = []
-    while core.has_work:
-        deltas += [event.delta for event in core.step()]
-        core.scheduler.check()
+    deltas = list(deltas_of(core, errors=True))
     return deltas
 
 
@@ -68,9 +67,7 @@ def test_request_that_bans_all_tokens_ends_no_hold_and_costs_no_cached_block(tmp
         answer(core, "held", prompt, [HoldMark(50, 60.0)])
         banned = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]])
         core.add(GenerateRequest(request_id="banned", prompt=[*prompt[:20], 7], params=banned, client="mallory"))
-        deltas = []
-        while core.has_work:
-            deltas += [event.delta for event in core.step()]
+        deltas = list(deltas_of(core, errors=True))
         stats = core.stats().holds
         assert stats is not None and (stats.holds, stats.ended) == (1, {})
         assert deltas[-1].error is not None and deltas[-1].error.type == "invalid_request_error"

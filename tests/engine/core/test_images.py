@@ -21,10 +21,11 @@ from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.block_hash import block_hashes
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
+from tests.deltas import deltas_of
 from tests.fake_caches import split
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.late_engine import generate
@@ -65,11 +66,8 @@ def run(core: EngineCore, *prompts: Prompt) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         outputs[f"{i}"] = []
         core.add(GenerateRequest(request_id=f"{i}", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            outputs[event.delta.request_id] += event.delta.token_ids
-        core.scheduler.check()
+    for delta in deltas_of(core):
+        outputs[delta.request_id] += delta.token_ids
     return list(outputs.values())
 
 

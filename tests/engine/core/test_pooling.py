@@ -15,9 +15,10 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
 from tests.fake_runner import Harness
 from tests.models import make_model
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from engine.core.engine_stats import stats_of
 from engine.core.request import State
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_runner import FakeGrammar, Harness

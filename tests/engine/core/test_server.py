@@ -12,6 +12,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import TPGroup
 from engine.wire.block_hash import block_hashes
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.messages import (
     Abort,
     Add,
@@ -21,19 +22,16 @@ from engine.wire.messages import (
     EngineLoad,
     EngineStatus,
     EngineUpdate,
-    GenerateRequest,
-    HoldMark,
     Notice,
     Prefill,
     PrefillReplicas,
-    PromptHold,
     RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
-    TokenBatch,
 )
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch
 from tests.engine_sockets import Inbox, Ingress, ServerThread
 from tests.models import make_model
 

@@ -5,9 +5,9 @@ import pytest
 from engine.core.engine_stats import stats_of
 from engine.core.request import Request
 from engine.core.stats import BOUNDS, RequestMetrics
-from engine.wire.histogram import SECONDS, TOKENS, Histogram
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.histogram import SECONDS, TOKENS, Histogram
 from tests.fake_runner import Harness
 
 

@@ -12,8 +12,8 @@ from engine.config import EngineConfig, KVEventsConfig
 from engine.core.build import build_engine
 from engine.distributed.kv_event_publisher import KVEventSockets, shifted
 from engine.errors import ConfigError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_events import AllBlocksCleared
-from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests import kv_event_reader
 from tests.kv_event_reader import PATIENCE_MS, Subscriber

@@ -21,7 +21,7 @@ from engine.distributed.plan_broadcast import PlanBroadcaster, PlanReceiver
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 from engine.runner.worker import Worker
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import BlockChange, NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.distributed.test_tp_group import connect, on_all

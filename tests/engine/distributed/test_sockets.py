@@ -17,7 +17,8 @@ from engine.distributed import sockets as module
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer, KVWorkerCommand
-from engine.wire.messages import Abort, Command, EngineUpdate, Notice, TokenBatch
+from engine.wire.messages import Abort, Command, EngineUpdate, Notice
+from engine.wire.token_delta import TokenBatch
 from tests.refused import Refused
 
 LIMIT_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.config import EPLBConfig
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.group_experts import GroupExperts
-from engine.wire.messages import ExpertStats
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
+from engine.wire.stats.engine_stats import ExpertStats
 
 MEASURE, COMMIT = ExpertOrder(measure=True), ExpertOrder(commit=True)
 MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)

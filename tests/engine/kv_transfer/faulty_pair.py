@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     Add,
@@ -21,18 +22,16 @@ from engine.wire.messages import (
     DispatchRemote,
     EngineStatus,
     EngineUpdate,
-    GenerateRequest,
     Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
     RemoteRequestFailed,
     Subscribe,
-    TokenBatch,
-    TokenDelta,
 )
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenBatch, TokenDelta
 from tests.engine.kv_transfer.engine_process import EngineProcess
 from tests.engine.kv_transfer.link import Link, address_of
 from tests.engine.kv_transfer.pair import is_empty

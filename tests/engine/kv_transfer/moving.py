@@ -9,8 +9,10 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.output import Event
-from engine.wire.messages import Add, GenerateRequest, MoveRequests, TokenDelta, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add, MoveRequests
 from engine.wire.sampling_params import SamplingParams, seed_of
+from engine.wire.token_delta import TokenDelta, TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
 from tests.rank_pool import TIMEOUT_S, RankPool

@@ -11,8 +11,10 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
+from tests.deltas import deltas_of
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import FAMILIES, make_model
 from tests.products import in_turns, pairwise, slow
@@ -55,9 +57,7 @@ def alone(folder: Path, lengths: Sequence[int] = LENGTHS, **options: Any) -> lis
     answers = []
     for length in lengths:
         core.add(GenerateRequest(request_id=f"{length}", prompt=prompt(length), params=params))
-        deltas = []
-        while core.has_work:
-            deltas += [event.delta for event in core.step()]
+        deltas = list(deltas_of(core, errors=True))
         answers.append(flat(deltas))
     core.close()
     return answers

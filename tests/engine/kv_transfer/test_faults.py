@@ -17,8 +17,8 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
-from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import Abort
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member
 
 BLOCK = 16

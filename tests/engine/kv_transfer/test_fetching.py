@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.wire.messages import Add, GenerateRequest, HotPrefixes, ListHotPrefixes, Notice, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine.kv_transfer.test_moves import alone, prompt
 from tests.engine_sockets import Ingress

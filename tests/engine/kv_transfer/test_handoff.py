@@ -22,12 +22,15 @@ from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 PROMPT = list(range(1, 31))  # 7 blocks and a half
 
 
-def started(prompt=PROMPT, skip=0, **world):
-    """A handoff that prefill has accepted, and decode knows it."""
+def started(prompt=PROMPT, skip=0, computed=0, read=True, **world):
+    """A handoff that prefill has accepted, and decode knows it. computed: tokens of the prompt, which decode reads."""
     w = World(**world)
     remote_request = w.decode.open(prompt, skip)
     w.prefill.accept(remote_request)
     w.settle()
+    if computed:
+        w.prefill.compute(remote_request.handoff_id, computed)
+        w.settle(reads=read)
     return w, remote_request.handoff_id
 
 
@@ -55,9 +58,7 @@ def test_a_prompt_computed_in_chunks_is_received_whole_and_both_sides_give_their
 
 
 def test_blocks_are_read_while_prefill_computes_on():
-    w, h = started()
-    w.prefill.compute(h, 16)
-    w.settle()
+    w, h = started(computed=16)
     assert w.decode.protocol.snapshot(w.decode.now)[0].num_bytes == 4  # the model counts a block as a byte
     w.prefill.compute(h, 100)
     w.settle()
@@ -66,9 +67,7 @@ def test_blocks_are_read_while_prefill_computes_on():
 
 
 def test_a_partial_block_is_read_only_when_the_prompt_ends_in_it():
-    w, h = started()
-    w.prefill.compute(h, 6)
-    w.settle()
+    w, h = started(computed=6)
     assert w.decode.protocol.snapshot(w.decode.now)[0].num_bytes == 1
     w.prefill.compute(h, 1)
     w.settle()
@@ -128,9 +127,7 @@ def test_no_single_lost_message_matters(lost, chunk):
 
 
 def test_a_repeated_release_gets_the_same_answer():
-    w, h = started()
-    w.prefill.compute(h, 30)
-    w.settle()
+    w, h = started(computed=30)
     assert isinstance(w.decode.results[h], Received)
     w.prefill.protocol.receive(Envelope(w.decode.peer, w.prefill.peer.epoch, Release(h, 1)), w.prefill.now)
     assert [message for _, message in w.prefill.protocol.out.messages] == [
@@ -260,9 +257,7 @@ def test_a_prefill_request_that_nobody_answers_is_given_up_after_accept_s():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_prefill_that_dies_during_the_transfer_leaves_decode_the_verified_chunks(told):
-    w, h = started()
-    w.prefill.compute(h, 19)
-    w.settle()
+    w, h = started(computed=19)
     w.prefill.compute(h, 4)
     w.settle(reads=False)
     w.crash("p0")
@@ -278,9 +273,7 @@ def test_prefill_that_dies_during_the_transfer_leaves_decode_the_verified_chunks
 
 
 def test_what_was_read_after_the_last_answer_of_prefill_is_not_verified():
-    w, h = started()
-    w.prefill.compute(h, 8)
-    w.settle()
+    w, h = started(computed=8)
     w.prefill.compute(h, 8)
     w.settle(reads=False)
     w.prefill.paused = True
@@ -291,9 +284,7 @@ def test_what_was_read_after_the_last_answer_of_prefill_is_not_verified():
 
 
 def test_an_echo_of_a_heartbeat_that_was_sent_before_a_read_ended_does_not_prove_it():
-    w, h = started()
-    w.prefill.compute(h, 12)
-    w.settle(reads=False)
+    w, h = started(computed=12, read=False)
     w.advance(CONFIG.heartbeat_s, settle=False)
     heartbeat = next(f for f in w.network if isinstance(f.envelope.message, Heartbeat))
     w.deliver_now(heartbeat)
@@ -326,9 +317,7 @@ def test_an_echo_of_a_heartbeat_that_was_never_sent_proves_nothing():
 
 
 def test_the_death_of_prefill_after_release_is_not_noticed():
-    w, h = started()
-    w.prefill.compute(h, 30)
-    w.settle()
+    w, h = started(computed=30)
     w.crash("p0")
     w.advance(60.0)
     assert isinstance(w.decode.results[h], Received)
@@ -336,9 +325,7 @@ def test_the_death_of_prefill_after_release_is_not_noticed():
 
 
 def test_prefill_that_dies_before_it_confirms_the_release_leaves_what_is_proven():
-    w, h = started()
-    w.prefill.compute(h, 20)
-    w.settle()
+    w, h = started(computed=20)
     w.prefill.compute(h, 10)
     while not w.messages(Release):
         w.deliver(w.network.pop(0)) if w.network else w.decode.read_step(w.decode.reads[0])
@@ -355,10 +342,7 @@ def test_prefill_that_dies_before_it_confirms_the_release_leaves_what_is_proven(
 
 @pytest.mark.parametrize("tokens", [0, 19, 30])
 def test_the_death_of_decode_frees_the_blocks_at_prefill_one_lease_later(tokens):
-    w, h = started()
-    if tokens:
-        w.prefill.compute(h, tokens)
-    w.settle(reads=False)
+    w, h = started(computed=tokens, read=False)
     w.crash("d")
     w.advance(CONFIG.lease_s - 0.5)
     assert h in w.prefill.jobs
@@ -374,10 +358,7 @@ def test_the_death_of_decode_frees_the_blocks_at_prefill_one_lease_later(tokens)
 @pytest.mark.parametrize("tokens", [0, 19, 30])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_when_the_client_leaves_both_sides_are_free_at_once(tokens, ranks):
-    w, h = started(decode_ranks=ranks)
-    if tokens:
-        w.prefill.compute(h, tokens)
-    w.settle(reads=False)
+    w, h = started(decode_ranks=ranks, computed=tokens, read=False)
     w.decode.cancel(h)
     w.settle()
     assert w.decode.results[h] == Failed(h, "cancelled", 0, False)
@@ -386,9 +367,7 @@ def test_when_the_client_leaves_both_sides_are_free_at_once(tokens, ranks):
 
 
 def test_a_cancelled_handoff_fails_only_when_every_rank_has_stopped_reading():
-    w, h = started(decode_ranks=2)
-    w.prefill.compute(h, 30)
-    w.settle(reads=False)
+    w, h = started(decode_ranks=2, computed=30, read=False)
     w.decode.cancel(h)
     first, second = w.decode.reads
     w.decode.read_step(first)
@@ -454,9 +433,7 @@ def test_a_link_that_is_cut_in_one_direction_ends_the_handoff_too():
 
 
 def test_a_read_that_fails_stops_the_other_ranks_and_keeps_what_was_proven():
-    w, h = started(decode_ranks=2)
-    w.prefill.compute(h, 12)
-    w.settle()
+    w, h = started(decode_ranks=2, computed=12)
     w.prefill.compute(h, 12)
     w.settle(reads=False)
     w.decode.read_step(w.decode.reads[0], error="checksum")
@@ -469,9 +446,7 @@ def test_a_read_that_fails_stops_the_other_ranks_and_keeps_what_was_proven():
 
 
 def test_a_prefill_request_that_reaches_a_quarantined_engine_is_not_read_from_it():
-    w, h = started()
-    w.prefill.compute(h, 12)
-    w.settle(reads=False)
+    w, _h = started(computed=12, read=False)
     w.decode.read_step(w.decode.reads[0], error="no progress")
     w.settle()
     remote_request = w.decode.open(PROMPT)
@@ -502,9 +477,7 @@ def test_after_a_failed_link_its_connections_are_dropped_unless_another_handoff_
 
 
 def test_connections_to_an_engine_that_is_not_used_are_dropped_after_a_while():
-    w, h = started()
-    w.prefill.compute(h, 30)
-    w.settle()
+    w, _h = started(computed=30)
     commands = []
     w.decode.protocol.out.commands = CopyingList(commands)
     w.advance(120.0)
@@ -558,9 +531,7 @@ def test_late_answers_of_a_prefill_engine_that_was_paused_past_the_lease_are_dro
 
 @pytest.mark.parametrize("reading", [True, False])
 def test_decode_paused_past_the_lease_keeps_only_what_was_proven_before(reading):
-    w, h = started()
-    w.prefill.compute(h, 12)
-    w.settle()
+    w, h = started(computed=12)
     w.prefill.compute(h, 18)
     w.settle(reads=False)
     w.decode.paused = True
@@ -575,9 +546,7 @@ def test_decode_paused_past_the_lease_keeps_only_what_was_proven_before(reading)
 
 
 def test_a_release_after_the_lease_is_answered_by_not_held():
-    w, h = started()
-    w.prefill.compute(h, 30)
-    w.settle(reads=False)
+    w, h = started(computed=30, read=False)
     w.decode.paused = True
     w.advance(30.0)
     w.network = [f for f in w.network if not isinstance(f.envelope.message, Refused)]
@@ -616,9 +585,7 @@ def test_prefill_without_room_refuses_at_once():
 
 
 def test_a_handoff_that_prefill_gives_up_keeps_its_blocks_until_decode_has_stopped_reading():
-    w, h = started()
-    w.prefill.compute(h, 12)
-    w.settle()
+    w, h = started(computed=12)
     w.prefill.compute(h, 8)
     w.settle(reads=False)
     w.prefill.refuse(h, "aborted")
@@ -641,9 +608,7 @@ def test_heartbeats_do_not_extend_the_lease_of_a_handoff_that_was_given_up():
 
 
 def test_another_prompt_than_asked_for_is_not_received():
-    w, h = started(skip=4)
-    w.prefill.compute(h, 12)
-    w.settle()
+    w, h = started(skip=4, computed=12)
     w.prefill.compute(h, 100, wrong_prompt_hash=True)
     w.settle()
     assert w.decode.results[h] == Failed(h, "prompt_hash", 4, False, "prefill computed a different prompt")
@@ -674,9 +639,7 @@ def test_an_engine_that_contradicts_itself_is_not_believed(change, problem):
 
 
 def test_an_engine_whose_rank_does_not_stop_writing_is_broken():
-    w, h = started(decode_ranks=2)
-    w.prefill.compute(h, 30)
-    w.settle(reads=False)
+    w, h = started(decode_ranks=2, computed=30, read=False)
     w.decode.cancel(h)
     w.decode.read_step(w.decode.reads[0])
     w.advance(2 * CONFIG.progress_s, reads=False)
@@ -699,9 +662,7 @@ def test_a_read_is_the_same_command_for_every_rank():
 
 
 def test_an_answer_for_a_read_that_is_over_is_dropped_and_counted():
-    w, h = started()
-    w.prefill.compute(h, 12)
-    w.settle(reads=False)
+    w, _h = started(computed=12, read=False)
     w.decode.read_step(w.decode.reads[0], error="no progress")
     answer = w.decode.answers[0]
     w.decode.hear_worker()
@@ -724,26 +685,29 @@ class CopyingList(list):
 # -- requests that move ------------------------------------------------------------------------------------
 
 
+HELD = list(range(11))
+
+
 def test_a_held_request_is_read_by_the_engine_that_claims_it():
     w = World()
-    held = w.prefill.hold(tokens := list(range(11)))
+    h = w.prefill.hold(HELD).handoff_id
     assert not w.network, "nobody is told: the client's ingress chooses who goes on"
-    w.decode.open(tokens, 4, w.prefill.peer, handoff_id=held.handoff_id)
+    w.decode.open(HELD, 4, w.prefill.peer, handoff_id=h)
     w.settle()
-    assert isinstance(w.decode.results[held.handoff_id], Received)
-    assert w.prefill.results[held.handoff_id].reason == "released"
+    assert isinstance(w.decode.results[h], Received)
+    assert w.prefill.results[h].reason == "released"
 
 
 def test_a_claim_is_repeated_until_it_is_answered_and_answered_as_often():
     w = World()
-    held = w.prefill.hold(tokens := list(range(11)))
-    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    h = w.prefill.hold(HELD).handoff_id
+    w.decode.open(HELD, 0, w.prefill.peer, handoff_id=h)
     w.network.clear()
     w.advance(1.0, settle=False)
     (claim,) = w.network
     w.deliver(claim)
     w.settle()
-    assert isinstance(w.decode.results[held.handoff_id], Received)
+    assert isinstance(w.decode.results[h], Received)
     w.deliver(claim)
     w.settle()
     assert not w.prefill.protocol.prefill_handoffs
@@ -751,29 +715,29 @@ def test_a_claim_is_repeated_until_it_is_answered_and_answered_as_often():
 
 def test_only_the_first_engine_that_claims_a_request_gets_it():
     w = World(prefills=2)
-    held = w.prefill.hold(tokens := list(range(11)))
-    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
-    w.engines["p1"].open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    h = w.prefill.hold(HELD).handoff_id
+    for engine in (w.decode, w.engines["p1"]):
+        engine.open(HELD, 0, w.prefill.peer, handoff_id=h)
     w.settle()
-    assert isinstance(w.decode.results[held.handoff_id], Received)
-    assert w.engines["p1"].results[held.handoff_id].reason in ("refused", "lost_lease")
+    assert isinstance(w.decode.results[h], Received)
+    assert w.engines["p1"].results[h].reason in ("refused", "lost_lease")
 
 
 def test_a_request_that_nobody_claims_is_held_for_one_lease():
     w = World()
-    held = w.prefill.hold(tokens := list(range(11)))
+    h = w.prefill.hold(HELD).handoff_id
     w.advance(CONFIG.lease_s - 1)
     assert not w.prefill.results
     w.advance(2)
-    assert w.prefill.results[held.handoff_id].reason == "expired"
-    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    assert w.prefill.results[h].reason == "expired"
+    w.decode.open(HELD, 0, w.prefill.peer, handoff_id=h)
     w.settle()
-    assert w.decode.results[held.handoff_id].reason == "lost_lease"
+    assert w.decode.results[h].reason == "lost_lease"
 
 
 def test_a_held_request_of_another_model_is_refused():
     w = World()
-    held = w.prefill.hold(tokens := list(range(11)), fingerprint="other")
-    w.decode.open(tokens, 0, w.prefill.peer, handoff_id=held.handoff_id)
+    h = w.prefill.hold(HELD, fingerprint="other").handoff_id
+    w.decode.open(HELD, 0, w.prefill.peer, handoff_id=h)
     w.settle()
-    assert w.decode.results[held.handoff_id].reason == "refused"
+    assert w.decode.results[h].reason == "refused"

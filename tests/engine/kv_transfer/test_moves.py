@@ -13,9 +13,11 @@ from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.structured_outputs import StructuredOutputsParams
+from engine.wire.token_delta import TokenLogprob
+from tests.deltas import deltas_of
 from tests.engine.kv_transfer.moving import Movers
 from tests.fake_drafter import draft_always
 from tests.models import make_model
@@ -47,9 +49,7 @@ def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[l
     answers = []
     for request in requests:
         core.add(request)
-        deltas = []
-        while core.has_work:
-            deltas += [event.delta for event in core.step()]
+        deltas = list(deltas_of(core, errors=True))
         entries = [entry for delta in deltas for entry in delta.logprobs or []]
         answers.append(([token for delta in deltas for token in delta.token_ids], entries))
     core.close()

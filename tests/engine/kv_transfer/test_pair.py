@@ -14,7 +14,8 @@ from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
-from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.engine.spec_decode.draft_checkpoints import HEADS, VOCAB, make_drafters

@@ -10,14 +10,13 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.features import handoffs
-from engine.wire.handoff_stats import Role
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Add,
     CancelDispatch,
     CancelPrefill,
     DispatchRemote,
     EngineStatus,
-    GenerateRequest,
     Notice,
     Prefill,
     PrefillReplica,
@@ -25,6 +24,7 @@ from engine.wire.messages import (
     SetRole,
 )
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.handoff_stats import Role
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine.kv_transfer.test_faults import (

@@ -18,10 +18,12 @@ from engine.core.engine import EngineCore
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
 from engine.text.tokenizer import Tokenizer
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
+from engine.wire.token_delta import TokenDelta, TokenLogprob
+from tests.deltas import deltas_of
 from tests.engine.lora.adapted_models import ALL, BACKEND, MAX_TOKENS, NATIVE, prompt
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.spec_decode.draft_checkpoints import make_drafters
@@ -64,10 +66,8 @@ def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | Non
     answers = Answers()
     for name, (tokens, lora) in requests.items():
         core.add(GenerateRequest(request_id=name, prompt=tokens, lora=lora, params=SamplingParams(**settings)))
-    while core.has_work:
-        for event in core.step():
-            answers.add(event.delta)
-        core.scheduler.check()
+    for delta in deltas_of(core, errors=True):
+        answers.add(delta)
     return answers
 
 

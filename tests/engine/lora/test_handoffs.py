@@ -11,9 +11,10 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from tests.deltas import deltas_of
 from tests.engine.kv_transfer.faulty_pair import FaultyPair
 from tests.engine.kv_transfer.pair import Pair
 from tests.engine.lora.adapted_models import BACKEND, MAX_TOKENS
@@ -36,9 +37,8 @@ def alone() -> dict[str, list[int]]:
     for name, lora in (("with", LORA), ("without", None)):
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         core.add(GenerateRequest(request_id=name, prompt=PROMPT, params=params, lora=lora))
-    while core.has_work:
-        for event in core.step():
-            answers[event.delta.request_id] += event.delta.token_ids
+    for delta in deltas_of(core, errors=True):
+        answers[delta.request_id] += delta.token_ids
     core.close()
     return answers
 

@@ -23,8 +23,9 @@ from engine.model.checkpoint import cache
 from engine.model.checkpoint.folder import resolve
 from engine.model.fixed_order import FixedOrder
 from engine.model.low_rank import row_table
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.batches import ByHand, load_by_hand
+from tests.deltas import deltas_of
 from tests.engine.core.test_images import GREEDY, engine, prompts
 from tests.engine.lora.adapted_models import ALL, BACKEND
 from tests.engine.lora.peft_adapters import make_adapter, with_adapter
@@ -233,10 +234,8 @@ def test_answers_about_images_are_those_of_the_merged_model(name, tmp_path):
             outputs[own] = []
             request = {"prompt": prompt.tokens, "mm_features": prompt.images, "params": GREEDY, "lora": adapter}
             core.add(GenerateRequest(request_id=own, **request))
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            outputs[event.delta.request_id] += event.delta.token_ids
+    for delta in deltas_of(core):
+        outputs[delta.request_id] += delta.token_ids
     core.close()
     for i, prompt in enumerate(wanted):
         assert outputs[f"{i}"] == expected_tokens(folder, prompt, 8)

@@ -66,9 +66,7 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), each_once(QUICK, LAYOUTS) + in_turns(slow(LIKE_OTHERS), LAYOUTS)
-)
+@pytest.mark.parametrize(("family", "layout"), each_once(QUICK, LAYOUTS) + in_turns(slow(LIKE_OTHERS), LAYOUTS))
 def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout):
     (size, ranks), folder = layout, make_model(tmp_path, family)
     groups = engines(size, fixed_order=False, ranks=ranks)

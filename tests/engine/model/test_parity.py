@@ -14,8 +14,11 @@ from engine import pocket
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenLogprob
+from tests.deltas import deltas_of
 from tests.models import FAMILIES, make_model
 
 LENGTHS = (33, 1, 8, 50, 20)  # the windows of sliding-window models are 8
@@ -70,7 +73,12 @@ OF_EVERY_FAMILY = (
     "test_requests_that_are_preempted",
 )
 IN_EVERY_TEST = ("llama", "gemma2")  # the second caps its logits, of which log-probabilities are made
-SCALED = ("llama_rope_scaled", "gemma3", "gpt_oss", "deepseek_v3")  # whose positions turn otherwise far into the context
+SCALED = (
+    "llama_rope_scaled",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v3",
+)  # whose positions turn otherwise far into the context
 SLOW = (
     "mistral",
     "qwen3",
@@ -94,7 +102,7 @@ SLOW = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test the families that it is for, each with one of the loops in turns; some have both, which is slow."""
+    """Give each test the families that it is for, each with one of the loops in turns; some have both."""
     names, loops = [*FAMILIES, "pocket"], [False, True] if "overlap" in metafunc.fixturenames else [True]
     test = metafunc.function.__name__
     meant = {*IN_EVERY_TEST, *(SCALED if test == "test_prompts_that_nearly_fill_the_context" else ())}
@@ -147,16 +155,13 @@ class Run:
         self.tokens[name], self.logprobs[name], self.cached[name] = [], [], 0
 
     def go(self) -> EngineStats:
-        while self.core.has_work:
-            for event in self.core.step():
-                delta, name = event.delta, event.delta.request_id
-                assert delta.error is None, delta.error
-                self.tokens[name] += delta.token_ids
-                self.logprobs[name] += delta.logprobs or []
-                self.cached[name] += delta.num_cached_tokens
-                if delta.prompt_logprobs is not None:
-                    self.prompt_logprobs[name] = delta.prompt_logprobs
-        self.core.scheduler.check()
+        for delta in deltas_of(self.core):
+            name = delta.request_id
+            self.tokens[name] += delta.token_ids
+            self.logprobs[name] += delta.logprobs or []
+            self.cached[name] += delta.num_cached_tokens
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs[name] = delta.prompt_logprobs
         stats = self.core.stats()
         assert stats.blocks_used == 0
         return stats

@@ -19,7 +19,7 @@ from engine import SamplingParams
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.offline.llm import LLM
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.lora.test_engines import ask
 from tests.engine.offline.test_expert_moves import LATER, check_stop, check_streams, fail, often, run_streams

@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig, EPLBConfig
 from engine.core.engine import EngineCore
 from engine.errors import ConfigError, EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.engine.offline.test_pipeline_parallel import kill_in_the_middle

@@ -25,8 +25,10 @@ from engine.kv_offload import rank_tiers
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.messages import GenerateRequest, HoldMark, PromptHold, Subscribe
+from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.messages import Subscribe
 from engine.wire.sampling_params import SamplingParams
+from tests.deltas import deltas_of
 from tests.models import with_slow
 from tests.products import each_once
 from tests.rank_pool import RankPool
@@ -66,12 +68,9 @@ def answer(core: EngineCore, prompt: list[int], name: str = "a", **more: Any) ->
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, **more))
     found: list[Any] = []
     cached = 0
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            found += zip(event.delta.token_ids, event.delta.logprobs or [], strict=True)
-            cached += event.delta.num_cached_tokens
-        core.scheduler.check()
+    for delta in deltas_of(core):
+        found += zip(delta.token_ids, delta.logprobs or [], strict=True)
+        cached += delta.num_cached_tokens
     return found, cached
 
 

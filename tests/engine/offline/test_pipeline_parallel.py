@@ -21,8 +21,9 @@ from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.runner.stages.stage_runner import divide_layers
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from tests.deltas import deltas_of
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
 from tests.engine.spec_decode.draft_checkpoints import make_drafters
 from tests.fake_drafter import draft_always
@@ -192,11 +193,8 @@ def see(core: EngineCore, name: str) -> dict[str, list[Any]]:
         request = GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=params)
         core.add(request)
         found[str(i)] = []
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None, event.delta.error
-            found[event.delta.request_id] += zip(event.delta.token_ids, event.delta.logprobs or [], strict=True)
-        core.scheduler.check()
+    for delta in deltas_of(core):
+        found[delta.request_id] += zip(delta.token_ids, delta.logprobs or [], strict=True)
     return found
 
 

@@ -12,9 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.token_delta import TokenLogprob
+from tests.deltas import deltas_of
 from tests.models import FAMILIES, make_model, with_slow
 from tests.products import each_once, in_turns, pairwise, slow
 from tests.rank_pool import RankPool
@@ -82,16 +85,13 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], dict[str, Any]]],
         settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
         core.add(GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings)))
         outcome.tokens[name], outcome.logprobs[name] = [], []
-    while core.has_work:
-        for event in core.step():
-            delta, name = event.delta, event.delta.request_id
-            assert delta.error is None, delta.error
-            outcome.tokens[name] += delta.token_ids
-            outcome.logprobs[name] += delta.logprobs or []
-            outcome.cached += delta.num_cached_tokens
-            if delta.prompt_logprobs is not None:
-                outcome.prompt_logprobs[name] = delta.prompt_logprobs[1:]
-    core.scheduler.check()
+    for delta in deltas_of(core):
+        name = delta.request_id
+        outcome.tokens[name] += delta.token_ids
+        outcome.logprobs[name] += delta.logprobs or []
+        outcome.cached += delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            outcome.prompt_logprobs[name] = delta.prompt_logprobs[1:]
     outcome.stats = core.stats()
     return outcome
 

@@ -24,9 +24,9 @@ from engine.runner.sampler import (
     prepare_sampling,
     process_rows,
 )
-from engine.wire.messages import TokenLogprob
 from engine.wire.plan import ALL_TOKENS_BANNED
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenLogprob
 from tests.engine.runner.sampling_cases import (
     FILTERS,
     LOGITS,

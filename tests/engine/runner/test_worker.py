@@ -18,7 +18,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.model.ops import dispatch
 from engine.runner.worker import Worker
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import CapturedGraph, LateDevice
 from tests.models import make_model

@@ -19,9 +19,10 @@ from engine.model.config import ModelConfig
 from engine.text import grammar
 from engine.text.grammar import GrammarCompiler, one_line
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
+from engine.wire.token_delta import TokenDelta
 
 LIMIT_S = 60.0
 

@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
 

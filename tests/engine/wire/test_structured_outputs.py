@@ -18,9 +18,10 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.offline.outputs import CompletionOutput
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import MAX_CHARS, MAX_GBNF_CHARS, StructuredOutputsParams
+from tests.deltas import deltas_of
 from tests.examples import examples
 from tests.models import EOS, make_model
 from tests.rank_pool import RankPool
@@ -316,10 +317,8 @@ def run(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, list[int
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         core.add(request)
-    while core.has_work:
-        for event in core.step():
-            assert event.delta.error is None
-            outputs[event.delta.request_id] += event.delta.token_ids
+    for delta in deltas_of(core):
+        outputs[delta.request_id] += delta.token_ids
     return outputs
 
 

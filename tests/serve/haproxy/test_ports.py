@@ -18,7 +18,8 @@ import pytest
 import zmq
 
 from engine.kv_transfer.transport import tcp
-from engine.wire.messages import Add, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Add
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.serve.fake_cluster import FakeCluster

@@ -14,8 +14,10 @@ from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import RequestCost
+from engine.wire.generate_request import HoldMark
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
+from engine.wire.stats.engine_stats import HoldEnd, HoldStats
+from engine.wire.token_delta import HoldOutcome, HoldRefusal
 
 MAX_HOLDS = 4096  # of all clients together
 MAX_HOLDS_PER_CLIENT = 1024  # prefixes of one prompt share blocks, but each takes memory for the names of its blocks

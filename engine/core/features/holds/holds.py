@@ -12,7 +12,10 @@ from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_cost import RequestCost
-from engine.wire.messages import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats
+from engine.wire.generate_request import HoldMark
+from engine.wire.messages import HeldPrompt
+from engine.wire.stats.engine_stats import HoldEnd, HoldStats
+from engine.wire.token_delta import HoldOutcome
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them

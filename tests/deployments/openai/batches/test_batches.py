@@ -12,7 +12,8 @@ from deployments.http.middleware import AuthConfig
 from deployments.jobs import lease as lease_module
 from deployments.openai.batches.config import BatchConfig
 from engine.errors import EngineUnavailable
-from engine.wire.messages import ErrorInfo, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, tokenizer, until
 from tests.deployments.openai.batches.batches import answers, client_of, ended, jsonl, line, start
 

@@ -15,7 +15,7 @@ from deployments.http.context import RequestContext
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.routes import new_response
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import QWEN, VOCAB_SIZE, answers, chat_tokenizer
 

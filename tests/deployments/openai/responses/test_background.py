@@ -10,7 +10,7 @@ import pytest
 from deployments.jobs import lease as lease_module
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineError
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, until
 from tests.deployments.openai.responses.serving import ask, client_of, parse_events, serving
 from tests.redis_server import redis_server

@@ -12,7 +12,7 @@ import pytest
 
 from deployments.http.middleware import AuthConfig
 from engine.errors import InvalidParameter, Overloaded
-from engine.wire.messages import ErrorInfo
+from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import until
 from tests.deployments.openai.responses.serving import (
     ARGUMENTS,

@@ -14,9 +14,9 @@ from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
-from engine.wire.messages import SequenceCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer
+from engine.wire.token_delta import SequenceCost
 from tests.engine.core.test_stats import finished_request
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness

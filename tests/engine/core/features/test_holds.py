@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from engine.core.features.holds import hold_table
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
-from engine.wire.messages import HoldOutcome
+from engine.wire.token_delta import HoldOutcome
 from tests.engine.core.features.test_kv_offloading import TierMachine
 from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.examples import examples
@@ -32,23 +32,31 @@ def outcomes(harness: Harness, name: str) -> list[HoldOutcome]:
 
 def held(harness: Harness, name: str, prompt: list[int] = PROMPT, ttl_s: float = 10.0, **options) -> HoldOutcome:
     """Compute a prompt that its client wants to be held, and return the answer."""
-    harness.add(name, prompt, max_tokens=2, hold=[(len(prompt), ttl_s)], **options)
-    serve(harness, name)
+    serve(harness, name, prompt, hold=[(len(prompt), ttl_s)], **options)
     (outcome,) = outcomes(harness, name)
     return outcome
 
 
-def serve(harness: Harness, name: str) -> None:
+def serve(harness: Harness, name: str, prompt: list[int], max_tokens: int = 2, **options) -> None:
+    """Answer a request."""
+    harness.add(name, prompt, max_tokens=max_tokens, **options)
     while name not in harness.finished:
         harness.step()
+
+
+def serve_from_tiers(harness: TierHarness, name: str, prompt: list[int], **options) -> None:
+    """Answer a request, while blocks go down and come up."""
+    harness.add(name, prompt, max_tokens=2, **options)
+    while name not in harness.finished:
+        harness.step()
+        harness.drain()
 
 
 def flood(harness: Harness) -> None:
     """Have every block that may be evicted hold something else."""
     for number in range(3):
         name = f"flood {number} {len(harness.finished)}"
-        harness.add(name, [len(harness.finished)] * 26, max_tokens=2)
-        serve(harness, name)
+        serve(harness, name, [len(harness.finished)] * 26)
 
 
 def cached(harness: Harness, prompt: list[int] = PROMPT) -> int:
@@ -61,12 +69,10 @@ def test_held_prompt_is_cached_after_all_else_was_evicted_and_another_is_not():
     harness = make()
     assert held(harness, "held") == HoldOutcome(tokens=20, ttl_s=10.0)
     other = [*range(21, 40), 1]
-    harness.add("other", other, max_tokens=2)
-    serve(harness, "other")
+    serve(harness, "other", other)
     flood(harness)
     assert (cached(harness), cached(harness, other)) == (20, 0)
-    harness.add("next turn", [*PROMPT, 7, 8], max_tokens=2)
-    serve(harness, "next turn")
+    serve(harness, "next turn", [*PROMPT, 7, 8])
     assert harness.cached_of["next turn"] == 20
     harness.run()
 
@@ -89,8 +95,7 @@ def test_use_by_its_client_renews_a_hold(client, left):
     harness = make()
     held(harness, "held", client="alice")
     harness.now = 9.0
-    harness.add("next turn", [*PROMPT, 7], max_tokens=2, client=client)
-    serve(harness, "next turn")
+    serve(harness, "next turn", [*PROMPT, 7], client=client)
     harness.now = 15.0
     flood(harness)
     assert cached(harness) == left
@@ -100,11 +105,9 @@ def test_use_by_its_client_renews_a_hold(client, left):
 def test_the_next_request_pays_for_what_a_hold_has_kept():
     kept, plain = (make(num_blocks=32) for _ in range(2))
     for harness in (kept, plain):
-        harness.add("first", PROMPT, max_tokens=2, hold=[(20, 10.0)] if harness is kept else None)
-        serve(harness, "first")
+        serve(harness, "first", PROMPT, hold=[(20, 10.0)] if harness is kept else None)
         harness.clock += 100.0
-        harness.add("next turn", [*PROMPT, 7], max_tokens=2)
-        serve(harness, "next turn")
+        serve(harness, "next turn", [*PROMPT, 7])
         harness.run()
     first, with_hold, without = (
         harness.finished[name].delta.cost.kv_gib_s
@@ -129,8 +132,7 @@ def test_nobody_pays_for_a_hold_that_nobody_has_used():
     held(harness, "held")
     harness.clock += 100.0
     harness.now = 11.0
-    harness.add("other", [40, 41, 42], max_tokens=2)
-    serve(harness, "other")
+    serve(harness, "other", [40, 41, 42])
     harness.run()
     assert harness.finished["other"].delta.cost.kv_gib_s < 1.0
     harness.scheduler.holds.update(harness.now)
@@ -142,8 +144,7 @@ def test_prompt_that_reads_only_a_part_of_a_hold_does_not_renew_it():
     harness = make()
     held(harness, "held")
     harness.now = 9.0
-    harness.add("branch", [*PROMPT[:16], 40, 41, 42, 43, 44], max_tokens=2)
-    serve(harness, "branch")
+    serve(harness, "branch", [*PROMPT[:16], 40, 41, 42, 43, 44])
     harness.now = 11.0
     flood(harness)
     assert cached(harness) == 0
@@ -189,8 +190,7 @@ def test_emptying_the_prefix_cache_ends_all_holds():
 )  # fmt: skip
 def test_refused_hold_says_why_and_keeps_nothing(options, mark, refusal, reason):
     harness = make(**options)
-    harness.add("refused", PROMPT, max_tokens=2, hold=[mark])
-    serve(harness, "refused")
+    serve(harness, "refused", PROMPT, hold=[mark])
     expected = HoldOutcome(tokens=mark[0], ttl_s=mark[1], refusal=refusal, reason=reason)
     assert outcomes(harness, "refused") == [expected]
     assert not harness.pool.held and harness.pool.num_used == 0
@@ -215,8 +215,7 @@ def test_marks_of_one_request_are_holds_of_their_own():
     harness = make(num_blocks=32)
     for turn in range(2):
         prompt = PROMPT[: 12 + 4 * turn]
-        harness.add(f"turn {turn}", prompt, max_tokens=2, hold=[(8, 60.0), (len(prompt), 5.0)])
-        serve(harness, f"turn {turn}")
+        serve(harness, f"turn {turn}", prompt, hold=[(8, 60.0), (len(prompt), 5.0)])
     assert [(o.tokens, o.ttl_s) for o in outcomes(harness, "turn 1")] == [(8, 60.0), (16, 5.0)]
     assert harness.scheduler.holds.stats.holds == 2
     harness.now = 6.0
@@ -242,8 +241,8 @@ def test_request_that_needs_more_than_is_left_preempts_others_but_never_a_hold()
     assert held(harness, "smaller", PROMPT[:16]).refusal is None
     for name in ("one", "two"):
         harness.add(name, [ord(name[0]) % 50] * 8, max_tokens=20)
-    serve(harness, "one")
-    serve(harness, "two")
+    while not {"one", "two"} <= harness.finished.keys():
+        harness.step()
     assert harness.scheduler.totals.preemptions
     assert cached(harness) == 16
     harness.run()
@@ -299,8 +298,7 @@ def test_hold_beyond_the_number_of_holds_is_refused(monkeypatch):
     monkeypatch.setattr(hold_table, "MAX_HOLDS_PER_CLIENT", 2)
     monkeypatch.setattr(hold_table, "MAX_HOLDS", 3)
     harness = make()
-    harness.add("many", PROMPT, max_tokens=2, client="alice", hold=[(4 * blocks, 10.0) for blocks in (1, 2, 3)])
-    serve(harness, "many")
+    serve(harness, "many", PROMPT, client="alice", hold=[(4 * blocks, 10.0) for blocks in (1, 2, 3)])
     assert [outcome.refusal for outcome in outcomes(harness, "many")] == [None, None, "client_full"]
     assert held(harness, "of bob", PROMPT[:4], client="bob").refusal is None
     refused = held(harness, "of carol", PROMPT[:4], client="carol")
@@ -310,8 +308,7 @@ def test_hold_beyond_the_number_of_holds_is_refused(monkeypatch):
 
 def test_engine_with_windows_holds_the_windows_before_the_mark():
     harness = make(num_blocks=0, windows=(None, 5), blocks=[16, 16], step_tokens=8, max_num_batched_tokens=8)
-    harness.add("held", PROMPT, max_tokens=2, hold=[(12, 10.0)])
-    serve(harness, "held")
+    serve(harness, "held", PROMPT, hold=[(12, 10.0)])
     assert outcomes(harness, "held") == [HoldOutcome(tokens=12, ttl_s=10.0)]
     assert [len(pool.held) for pool in harness.pools] == [3, 1]
     flood(harness)
@@ -322,8 +319,7 @@ def test_engine_with_windows_holds_the_windows_before_the_mark():
 def test_one_of_two_holds_ends_that_keep_no_blocks():
     """A window of one token needs no earlier block."""
     harness = make(num_blocks=0, windows=(1,), blocks=[16], step_tokens=8, max_num_batched_tokens=8)
-    harness.add("held", PROMPT, max_tokens=2, hold=[(8, 10.0), (12, 20.0)])
-    serve(harness, "held")
+    serve(harness, "held", PROMPT, hold=[(8, 10.0), (12, 20.0)])
     assert [outcome.refusal for outcome in outcomes(harness, "held")] == [None, None]
     harness.now = 15.0
     harness.step()
@@ -333,12 +329,10 @@ def test_one_of_two_holds_ends_that_keep_no_blocks():
 
 def test_engine_with_recurrent_states_holds_the_state_before_the_mark():
     harness = make(num_blocks=16, chunk=4, num_snapshots=6)
-    harness.add("held", PROMPT, max_tokens=2, hold=[(10, 10.0)])
-    serve(harness, "held")
+    serve(harness, "held", PROMPT, hold=[(10, 10.0)])
     assert outcomes(harness, "held") == [HoldOutcome(tokens=8, ttl_s=10.0)]
     for number in range(8):
-        harness.add(f"other {number}", [number] * 8, max_tokens=2)
-        serve(harness, f"other {number}")
+        serve(harness, f"other {number}", [number] * 8)
     assert cached(harness) == 8
     harness.run()
 
@@ -368,8 +362,7 @@ def moved_down(harness: TierHarness) -> None:
 def fill_tier(harness: TierHarness) -> None:
     for _ in range(8):
         name = f"filler {len(harness.finished)}"
-        harness.add(name, [20 + len(harness.finished)] * 26, max_tokens=2)
-        serve(harness, name)
+        serve(harness, name, [20 + len(harness.finished)] * 26)
         harness.drain()
 
 
@@ -389,15 +382,11 @@ def test_tier_takes_a_hold_and_keeps_it_when_all_else_was_evicted_from_it():
         moved_down(harness)
     assert harness.scheduler.holds.stats.blocks == 15
     other = [9, *PROMPT[1:]]
-    harness.add("other", other, max_tokens=2)
-    serve(harness, "other")
+    serve(harness, "other", other)
     harness.drain()
     fill_tier(harness)
     assert [in_tier(harness, [start, *PROMPT[1:]]) for start in (1, 3, 5, 9)] == [20, 20, 20, 0]
-    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in harness.finished:
-        harness.step()
-        harness.drain()
+    serve_from_tiers(harness, "next turn", [*PROMPT, 7])
     assert harness.cached_of["next turn"] == 20
     harness.now = 10.5
     fill_tier(harness)
@@ -408,16 +397,12 @@ def test_tier_takes_a_hold_and_keeps_it_when_all_else_was_evicted_from_it():
 def test_held_blocks_are_loaded_even_if_computing_them_would_be_faster():
     harness = with_tier(min_tokens=100)
     for name, hold in (("held", [(20, 10.0)]), ("other", None)):
-        harness.add(name, [len(name), *PROMPT[1:]], max_tokens=2, hold=hold)
-        serve(harness, name)
+        serve(harness, name, [len(name), *PROMPT[1:]], hold=hold)
         harness.drain()
     moved_down(harness)
     flood(harness)
     for name in ("held", "other"):
-        harness.add(f"{name} again", [len(name), *PROMPT[1:], 7], max_tokens=2)
-        while f"{name} again" not in harness.finished:
-            harness.step()
-            harness.drain()
+        serve_from_tiers(harness, f"{name} again", [len(name), *PROMPT[1:], 7])
     assert (harness.cached_of["held again"], harness.cached_of["other again"]) == (20, 0)
     harness.run()
 
@@ -427,10 +412,7 @@ def test_the_next_request_pays_for_what_a_tier_has_kept_for_a_hold():
     held(harness, "held")
     moved_down(harness)
     harness.clock += 100.0 * 2**30  # blocks of the fake tier are of one byte
-    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in harness.finished:
-        harness.step()
-        harness.drain()
+    serve_from_tiers(harness, "next turn", [*PROMPT, 7])
     assert harness.finished["next turn"].delta.cost.tier_gib_s == pytest.approx(5 * 100.0, rel=0.01)
     kept = harness.scheduler.offloading.stats.tiers["disk"].gib_s
     assert kept["holds"] == pytest.approx(5 * 100.0, rel=0.01) and 0 < kept["cache"] < 200
@@ -454,10 +436,7 @@ def test_hold_whose_file_is_damaged_ends_and_is_computed():
     flood(harness)
     harness.drain()
     del harness.disk[name_of(0, block_hashes(PROMPT, 4)[:16])]
-    harness.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in harness.finished:
-        harness.step()
-        harness.drain()
+    serve_from_tiers(harness, "next turn", [*PROMPT, 7])
     harness.step()
     assert harness.scheduler.holds.stats.ended == {"lost": 1}
     harness.run()
@@ -465,8 +444,7 @@ def test_hold_whose_file_is_damaged_ends_and_is_computed():
 
 def test_device_keeps_a_hold_while_no_tier_can():
     harness = with_tier()
-    harness.add("held", PROMPT, max_tokens=2, hold=[(20, 10.0)])
-    serve(harness, "held")
+    serve(harness, "held", PROMPT, hold=[(20, 10.0)])
     while not harness.moving:
         harness.step()
     for _ in range(2):
@@ -495,8 +473,7 @@ def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
     assert (given.ttl_s, given.left_s) == (10.0, 6.0)
     mark = (len(given.token_ids), given.ttl_s, given.left_s)
     for harness in (other, unused):
-        harness.add("hold", given.token_ids, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
-        serve(harness, "hold")
+        serve(harness, "hold", given.token_ids, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
     unused.now = 6.0
     flood(unused)
     assert cached(unused) == 0
@@ -504,8 +481,7 @@ def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
     other.now = 5.9
     flood(other)
     assert cached(other) == 20
-    other.add("next turn", [*PROMPT, 7], max_tokens=2, client="alice")
-    serve(other, "next turn")
+    serve(other, "next turn", [*PROMPT, 7], client="alice")
     other.now = 15.8
     flood(other)
     assert cached(other) == 20, "each use renews it for its whole time"
@@ -519,8 +495,8 @@ def test_a_hold_that_arrives_renews_no_other_hold_with_which_its_prompt_begins()
     held(other, "held", client="alice")
     other.now = 6.0
     longer = [*PROMPT, 7, 8, 9, 10]
-    other.add("hold", longer, max_tokens=1, client="alice", hold=[(len(longer), 10.0, 2.0)], hold_name="talk")
-    serve(other, "hold")
+    mark = (len(longer), 10.0, 2.0)
+    serve(other, "hold", longer, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
     assert other.cached_of["hold"] == len(PROMPT)
     assert sorted(given.left_s for given in other.scheduler.holds.give(8, other.now)) == [2.0, 4.0]
 
@@ -532,8 +508,7 @@ def test_holds_that_last_longest_are_given_first_and_each_once():
     given = [harness.scheduler.holds.give(2, 0.0) for _ in range(3)]
     assert [[prompt.ttl_s for prompt in prompts] for prompts in given] == [[30.0, 20.0], [10.0], []]
     harness.now = 5.0
-    harness.add("next turn", [*range(10, 18), 7], max_tokens=2)
-    serve(harness, "next turn")
+    serve(harness, "next turn", [*range(10, 18), 7])
     assert [prompt.ttl_s for prompt in harness.scheduler.holds.give(8, 5.0)] == [30.0], "it has been used since"
     harness.now = 36.0
     assert not harness.scheduler.holds.give(8, 36.0), "all have ended"
@@ -545,10 +520,7 @@ def test_holds_that_all_engines_have_in_the_store_are_not_given(options):
     assert len(harness.scheduler.holds.give(8, harness.now)) == is_own
     again = harness.restarted()
     assert not again.scheduler.holds.give(8, again.now), "its tokens are not known"
-    again.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in again.finished:
-        again.step()
-        again.drain()
+    serve_from_tiers(again, "next turn", [*PROMPT, 7])
     assert [given.token_ids for given in again.scheduler.holds.give(8, again.now)] == [PROMPT] * is_own
 
 
@@ -588,10 +560,7 @@ def test_next_start_restores_a_hold_with_its_remaining_time(options):
 def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
     again = saved(options).restarted()
     again.now = 9.0
-    again.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in again.finished:
-        again.step()
-        again.drain()
+    serve_from_tiers(again, "next turn", [*PROMPT, 7])
     assert again.cached_of["next turn"] == 20
     again.now = 15.0
     again.step()
@@ -604,10 +573,7 @@ def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
 def test_hold_that_is_asked_for_again_is_written_with_its_new_time(options):
     harness = saved(options)
     harness.now = 2.0
-    harness.add("same", PROMPT, max_tokens=2, hold=[(20, 90.0)])
-    while "same" not in harness.finished:
-        harness.step()
-        harness.drain()
+    serve_from_tiers(harness, "same", PROMPT, hold=[(20, 90.0)])
     harness.now = 4.0
     harness.step()
     harness.submit()
@@ -689,10 +655,7 @@ def test_another_engine_evicts_nothing_from_the_store_that_is_held():
     assert other.scheduler.holds.stats.holds == 0, "it has not granted it"
     fill_tier(other)
     assert len(names_in(harness)) == 5 and len(harness.store) <= 40
-    other.add("next turn", [*PROMPT, 7], max_tokens=2)
-    while "next turn" not in other.finished:
-        other.step()
-        other.drain()
+    serve_from_tiers(other, "next turn", [*PROMPT, 7])
     assert other.cached_of["next turn"] == 20
     other.now = 11.0 + EXPIRED_S
     other.submit()
@@ -731,10 +694,7 @@ def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
 def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replaced_it():
     one = saved(STORE, client="alice")
     two, three = one.restarted(), one.restarted()
-    two.add("next turn", [*PROMPT, 7, 8, 9, 10], max_tokens=2, client="alice", hold=[(24, 10.0)])
-    while "next turn" not in two.finished:
-        two.step()
-        two.drain()
+    serve_from_tiers(two, "next turn", [*PROMPT, 7, 8, 9, 10], client="alice", hold=[(24, 10.0)])
     assert (two.cached_of["next turn"], outcomes(two, "next turn")[0].refusal) == (20, None)
     moved_down(two)
     three.list()

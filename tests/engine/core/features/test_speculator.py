@@ -9,7 +9,7 @@ from engine.core.engine_stats import stats_of
 from engine.core.features.speculator import Speculator
 from engine.core.request import Request
 from engine.spec_decode.suffix import SuffixDrafter
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import ON_DEVICE
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

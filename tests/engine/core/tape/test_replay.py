@@ -20,7 +20,7 @@ from engine.core.tape.replay import Diverged, Failed, Replay
 from engine.core.tape.ring import EngineTape, Ring, tape_with_key
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.core.tape.taped import KEY, TapedHarness, replay, tape_of

@@ -17,7 +17,7 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.kernel import Kernel
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel

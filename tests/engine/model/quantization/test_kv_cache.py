@@ -22,9 +22,10 @@ from engine.model.models.registry import build_model
 from engine.model.ops import attention_plain
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.runner import kv_cache
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.batches import ByHand
+from tests.deltas import deltas_of
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import make_model
 from tests.rank_pool import RankPool
@@ -137,9 +138,8 @@ def answer(core: EngineCore, tokens: list[int]) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     core.add(GenerateRequest(request_id="a", prompt=tokens, params=params))
     found: list[int] = []
-    while core.has_work:
-        for event in core.step():
-            found += event.delta.token_ids
+    for delta in deltas_of(core, errors=True):
+        found += delta.token_ids
     return found
 
 

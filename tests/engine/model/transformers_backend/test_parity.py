@@ -13,9 +13,10 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.families import TRANSFORMERS
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.batches import load_by_hand
+from tests.deltas import deltas_of
 from tests.transformers_models import SPECIAL, TEXT_PARTS, make_transformers_model
 
 MAX_TOKENS = 8
@@ -84,11 +85,7 @@ def run(core: EngineCore, prompts: dict[str, list[int]]) -> tuple[dict[str, list
         core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
     tokens: dict[str, list[int]] = {name: [] for name in prompts}
     cached = dict.fromkeys(prompts, 0)
-    while core.has_work:
-        for event in core.step():
-            delta = event.delta
-            assert delta.error is None, delta.error
-            tokens[delta.request_id] += delta.token_ids
-            cached[delta.request_id] += delta.num_cached_tokens
-    core.scheduler.check()
+    for delta in deltas_of(core):
+        tokens[delta.request_id] += delta.token_ids
+        cached[delta.request_id] += delta.num_cached_tokens
     return tokens, cached

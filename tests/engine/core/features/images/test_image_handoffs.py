@@ -20,8 +20,9 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, HandoffEvent, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchRemote, GenerateRequest, PrefillReplica, RemoteRequestFailed
+from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
 from engine.wire.remote_request import Peer

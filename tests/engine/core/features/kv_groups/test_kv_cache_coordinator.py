@@ -9,7 +9,7 @@ from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinat
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 SIZE, BLOCKS = 4, 10

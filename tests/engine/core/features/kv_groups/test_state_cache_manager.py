@@ -9,7 +9,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.kv_groups.state_cache_manager import StateCacheManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import BlockTable, Request, StateSnapshot
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import Harness
 

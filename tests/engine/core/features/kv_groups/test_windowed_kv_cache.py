@@ -6,7 +6,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.core.request import BlockTable, Request
 from engine.model.kv_groups import KVCacheSpec
-from engine.wire.messages import GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 SIZE, STEP = 4, 8

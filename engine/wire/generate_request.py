@@ -1,0 +1,87 @@
+"""A request to an engine, and what it asks to hold in the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.wire.lora import LoRARequest
+from engine.wire.model_identity import ModelIdentity
+from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.pooling_params import PoolingParams
+from engine.wire.remote_request import KVHolder, KVSource
+from engine.wire.sampling_params import SamplingParams
+
+
+class HoldMark(msgspec.Struct, frozen=True, array_like=True):
+    """Asks to keep the first `tokens` tokens of a prompt for `ttl_s` seconds after their last use."""
+
+    tokens: int
+    ttl_s: float
+    left_s: float | None = None
+    """Seconds until its first end, if another engine has kept them for a part of the time; None for `ttl_s`."""
+
+
+class PromptHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The holds that one request asks for."""
+
+    marks: list[HoldMark]
+    """In ascending order."""
+    response_id: str = ""
+    """Id of the response, by which the holds can be released."""
+    name: str = ""
+    """Name that the client gives to its conversation; the holds can be released by it too."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate or to pool, in token ids. A client's request with `n > 1` has become several of
+    these."""
+
+    request_id: str
+    """Unique among the live requests of an engine; also the source of the seed if none is given."""
+    prompt: list[int]
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Images of the prompt, in order of position; they do not overlap."""
+    lora: LoRARequest | None = None
+    """The adapter with which it is computed; None for the model itself."""
+    params: SamplingParams = SamplingParams()
+    pooling: PoolingParams | None = None
+    """Asks for a vector or a score instead of tokens; `params` then has no effect."""
+    reply_to: str = ""
+    """ZMQ address of the ingress's token channel; empty for in-process use."""
+    client: str = ""
+    """Client to whom the compilation of the grammar and the blocks of holds are charged."""
+    timeout_s: float | None = None
+    """Seconds from arrival after which the engine ends the request; None for no limit."""
+    priority: int = 0
+    """Smaller runs first; used by the `priority` policy only."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests that have the same salt."""
+    prediction: list[int] = []
+    """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
+    kv_source: KVSource | None = None
+    """Engine that this request moves from, and that holds the KV of all tokens of `prompt`."""
+    kv_holder: KVHolder | None = None
+    """Another engine that has more of the prompt cached than the engine that gets this request."""
+    prefill: Literal["auto", "local", "remote"] = "auto"
+    """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
+    num_prompt: int | None = None
+    """Length of the actual prompt. The tokens of `prompt` after that length are output of another replica: they count
+    as output for penalties, min_tokens and max_tokens. None if all tokens are prompt."""
+    model: ModelIdentity | None = None
+    """Model that must serve the request: replicas of other models refuse it. None allows any."""
+    session_id: str = ""
+    """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
+    hold: PromptHold | None = None
+    """Parts of the prompt that the client wants to stay cached."""
+    report_cost: bool = False
+    """Whether every delta tells the cost so far, and not only the last one."""
+    when_idle: bool = False
+    """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
+
+    def continued(self, output: list[int]) -> GenerateRequest:
+        """Return the request for another engine, which continues after this output; prompt_logprobs came before it."""
+        params = msgspec.structs.replace(self.params, prompt_logprobs=None) if output else self.params
+        prompt = [*self.prompt, *output]
+        return msgspec.structs.replace(self, prompt=prompt, num_prompt=len(self.prompt), params=params)

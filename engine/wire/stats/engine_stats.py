@@ -1,0 +1,198 @@
+"""Statistics of an engine, in each EngineStatus."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.wire.kv_offload import KVOffloadStats
+from engine.wire.stats.histogram import Histogram
+
+HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
+# cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite. lost: a tier lost a
+# block.
+
+
+class SpecDecodeStats(msgspec.Struct, kw_only=True):
+    """Totals of speculative decoding, named like vLLM's metrics."""
+
+    num_drafts: int = 0
+    """Verified drafts: one per sequence and step that verified draft tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    """Accepted tokens by their position in the draft, from the first position on."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        per_position = self.num_accepted_tokens_per_pos
+        per_position += [0] * (drafted - len(per_position))
+        for position in range(accepted):
+            per_position[position] += 1
+
+
+class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The holds of one engine, and totals since its start."""
+
+    holds: int = 0
+    clients: int = 0
+    """Clients that have holds."""
+    blocks: int = 0
+    """Blocks of the first KV cache group that are kept, on the device or in a tier."""
+    device_blocks: int = 0
+    """Of these, blocks on the device."""
+    max_blocks: int | None = None
+    """Limit of blocks of this group that holds keep; None with tiers, of which a share is the limit."""
+    granted: int = 0
+    restored: int = 0
+    """Holds of an earlier start that were found on disk or in the store."""
+    refused: dict[str, int] = {}
+    """Refused holds by HoldRefusal."""
+    ended: dict[str, int] = {}
+    """Ended holds by HoldEnd."""
+    unused_block_s: float = 0.0
+    """Blocks of the first KV cache group on the device times the seconds for which holds kept them that no later
+    request has used."""
+
+
+class StageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline stage since its start, while its engine had steps under way."""
+
+    layers: int
+    ranks: int
+    busy_s: float
+    """Seconds in which it computed."""
+    wait_s: float
+    """Seconds in which it did not: it waited for hidden states, for a step, or for its link."""
+
+
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a pipeline stage whose ranks share whole experts."""
+
+    stage: int
+    rank_tokens: list[int]
+    """Tokens for which each rank has computed an expert since the start, over all layers. The copies of an expert count
+    as if they had equal shares."""
+    balancedness: float
+    """Mean load of a rank divided by the maximum, in the last window: 1 if ranks have equal loads."""
+    top: list[tuple[int, int, float]]
+    """The most loaded experts of the last window: layer, expert, and its share of the layer's load."""
+    moved: int = 0
+    """Copies of experts that have moved since the start."""
+    stopped: bool = False
+    """Whether experts move no more, because a rank failed while it sent or received some."""
+
+
+class SharedSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that an engine has taken together with engines that share its experts, since its start."""
+
+    steps: dict[str, int]
+    """Steps by whether they were its `own`, or it only `served` the other engines."""
+    wait_s: float
+    """Seconds in which it waited for the other engines to begin a step."""
+    generation: int = 0
+    """Number of engines' losses after which the others went on."""
+    engines: int = 0
+    """Number of engines that have not been lost, this one included."""
+    pause_s: float = 0.0
+    """Seconds in which it took no steps because another engine was lost."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of one engine, and totals since its start.
+
+    Blocks: total = free + cached + used, and used = held by running requests + reserved + leased.
+    """
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_used: int
+    block_size: int
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    finished: dict[str, int]
+    """Requests that ended, by finish reason."""
+    group_blocks: dict[str, dict[str, int]] = {}
+    """Numbers of `used`, `cached` and `free` blocks by KV cache group number, and of snapshots of recurrent states
+    under `states`; empty with a single group and no states. The fields above are those of the first group."""
+    group_block_bytes: dict[str, int] = {}
+    """Bytes on one rank of one block of each group in `group_blocks`, and of one snapshot."""
+    blocks_reserved: int = 0
+    """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
+    blocks_leased: int = 0
+    """Blocks held only by computed prompts that another engine may still read."""
+    moves: dict[str, int] = {}
+    """Requests that moved, by outcome: `received` or `failed` in the engine that continues; `released`, `cancelled` or
+    `expired` in the engine that has stopped."""
+    fetches: dict[str, int] = {}
+    """Prompts of which another engine had more cached, by outcome: `received` or `failed` if that KV was fetched, and
+    `costs_more` if computing it was expected to be faster."""
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV was fetched from the prefix caches of other engines."""
+    receiving: int = 0
+    """Requests whose KV is coming from another engine."""
+    leased: int = 0
+    """Computed prompts whose blocks another engine may still read."""
+    queued_tokens: int = 0
+    """Prompt tokens still to be computed."""
+    seconds_per_step: float = 0.0
+    """Fixed cost of a step, fitted while the engine runs; 0 while unknown."""
+    seconds_per_token: float = 0.0
+    decode_seconds_per_step: float = 0.0
+    """Fixed cost of a step that only decodes."""
+    decode_seconds_per_sequence: float = 0.0
+    prompt_seconds_per_token: float = 0.0
+    """Cost of a prompt token in seconds: fixed costs included, decodes of the same step excluded."""
+    prefill_tokens: int = 0
+    """Prompt tokens that this engine computed."""
+    prefills: int = 0
+    """Prompts that this engine computed to their end."""
+    prefill_decisions: dict[str, dict[str, int]] = {}
+    """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
+    images_encoded: int = 0
+    """Images that the vision encoder has computed."""
+    encoder_cache_hits: int = 0
+    """Times that a step found the embeddings of an image in the cache."""
+    spec_decode: SpecDecodeStats | None = None
+    """None without speculative decoding."""
+    max_loras: int = 0
+    """Slots for adapters; 0 in an engine without adapters."""
+    adapters: list[str] = []
+    """Digests of the adapters in slots."""
+    running_adapters: list[str] = []
+    """Names of the adapters of running requests, in order."""
+    waiting_adapters: list[str] = []
+    kv_offload: KVOffloadStats | None = None
+    """None without tiers below the KV cache."""
+    holds: HoldStats | None = None
+    """None in an engine that keeps no holds."""
+    stages: list[StageStats] = []
+    """Pipeline stages in order; empty in an engine with one."""
+    experts: list[ExpertStats] = []
+    """Of each stage, once a window has been measured; empty unless ranks share whole experts."""
+    shared: SharedSteps | None = None
+    """None in an engine that shares no experts."""
+    cost_s: dict[str, float] = {}
+    """Seconds since the start, by what they were spent on (CostLine)."""
+    kv_gib_s: float = 0.0
+    """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
+    histograms: dict[str, Histogram] = {}
+    """Histograms by the names that engine/core/stats.py gives them."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Used fraction of the KV blocks, in the group where it is largest. Snapshots of recurrent states do not count,
+        since nearly all of them can be evicted at any time."""
+        groups = [blocks for name, blocks in self.group_blocks.items() if name != "states"]
+        used = [blocks["used"] / max(1, sum(blocks.values())) for blocks in groups]
+        return max([self.blocks_used / self.blocks_total, *used])
