@@ -6,6 +6,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -234,6 +235,37 @@ class Replica(EngineControl):
         self.deployment.lost(self)
 
 
+class Question:
+    """Asks replicas for their status. They answer with what they know then, if they are up and healthy."""
+
+    def __init__(self, cluster: Cluster, node: str, replicas: list[Replica]):
+        self._loop, self._network = cluster.loop, cluster.network
+        self.answered: asyncio.Future[list[ReplicaStatus]] = cluster.loop.create_future()
+        self._found: dict[Replica, ReplicaStatus | None] = {}
+        self._asked = list(replicas)
+        for replica in self._asked:
+            healed_s = max(0.0, self._network.healed_at(node, replica.node) - self._loop.time())
+            self._loop.call_later(healed_s + self._network.delay(), self._arrive, replica)
+        self._loop.call_later(STATUS_TIMEOUT_S if self._asked else 0.0, self._end)
+
+    def _arrive(self, replica: Replica) -> None:
+        with suppress(EngineUnavailable):
+            if replica.up:
+                self._loop.call_later(self._network.delay(), self._settle, replica, replica.status())
+                return
+        self._settle(replica, None)
+
+    def _settle(self, replica: Replica, status: ReplicaStatus | None) -> None:
+        self._found[replica] = status
+        if len(self._found) == len(self._asked):
+            self._end()
+
+    def _end(self) -> None:
+        if not self.answered.done():
+            found = [self._found.get(replica) for replica in self._asked]
+            self.answered.set_result([status for status in found if status is not None])
+
+
 class Deployment:
     """Serve's part: keeps up a number of replicas, and tells routers of them."""
 
@@ -294,27 +326,8 @@ class Deployment:
 
     async def statuses(self, node: str) -> list[ReplicaStatus]:
         """Ask all replicas."""
-        loop, network = self.cluster.loop, self.cluster.network
-
-        async def ask(replica: Replica) -> ReplicaStatus | None:
-            await asyncio.sleep(max(0.0, network.healed_at(node, replica.node) - loop.time()) + network.delay())
-            if not replica.up:
-                return None
-            try:
-                status = msgspec.msgpack.encode(replica.status())
-            except EngineUnavailable:
-                return None
-            await asyncio.sleep(network.delay())
-            return msgspec.msgpack.decode(status, type=ReplicaStatus)
-
-        async def limited(replica: Replica) -> ReplicaStatus | None:
-            try:
-                return await asyncio.wait_for(ask(replica), STATUS_TIMEOUT_S)
-            except TimeoutError:
-                return None
-
-        found = await asyncio.gather(*map(limited, list(self.replicas)))
-        return [status for status in found if status is not None]
+        question = Question(self.cluster, node, self.replicas)
+        return await question.answered
 
     async def statuses_of_pool(self) -> list[ReplicaStatus]:
         return await self.statuses("controller")

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from tests.days.cluster import Cluster
 
 WAKE_S = 0.00005  # until a thread runs that has been woken
+POLL_S, MAX_POLL_S = 0.005, 0.1  # between turns that do nothing: more and more, since they cost as much as others
+TOGETHER_S = 0.5  # between the status and the update of an idle engine, so that they come in one turn
 COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 ENVELOPE = msgspec.msgpack.Decoder(Envelope)
 WORKER_COMMAND: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KVWorkerCommand)
@@ -117,6 +119,7 @@ class Engine:
         self.outbox: list[Callable[[], None]] = []
         self._turn: Any = None
         self._released, self._release_at = True, 0.0
+        self._fruitless = 0  # turns one after the other that have done nothing
         self.clock = StepClock(self.loop.time, drift, self.rng.uniform(0, 1000))
         clock = Clock(self.clock.monotonic, self.clock.world)
         self.runner = Runner(
@@ -227,8 +230,7 @@ class Engine:
         self._turn = None
         if not self.alive or self.paused:
             return
-        news = bool(self.inbox or self.channel.endpoint._events or self.tiers.answered)
-        core, before = self.core, self._progress()
+        news, core, before = self._has_news, self.core, self._progress()
         try:
             while self.inbox:
                 self.endpoint.handle(COMMAND.decode(self.inbox.popleft()))
@@ -241,8 +243,16 @@ class Engine:
             return
         if news or events or self._progress() != before:
             core.scheduler.check()
+            self._fruitless = 0
+        else:
+            self._fruitless += 1
         self._released, self._release_at = False, self.loop.time() + self.clock.lead
         self.loop.call_at(self._release_at, self._release)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether something has come from outside."""
+        return bool(self.inbox or self.channel.endpoint._events or self.tiers.answered)
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""
@@ -257,12 +267,24 @@ class Engine:
         outbox, self.outbox = self.outbox, []
         for send in outbox:
             send()
-        if self.core.idle and not self.inbox:
-            due_s = self.endpoint._status_due - self.clock.monotonic()  # at other times, nothing would happen
-            wait_s = self.endpoint.wait_s()
-            self._schedule(max(WAKE_S, due_s if wait_s is None else min(due_s, wait_s)))
-        else:
+        if self._has_news or not (self.core.idle or self._fruitless):
             self._schedule(WAKE_S)
+        elif self.core.idle:
+            self._schedule(self._due_s())
+        else:  # it waits for a grammar or for KV, and polls
+            self._schedule(min(self._due_s(), POLL_S * 2 ** min(self._fruitless - 1, 9), MAX_POLL_S))
+
+    def _due_s(self) -> float:
+        """Return the seconds until something happens in a turn even if nothing comes from outside. If no request waits,
+        the status and the update for the routers may come in one turn, since turns cost time."""
+        now, wait_s, core, due = self.clock.monotonic(), self.endpoint.wait_s(), self.core, self.endpoint._status_due
+        if wait_s is not None:
+            choose = max if core.idle and abs(now + wait_s - due) < TOGETHER_S else min
+            due = choose(due, now + wait_s)
+        if not core.idle:
+            due = min([due, *[pending.ready_at for pending in core._compiling.values()]])
+            due = min([due, *[at for at, _, _ in core._deadlines[:1]]])
+        return max(0.0, due - now) / self.clock.drift + WAKE_S
 
     # -- Receivers -----------------------------------------------------------------------------------------
 

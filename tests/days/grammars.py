@@ -12,7 +12,6 @@ from tests.days.model import StepClock
 from tests.fake_runner import FakeGrammar
 
 QUICK_S, SLOW_S = 0.01, 2.0
-SLOWLY = 4  # pauses last so many times as long as they are meant to: most find nothing new
 DONE: Future[Any] = Future()
 DONE.set_result(None)
 
@@ -53,4 +52,4 @@ class Pauses:
         pass
 
     def wait(self, seconds: float) -> None:
-        self._clock.lead += SLOWLY * seconds
+        self._clock.lead += seconds

@@ -84,14 +84,14 @@ class StepClock:
     one moment."""
 
     def __init__(self, world_now, drift: float = 1.0, offset: float = 0.0):
-        self._world_now, self._drift, self._offset = world_now, drift, offset
+        self._world_now, self.drift, self._offset = world_now, drift, offset
         self.lead = 0.0  #: seconds of the world
 
     def world(self) -> float:
         return self._world_now() + self.lead
 
     def monotonic(self) -> float:
-        return self._offset + self._drift * self.world()
+        return self._offset + self.drift * self.world()
 
 
 class Runner:

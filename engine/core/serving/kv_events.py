@@ -92,7 +92,7 @@ class KVEventPublisher:
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
         if synced and now >= self._due_at:
             yield self._changes(load, None if held == self._held else held), synced
-            self._sent_at, self._due_at = now, now + UPDATE_PERIOD_S
+            self._sent_at, self._due_at = now, now + (UPDATE_PERIOD_S if self.draining else HEARTBEAT_S)
             self._load, self._held, self._role = load, held, role
         if new:
             yield self._snapshot(load, held), new

@@ -188,6 +188,7 @@ def test_updates_come_at_most_every_tenth_of_a_second_and_at_least_every_second(
     harness, reader = subscribed()
     harness.add("a", [1, 2, 3])
     assert [update.number for update in harness.send(reader)] == [1]
+    assert harness.kv_events.wait_s(harness.now) == HEARTBEAT_S, "an idle engine sleeps until then"
     harness.step()
     assert harness.send(reader, after_s=UPDATE_PERIOD_S / 2) == []
     assert harness.kv_events.wait_s(harness.now) == pytest.approx(UPDATE_PERIOD_S / 2)
