@@ -1,5 +1,5 @@
-"""A replica of two engines that share experts, each on a node of its own or with two ranks on one: its answers, its
-routing, and its end."""
+"""A replica of two engines that share experts, each with one rank, two ranks or two stages, on nodes of their own: its
+answers, its routing, and its end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
-    """A group of engines with as many ranks each as the parameter says."""
-    options = {"data_parallel": ENGINES, "tensor_parallel": request.param, "expert_parallel": True, **OPTIONS}
-    with served(tmp_path_factory.mktemp("serve"), folder, ENGINES * request.param, **options) as serving:
+    """A group of engines with as many stages each, and ranks of each stage, as the parameter says."""
+    stages, ranks = request.param
+    options = {"data_parallel": ENGINES, "pipeline_parallel": stages, "tensor_parallel": ranks, **OPTIONS}
+    num_ranks = ENGINES * stages * ranks
+    with served(tmp_path_factory.mktemp("serve"), folder, num_ranks, expert_parallel=True, **options) as serving:
         yield serving
 
 
-@pytest.mark.parametrize("serving", [1, 2], indirect=True)
+@pytest.mark.parametrize("serving", [(1, 1), (1, 2), (2, 1)], indirect=True)
 def test_engines_on_several_nodes_answer_as_one_does_and_both_take_requests(serving, folder):
     (replica,) = serving.replicas(MODEL)
     assert len({rank.node for rank in replica.ranks}) == len(replica.ranks)
@@ -52,6 +54,10 @@ def test_engines_on_several_nodes_answer_as_one_does_and_both_take_requests(serv
     assert all(any(f".dp{number}" in line for line in lines) for number in range(ENGINES))
 
 
-@pytest.mark.parametrize(("serving", "rank"), [(1, 0), (1, 1), (2, 1), (2, 2)], indirect=["serving"])
+@pytest.mark.parametrize(
+    ("serving", "rank"),
+    [((1, 1), 0), ((1, 1), 1), ((1, 2), 1), ((1, 2), 2), ((2, 1), 1), ((2, 1), 2)],  # a last stage, and a first one
+    indirect=["serving"],
+)
 def test_a_rank_killed_in_the_middle_of_16_streams_changes_no_text(serving, rank):
     check_kill(serving, rank)
