@@ -41,9 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 Blows = dict[int, int]
 """Signals to ranks, all at once."""
-BLOWS: dict[
-    str, list[Blows]
-] = {  # one after the other; all ranks met first at the store of rank 0, and would meet next at that of rank 1
+# one after the other: all ranks have met at the store of rank 0, and would meet next at that of rank 1
+BLOWS: dict[str, list[Blows]] = {
     "four engines": [{0: signal.SIGKILL, 1: signal.SIGSTOP}, {3: signal.SIGSTOP}],
     "engines of two ranks": [{1: signal.SIGKILL}],
     "prompts elsewhere": [{1: signal.SIGKILL}],
