@@ -26,6 +26,7 @@ from placement.spec import GroupSpec
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # without an answer, after which a rank hangs if an engine makes no progress
+SILENT_S = 60.0  # the same if nothing else is wrong: the others wait no longer to hear who goes on (survivors.py)
 VERDICT_S = 1.0  # wait after a rank's failure for others to fail, too: another rank may know the reason better
 RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about another rank's failure
 
@@ -78,13 +79,14 @@ class RankGroup:
                 ended.cancel()
 
     async def until_hung(self) -> str:
-        """Lose each engine with a rank that has not answered for `stall_timeout_s`, if engines go on without lost ones.
-        Returns what is wrong once none is left."""
+        """Lose each engine with a rank that has not answered for `stall_timeout_s`, but at most SILENT_S, if engines go
+        on without lost ones. Returns what is wrong once none is left."""
+        limit_s = min(self._spec.stall_timeout_s, SILENT_S)
         try:
             while self._roster is None or self._roster.members:
                 asked = {} if self._roster is None else {n: self._ranks[n] for n in self._running.values()}
                 await self._watch.poll(asked)
-                self.end_hung(self._spec.stall_timeout_s)
+                self.end_hung(limit_s)
             return "all engines hang"
         finally:
             self._watch.close()

@@ -38,7 +38,7 @@ class Group:
         group: TPGroup = self._ranks
         if config.data_parallel > 1:
             self._ranks.exchange(status_to)
-            group = DataParallelGroup(self._ranks, config.num_ranks, "cpu")
+            group = DataParallelGroup(self._ranks, config.num_ranks, "cpu", config.pipeline_parallel)
         server = EngineServer(config, engine_id=f"{config.data_parallel} engines", status_to=status_to, group=group)
         addresses = [server.address]
         if config.data_parallel > 1:
@@ -110,6 +110,7 @@ def running(decode: EngineConfig, prefill: EngineConfig, pools: tuple[RankPool, 
 
 
 SHARED = {"data_parallel": 2, "expert_parallel": True}
+STAGES = {**SHARED, "pipeline_parallel": 2}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ SHARED = {"data_parallel": 2, "expert_parallel": True}
         pytest.param("deepseek_v3", "float32", {}, {**SHARED, "tensor_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", "float32", SHARED, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "bfloat16", SHARED, SHARED, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", STAGES, {"pipeline_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_prompts_computed_by_a_group_of_another_layout_give_the_bits_of_one_engine(

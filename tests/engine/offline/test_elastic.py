@@ -127,7 +127,8 @@ def drafted(tmp_path_factory):
     @cache
     def make(method: str) -> tuple[str, dict[str, Any]]:
         root = tmp_path_factory.mktemp(method)
-        family, layers = ("glm4_moe", 3) if method == "mtp" else ("qwen3_moe", 8)
+        family = "glm4_moe" if method == "mtp" else "qwen3_moe"
+        layers = 8 if method == "eagle3" else 3  # it reads three layers
         model = make_model(root / "model", family, tokenizer=True, num_hidden_layers=layers)
         if method == "mtp":  # its layer has a mixture of its own
             write_mtp(model)
