@@ -205,19 +205,15 @@ def test_a_pause_of_the_asking_process_counts_as_one_poll(watched):
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
-def test_where_engines_end_together_none_is_asked(monkeypatch):
+async def test_where_engines_end_together_none_is_asked(monkeypatch):
     monkeypatch.setattr(rank_watch, "POLL_INTERVAL_S", 0.01)
-
-    async def scenario() -> None:
-        group = RankGroup(GroupSpec(num_ranks=2, stall_timeout_s=0.01))
-        group._ranks = [FakeProcess(hangs=True), FakeProcess()]
-        running = asyncio.create_task(group.run())
-        hung = asyncio.create_task(group.until_hung())
-        assert not (await asyncio.wait([hung], timeout=0.1))[0] and not group.end_hung()
-        running.cancel()
-        hung.cancel()
-
-    asyncio.run(scenario())
+    group = RankGroup(GroupSpec(num_ranks=2, stall_timeout_s=0.01))
+    group._ranks = [FakeProcess(hangs=True), FakeProcess()]
+    running = asyncio.create_task(group.run())
+    hung = asyncio.create_task(group.until_hung())
+    assert not (await asyncio.wait([hung], timeout=0.1))[0] and not group.end_hung()
+    running.cancel()
+    hung.cancel()
 
 
 def test_ranks_that_are_not_ready_in_time_are_named():

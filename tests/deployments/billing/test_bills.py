@@ -113,19 +113,18 @@ async def test_an_answer_that_ends_at_a_stop_string_costs_what_its_engine_tells_
         assert [cost["kv_gib_s"] for cost in timeline["costs"].values()] == [3.0]
 
 
-async def test_a_client_that_leaves_before_it_has_read_the_end_pays_at_once():
-    async with fake_api() as api:
-        api.engine.cost = COST
-        params = SamplingParams(max_tokens=3, ignore_eos=True)
-        asked = GenerateRequest(
-            request_id="r", prompt=[5, 6], params=params, reply_to=api.channel.address, client="key:alice"
-        )
-        chunks = generation.LiveGeneration(api.model.frontend, [[asked]], "key:alice").chunks()
-        await anext(chunks)
-        inbox = api.channel._inboxes["r"]
-        await until(lambda: "r" in inbox.last)
-        await chunks.aclose()
-        assert used_by(api).compute_s == 2.0, "its engine will tell nothing more"
+async def test_a_client_that_leaves_before_it_has_read_the_end_pays_at_once(api):
+    api.engine.cost = COST
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    asked = GenerateRequest(
+        request_id="r", prompt=[5, 6], params=params, reply_to=api.channel.address, client="key:alice"
+    )
+    chunks = generation.LiveGeneration(api.model.frontend, [[asked]], "key:alice").chunks()
+    await anext(chunks)
+    inbox = api.channel._inboxes["r"]
+    await until(lambda: "r" in inbox.last)
+    await chunks.aclose()
+    assert used_by(api).compute_s == 2.0, "its engine will tell nothing more"
 
 
 async def test_a_request_that_fails_while_it_runs_is_paid_for(monkeypatch):

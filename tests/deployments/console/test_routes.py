@@ -16,22 +16,20 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says
-from tests.scenarios import run
 
 KEY = {"Authorization": "Bearer sk-a"}
 
 
-async def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():
-    async with fake_api() as api:
-        for path in ("/", *(f"/console/page/{file.name}" for file in PAGE.iterdir() if file.name != "index.html")):
-            response = await api.client.get(path)
-            assert response.status_code == 200, path
-            policy = response.headers["content-security-policy"]
-            assert "default-src 'none'" in policy
-            assert "unsafe" not in policy
-            assert response.headers["x-content-type-options"] == "nosniff"
-            again = await api.client.get(path, headers={"If-None-Match": response.headers["etag"]})
-            assert (again.status_code, again.content) == (304, b"")
+async def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server(api):
+    for path in ("/", *(f"/console/page/{file.name}" for file in PAGE.iterdir() if file.name != "index.html")):
+        response = await api.client.get(path)
+        assert response.status_code == 200, path
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        again = await api.client.get(path, headers={"If-None-Match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
 
 
 def test_no_file_of_the_page_names_another_host_or_makes_markup_of_text():
@@ -52,20 +50,18 @@ async def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
         assert (await api.client.get("/console/facts", headers=KEY)).status_code == 200
 
 
-async def test_the_page_is_found_where_a_proxy_calls_no_prefix_a_slash():
-    async with fake_api() as api:
-        app = http_app({"fake": api.model}, api.telemetry)
-        transport = ASGITransport(app, root_path="/")
-        async with AsyncClient(transport=transport, base_url="http://fake") as client:
-            assert (await client.get("/")).status_code == 200
+async def test_the_page_is_found_where_a_proxy_calls_no_prefix_a_slash(api):
+    app = http_app({"fake": api.model}, api.telemetry)
+    transport = ASGITransport(app, root_path="/")
+    async with AsyncClient(transport=transport, base_url="http://fake") as client:
+        assert (await client.get("/")).status_code == 200
 
 
-async def test_an_operator_can_leave_the_console_out():
-    async with fake_api() as api:
-        app = http_app({"fake": api.model}, api.telemetry, console=ConsoleConfig(enabled=False))
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
-            for path in ("/", "/console/page/app.js", "/console/state", "/console/facts"):
-                assert (await client.get(path)).status_code == 404
+async def test_an_operator_can_leave_the_console_out(api):
+    app = http_app({"fake": api.model}, api.telemetry, console=ConsoleConfig(enabled=False))
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+        for path in ("/", "/console/page/app.js", "/console/state", "/console/facts"):
+            assert (await client.get(path)).status_code == 404
 
 
 async def test_the_state_has_replicas_and_requests_but_no_text_of_them():
@@ -84,26 +80,22 @@ async def test_the_state_has_replicas_and_requests_but_no_text_of_them():
 
 
 @pytest.mark.parametrize("keeps_texts", [False, True])
-def test_an_opened_request_has_prompt_and_output_only_if_the_operator_wants_that(keeps_texts, monkeypatch):
+async def test_an_opened_request_has_prompt_and_output_only_if_the_operator_wants_that(keeps_texts, monkeypatch):
     monkeypatch.setattr(sequence, "MAX_TEXT_TOKENS", 4)
-
-    async def scenario() -> None:
-        prompt = "a prompt of several tokens"
-        async with fake_api(says("an answer"), keeps_texts=keeps_texts) as api:
-            await api.until_status()
-            answer = await api.post("completions", prompt=prompt, max_tokens=3)
-            timeline = await api.client.get(f"/debug/requests/{answer.json()['id']}")
-            (found,) = timeline.json()["sequences"]
-            (listed,) = api.telemetry.own_overview().requests
-            assert (listed.prompt, listed.output) == (None, None)
-            if not keeps_texts:
-                assert (found["prompt"], found["output"]) == (None, None)
-                return
-            assert found["prompt"] == api.model.tokenizer.decode(api.model.tokenizer.encode(prompt)[:4])
-            assert found["prompt"] != prompt
-            assert found["output"] == answer.json()["choices"][0]["text"] != ""
-
-    run(scenario())
+    prompt = "a prompt of several tokens"
+    async with fake_api(says("an answer"), keeps_texts=keeps_texts) as api:
+        await api.until_status()
+        answer = await api.post("completions", prompt=prompt, max_tokens=3)
+        timeline = await api.client.get(f"/debug/requests/{answer.json()['id']}")
+        (found,) = timeline.json()["sequences"]
+        (listed,) = api.telemetry.own_overview().requests
+        assert (listed.prompt, listed.output) == (None, None)
+        if not keeps_texts:
+            assert (found["prompt"], found["output"]) == (None, None)
+            return
+        assert found["prompt"] == api.model.tokenizer.decode(api.model.tokenizer.encode(prompt)[:4])
+        assert found["prompt"] != prompt
+        assert found["output"] == answer.json()["choices"][0]["text"] != ""
 
 
 def test_an_operator_who_wants_texts_gets_them():

@@ -28,51 +28,47 @@ async def look(api: FakeApi, name: str, **question: Any) -> TapeAnswer:
     return msgspec.json.decode(response.content, type=TapeAnswer)
 
 
-async def test_a_kept_tape_is_found_and_shows_queue_blocks_and_batch_at_any_moment(file):
-    async with fake_api() as api:
-        api.pool.tape_files = [file]
-        listed = (await api.client.get("/console/tapes")).json()["tapes"]
-        assert listed == [{"name": file.name, "size": file.stat().st_size, "written_at": 0.0}]
-        start = await look(api, file.name)
-        assert (start.engines, start.engine, start.choices) == (["engine-1"], "engine-1", [])
-        assert start.moment is not None and start.moment.what == "the start of the tape"
-        later = (await look(api, file.name, position=20)).moment
-        assert later is not None and later.position == 20 and later.moments == start.moment.moments
-        assert len(later.requests["running"]) == len(later.batch) == 3 and later.requests["waiting"]
-        assert 0 < later.blocks[0].used < later.blocks[0].total == 40
-        at = (await look(api, file.name, seconds=later.seconds)).moment
-        assert at is not None and at.position >= 20
-        end = (await look(api, file.name, position=10**9)).moment
-        assert end is not None and end.position == end.moments and not end.requests
+async def test_a_kept_tape_is_found_and_shows_queue_blocks_and_batch_at_any_moment(file, api):
+    api.pool.tape_files = [file]
+    listed = (await api.client.get("/console/tapes")).json()["tapes"]
+    assert listed == [{"name": file.name, "size": file.stat().st_size, "written_at": 0.0}]
+    start = await look(api, file.name)
+    assert (start.engines, start.engine, start.choices) == (["engine-1"], "engine-1", [])
+    assert start.moment is not None and start.moment.what == "the start of the tape"
+    later = (await look(api, file.name, position=20)).moment
+    assert later is not None and later.position == 20 and later.moments == start.moment.moments
+    assert len(later.requests["running"]) == len(later.batch) == 3 and later.requests["waiting"]
+    assert 0 < later.blocks[0].used < later.blocks[0].total == 40
+    at = (await look(api, file.name, seconds=later.seconds)).moment
+    assert at is not None and at.position >= 20
+    end = (await look(api, file.name, position=10**9)).moment
+    assert end is not None and end.position == end.moments and not end.requests
 
 
-async def test_what_engines_have_now_is_taken_when_its_name_is_new(file):
-    async with fake_api() as api:
-        taken = PoolTapes(read_file(file).engines, [])
+async def test_what_engines_have_now_is_taken_when_its_name_is_new(file, api):
+    taken = PoolTapes(read_file(file).engines, [])
 
-        async def tapes(key: bytes) -> PoolTapes:
-            nonlocal times
-            times += 1
-            return taken
+    async def tapes(key: bytes) -> PoolTapes:
+        nonlocal times
+        times += 1
+        return taken
 
-        times, api.pool.tapes = 0, tapes
-        for name in ("now-1", "now-1", "now-2"):
-            assert (await look(api, name, position=5)).moment.position == 5
-        assert times == 2
-
-
-async def test_choices_of_routers_are_shown_by_the_names_of_their_fields(file):
-    async with fake_api() as api:
-        api.pool.tape_files = [routed := with_a_choice(file)]
-        (view,) = (await look(api, routed.name, position=10**9)).choices
-        assert (view.router, view.pool, view.choice["ranked"]) == ("ingress-1", "decode", ["engine-1"])
-        assert view.choice["known"]["engine-1"]["slots"] == 4
+    times, api.pool.tapes = 0, tapes
+    for name in ("now-1", "now-1", "now-2"):
+        assert (await look(api, name, position=5)).moment.position == 5
+    assert times == 2
 
 
-async def test_without_a_tape_the_answer_says_why():
-    async with fake_api() as api:
-        answer = await look(api, "now-1")
-        assert (answer.engines, answer.moment) == ([], None) and "engine.tape_mib" in answer.problem
+async def test_choices_of_routers_are_shown_by_the_names_of_their_fields(file, api):
+    api.pool.tape_files = [routed := with_a_choice(file)]
+    (view,) = (await look(api, routed.name, position=10**9)).choices
+    assert (view.router, view.pool, view.choice["ranked"]) == ("ingress-1", "decode", ["engine-1"])
+    assert view.choice["known"]["engine-1"]["slots"] == 4
+
+
+async def test_without_a_tape_the_answer_says_why(api):
+    answer = await look(api, "now-1")
+    assert (answer.engines, answer.moment) == ([], None) and "engine.tape_mib" in answer.problem
 
 
 async def test_only_admins_see_tapes_and_an_unknown_one_is_not_found(file):
@@ -87,11 +83,10 @@ async def test_only_admins_see_tapes_and_an_unknown_one_is_not_found(file):
         assert response.status_code == 404 and "none.tape" in response.json()["error"]["message"]
 
 
-async def test_a_replay_that_takes_too_long_ends_and_the_next_question_begins_anew(file, monkeypatch):
-    async with fake_api() as api:
-        api.pool.tape_files = [file]
-        monkeypatch.setattr(tape_viewer, "ANSWER_S", 0.0)
-        response = await api.client.get(f"/console/tapes/{file.name}")
-        assert response.status_code == 503 and "takes more than" in response.json()["error"]["message"]
-        monkeypatch.undo()
-        assert (await look(api, file.name, position=3)).moment.position == 3
+async def test_a_replay_that_takes_too_long_ends_and_the_next_question_begins_anew(file, monkeypatch, api):
+    api.pool.tape_files = [file]
+    monkeypatch.setattr(tape_viewer, "ANSWER_S", 0.0)
+    response = await api.client.get(f"/console/tapes/{file.name}")
+    assert response.status_code == 503 and "takes more than" in response.json()["error"]["message"]
+    monkeypatch.undo()
+    assert (await look(api, file.name, position=3)).moment.position == 3

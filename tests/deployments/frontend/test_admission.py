@@ -23,24 +23,21 @@ def ask(api: FakeApi, user: str = "u", **body: Any) -> asyncio.Task[Any]:
     return asyncio.create_task(api.post("completions", user=user, **{"prompt": "a", "max_tokens": 1, **body}))
 
 
-async def test_engine_gets_what_it_can_run_and_a_few_more():
-    async with fake_api() as api:
-        status = await api.until_status()
-        assert window([status], LIMITS) == 18
-        assert window([status, status], LIMITS) == 36
+async def test_engine_gets_what_it_can_run_and_a_few_more(api):
+    status = await api.until_status()
+    assert window([status], LIMITS) == 18
+    assert window([status, status], LIMITS) == 36
 
 
-async def test_engine_that_lacks_blocks_gets_a_few_more_than_it_runs():
-    async with fake_api() as api:
-        status = await api.until_status()
-        stats = msgspec.structs.replace(status.stats, running=5, waiting=9, blocks_used=9, blocks_total=10)
-        assert window([msgspec.structs.replace(status, stats=stats)], LIMITS) == 7
+async def test_engine_that_lacks_blocks_gets_a_few_more_than_it_runs(api):
+    status = await api.until_status()
+    stats = msgspec.structs.replace(status.stats, running=5, waiting=9, blocks_used=9, blocks_total=10)
+    assert window([msgspec.structs.replace(status, stats=stats)], LIMITS) == 7
 
 
-async def test_ingresses_share_the_engines():
-    async with fake_api() as api:
-        limits = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=4, max_waiting=9, max_waiting_tokens=9)
-        assert window([await api.until_status()], limits) == 5
+async def test_ingresses_share_the_engines(api):
+    limits = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=4, max_waiting=9, max_waiting_tokens=9)
+    assert window([await api.until_status()], limits) == 5
 
 
 async def test_more_than_fits_waits_here_and_not_in_the_engine():
@@ -159,13 +156,12 @@ async def test_engine_learns_the_deadline_which_is_never_above_the_servers(heade
         assert timeout_s - 1 < api.engine.added[0].timeout_s <= timeout_s
 
 
-async def test_refusal_by_the_engine_says_when_to_come_back():
-    async with fake_api() as api:
-        api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
-        for stream in (True, False):
-            answer = await api.post("completions", prompt="a", stream=stream)
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert api.model.admission.num_running == 0
+async def test_refusal_by_the_engine_says_when_to_come_back(api):
+    api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
+    for stream in (True, False):
+        answer = await api.post("completions", prompt="a", stream=stream)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert api.model.admission.num_running == 0
 
 
 async def test_window_follows_what_the_engines_report(monkeypatch):
@@ -242,26 +238,24 @@ async def test_a_request_that_would_begin_only_after_its_time_limit_is_refused_a
         assert (await ahead).status_code == 200
 
 
-async def test_a_limit_of_the_first_token_must_be_a_number_of_milliseconds():
-    async with fake_api() as api:
-        body = {"prompt": "a", "max_tokens": 1}
-        for given in ("0", "-1", "1.5", "soon", "9" * 16):
-            answer = await api.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": given})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-ttft-ms")
+async def test_a_limit_of_the_first_token_must_be_a_number_of_milliseconds(api):
+    body = {"prompt": "a", "max_tokens": 1}
+    for given in ("0", "-1", "1.5", "soon", "9" * 16):
+        answer = await api.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": given})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-ttft-ms")
 
 
-async def test_prompts_count_as_ahead_until_their_first_token():
-    async with fake_api() as api:
-        queue, deadline = api.model.admission, FirstTokenDeadline()
-        queue.forecast = LatencyForecast(num_prompt_engines=1, prompt_token_s=1.0)
-        async with queue.enter("r", "a", 1, 7, 10.0, deadline) as queued:
-            assert queue._expect(1, 0.0).first_token.expected_s == 8
-            queue.charge(queued, 1)
-            assert queue._expect(1, 0.0).first_token.expected_s == 1
-        async with queue.enter("r", "a", 1, 7, 10.0, deadline):
-            pass
+async def test_prompts_count_as_ahead_until_their_first_token(api):
+    queue, deadline = api.model.admission, FirstTokenDeadline()
+    queue.forecast = LatencyForecast(num_prompt_engines=1, prompt_token_s=1.0)
+    async with queue.enter("r", "a", 1, 7, 10.0, deadline) as queued:
+        assert queue._expect(1, 0.0).first_token.expected_s == 8
+        queue.charge(queued, 1)
         assert queue._expect(1, 0.0).first_token.expected_s == 1
-        assert queue.stats.latency_ratios["first_token"]["no"].count == 1
+    async with queue.enter("r", "a", 1, 7, 10.0, deadline):
+        pass
+    assert queue._expect(1, 0.0).first_token.expected_s == 1
+    assert queue.stats.latency_ratios["first_token"]["no"].count == 1
 
 
 async def test_what_engines_had_queued_before_the_ingress_was_idle_is_not_ahead_of_later_requests(monkeypatch):

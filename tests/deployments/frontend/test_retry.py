@@ -30,7 +30,7 @@ from engine.errors import (
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
-from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, until
+from tests.deployments.fake_api import MAX_MODEL_LEN, until
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, answer, ingress, listen
 from tests.examples import examples
 from tests.scrape import Scrape
@@ -233,18 +233,17 @@ async def test_client_that_leaves_before_another_engine_is_tried_leaves_nothing_
         pool.close()
 
 
-async def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id(caplog):
-    async with fake_api() as api:
-        api.engine.paused.set()
-        asking = asyncio.create_task(api.post("completions", prompt="a"))
-        await until(lambda: api.engine.num_live == 1)
-        api.replica.fail("rank 0 died")
-        assert (await asking).status_code == 503
-        scrape = Scrape((await api.client.get("/metrics")).text)
-        assert scrape.sum("manta_request_replays_total", reason="engine_unavailable") == 3
-        assert scrape.sum("manta_request_replays_total", reason="tokens_lost") == 0
-        replayed = [r for r in caplog.records if r.message.startswith("request replayed")]
-        assert [r.args[0] for r in replayed] == [api.engine.added[0].request_id] * 3
+async def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id(caplog, api):
+    api.engine.paused.set()
+    asking = asyncio.create_task(api.post("completions", prompt="a"))
+    await until(lambda: api.engine.num_live == 1)
+    api.replica.fail("rank 0 died")
+    assert (await asking).status_code == 503
+    scrape = Scrape((await api.client.get("/metrics")).text)
+    assert scrape.sum("manta_request_replays_total", reason="engine_unavailable") == 3
+    assert scrape.sum("manta_request_replays_total", reason="tokens_lost") == 0
+    replayed = [r for r in caplog.records if r.message.startswith("request replayed")]
+    assert [r.args[0] for r in replayed] == [api.engine.added[0].request_id] * 3
 
 
 class PromptPool(MortalPool):

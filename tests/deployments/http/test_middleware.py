@@ -88,12 +88,11 @@ async def test_key_comes_as_openais_clients_send_it_or_as_anthropics_do(auth, he
         assert (await api.client.get("/v1/models", headers=headers)).status_code == status
 
 
-async def test_openapi_document_tells_of_every_route(auth):
-    async with fake_api() as api:
-        no_page = ConsoleConfig(enabled=False)  # its routes are no API
-        app = http_app({"fake": api.model}, api.telemetry, console=no_page)
-        routes = {route.path.replace(":path", "") for route in app.routes}
-        assert routes == {*(await api.client.get("/openapi.json")).json()["paths"], "/openapi.json"}
+async def test_openapi_document_tells_of_every_route(auth, api):
+    no_page = ConsoleConfig(enabled=False)  # its routes are no API
+    app = http_app({"fake": api.model}, api.telemetry, console=no_page)
+    routes = {route.path.replace(":path", "") for route in app.routes}
+    assert routes == {*(await api.client.get("/openapi.json")).json()["paths"], "/openapi.json"}
 
 
 async def test_bad_requests_are_refused_in_the_same_way_behind_a_key(auth):
@@ -210,16 +209,15 @@ async def test_slash_at_the_end_is_no_redirect_and_no_model():
 
 
 @pytest.mark.parametrize("header", ["x-request-id", "x-session-id", "user-agent", "traceparent"])
-async def test_header_that_is_no_text_is_refused_before_serve_would_decode_it(header):
-    async with fake_api() as api:
-        (around,) = around_serve()
-        app = around.cls(http_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
-            for value in (b"\xff", b"a\xe9b", b"\xed\xa0\x80"):
-                response = await client.get("/version", headers={header: value})
-                Bad("/version", b"", header).check(response)
-            for value in (b"abc", "é".encode()):
-                assert (await client.get("/version", headers={header: value})).status_code == 200
+async def test_header_that_is_no_text_is_refused_before_serve_would_decode_it(header, api):
+    (around,) = around_serve()
+    app = around.cls(http_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+        for value in (b"\xff", b"a\xe9b", b"\xed\xa0\x80"):
+            response = await client.get("/version", headers={header: value})
+            Bad("/version", b"", header).check(response)
+        for value in (b"abc", "é".encode()):
+            assert (await client.get("/version", headers={header: value})).status_code == 200
 
 
 async def test_request_that_was_sent_to_another_server_is_to_be_sent_again(monkeypatch):
@@ -243,19 +241,17 @@ def test_the_middleware_around_serve_is_found_under_the_name_that_serve_is_given
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files", "/v1/embeddings"])
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "gzip, identity"])
-async def test_a_compressed_body_is_a_415_that_says_which_would_be_read(path, encoding):
+async def test_a_compressed_body_is_a_415_that_says_which_would_be_read(path, encoding, api):
     body = gzip.compress(json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode())
-    async with fake_api() as api:
-        response = await api.client.post(path, content=body, headers={**JSON, "Content-Encoding": encoding})
-        assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
-        message = f"Content-Encoding must be identity, got {encoding!r}"
-        assert response.json()["error"]["message"] == message
-        response = await api.post("completions", prompt="a", max_tokens=1)
-        assert response.status_code == 200
+    response = await api.client.post(path, content=body, headers={**JSON, "Content-Encoding": encoding})
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+    message = f"Content-Encoding must be identity, got {encoding!r}"
+    assert response.json()["error"]["message"] == message
+    response = await api.post("completions", prompt="a", max_tokens=1)
+    assert response.status_code == 200
 
 
-async def test_a_body_that_says_it_is_not_compressed_is_read():
-    async with fake_api() as api:
-        headers = {**JSON, "Content-Encoding": "Identity"}
-        response = await api.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
-        assert response.status_code == 200, response.text
+async def test_a_body_that_says_it_is_not_compressed_is_read(api):
+    headers = {**JSON, "Content-Encoding": "Identity"}
+    response = await api.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 200, response.text

@@ -84,13 +84,12 @@ def test_the_documentation_says_of_every_field_what_becomes_of_it(route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_and_the_reason(route):
-    async with fake_api() as api:
-        for name in foreign(route) & set(FOREIGN.refused):
-            response = await api.post(route, **ROUTES[route][2], **{name: ASKING.get(name, {"a": "b"})})
-            Bad(route, b"", name).check(response)
-            assert FOREIGN.refused[name] in response.json()["error"]["message"]
-        assert not api.engine.added
+async def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_and_the_reason(route, api):
+    for name in foreign(route) & set(FOREIGN.refused):
+        response = await api.post(route, **ROUTES[route][2], **{name: ASKING.get(name, {"a": "b"})})
+        Bad(route, b"", name).check(response)
+        assert FOREIGN.refused[name] in response.json()["error"]["message"]
+    assert not api.engine.added
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -222,14 +221,13 @@ HONOURED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_sampling_field_reaches_the_engine(route):
-    async with fake_api() as api:
-        for name, body in HONOURED.items():
-            response = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
-            assert response.status_code == 200, response.text
-            value = getattr(api.engine.added[-1].params, name)
-            expected = {5: 1.0} if name == "logit_bias" else body[name]
-            assert value == expected, name
+async def test_sampling_field_reaches_the_engine(route, api):
+    for name, body in HONOURED.items():
+        response = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
+        assert response.status_code == 200, response.text
+        value = getattr(api.engine.added[-1].params, name)
+        expected = {5: 1.0} if name == "logit_bias" else body[name]
+        assert value == expected, name
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])

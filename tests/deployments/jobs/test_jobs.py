@@ -78,15 +78,14 @@ def text_of(events: list[tuple[str, str]]) -> str:
 
 
 @routes
-async def test_a_second_request_with_the_key_gets_the_first_ones_answer_and_nothing_is_computed(route):
-    async with fake_api() as api:
-        answers = await asyncio.gather(*(post(api, route, **BODIES[route]) for _ in range(4)))
-        answers.append(await post(api, route, **BODIES[route]))
-        assert {answer.status_code for answer in answers} == {200}
-        assert len({_without_times(answer) for answer in answers}) == 1
-        assert len(api.engine.added) == 1
-        other = await post(api, route, {"Idempotency-Key": "key 2"}, **BODIES[route])
-        assert other.json()["id"] != answers[0].json()["id"] and len(api.engine.added) == 2
+async def test_a_second_request_with_the_key_gets_the_first_ones_answer_and_nothing_is_computed(route, api):
+    answers = await asyncio.gather(*(post(api, route, **BODIES[route]) for _ in range(4)))
+    answers.append(await post(api, route, **BODIES[route]))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({_without_times(answer) for answer in answers}) == 1
+    assert len(api.engine.added) == 1
+    other = await post(api, route, {"Idempotency-Key": "key 2"}, **BODIES[route])
+    assert other.json()["id"] != answers[0].json()["id"] and len(api.engine.added) == 2
 
 
 def _without_times(answer: httpx.Response) -> str:
@@ -153,57 +152,53 @@ async def test_sequence_numbers_of_a_response_go_on_where_they_were():
             assert numbers == [*range(len(numbers))]
 
 
-async def test_an_answer_is_computed_to_its_end_although_its_client_has_left():
-    async with fake_api() as api:
-        api.engine.paused.set()
-        request = asyncio.create_task(post(api, "completions", **PROMPT))
-        await until(lambda: api.engine.num_live)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        api.engine.paused.clear()
-        answer = await post(api, "completions", **PROMPT)
-        assert answer.json()["choices"][0]["text"] == ("abcdefgh" * 3)[:20]
-        assert len(api.engine.added) == 1 and not api.engine.aborted
+async def test_an_answer_is_computed_to_its_end_although_its_client_has_left(api):
+    api.engine.paused.set()
+    request = asyncio.create_task(post(api, "completions", **PROMPT))
+    await until(lambda: api.engine.num_live)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    api.engine.paused.clear()
+    answer = await post(api, "completions", **PROMPT)
+    assert answer.json()["choices"][0]["text"] == ("abcdefgh" * 3)[:20]
+    assert len(api.engine.added) == 1 and not api.engine.aborted
 
 
-async def test_the_key_of_another_body_or_route_is_refused_by_name():
-    async with fake_api() as api:
-        await post(api, "completions", **PROMPT)
-        stream = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT, stream=True)
-        last = {"Last-Event-ID": events_of(stream.text)[0][0]}
-        for answer in (
-            await post(api, "completions", **PROMPT, temperature=0),
-            await post(api, "chat/completions", **CHAT),
-            await post(api, "completions", last, **PROMPT),
-        ):
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (
-                422, "idempotency_key_reused", "Idempotency-Key",
-            )  # fmt: skip
-        for headers in (
-            KEY | last,
-            {"Idempotency-Key": ""},
-            {"Idempotency-Key": "x" * 256},
-            {"Last-Event-ID": "1"},
-        ):
-            answer = await post(api, "completions", headers, **PROMPT, stream=True)
-            assert answer.status_code == 400 and answer.json()["error"]["param"] in (*headers,), headers
-        assert len(api.engine.added) == 2
+async def test_the_key_of_another_body_or_route_is_refused_by_name(api):
+    await post(api, "completions", **PROMPT)
+    stream = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT, stream=True)
+    last = {"Last-Event-ID": events_of(stream.text)[0][0]}
+    for answer in (
+        await post(api, "completions", **PROMPT, temperature=0),
+        await post(api, "chat/completions", **CHAT),
+        await post(api, "completions", last, **PROMPT),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (
+            422, "idempotency_key_reused", "Idempotency-Key",
+        )  # fmt: skip
+    for headers in (
+        KEY | last,
+        {"Idempotency-Key": ""},
+        {"Idempotency-Key": "x" * 256},
+        {"Last-Event-ID": "1"},
+    ):
+        answer = await post(api, "completions", headers, **PROMPT, stream=True)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in (*headers,), headers
+    assert len(api.engine.added) == 2
 
 
-async def test_a_refused_request_leaves_its_key_free():
-    async with fake_api() as api:
-        assert (await post(api, "completions", prompt="a" * 5000)).status_code == 400
-        assert (await post(api, "completions", **PROMPT)).status_code == 200
+async def test_a_refused_request_leaves_its_key_free(api):
+    assert (await post(api, "completions", prompt="a" * 5000)).status_code == 400
+    assert (await post(api, "completions", **PROMPT)).status_code == 200
 
 
-async def test_an_engine_that_refuses_is_an_error_for_every_request_with_the_key_and_then_the_key_is_free():
-    async with fake_api() as api:
-        api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
-        answers = await asyncio.gather(*(post(api, "completions", **PROMPT) for _ in range(3)))
-        assert {answer.status_code for answer in answers} == {500}
-        api.engine.refusal = None
-        assert (await post(api, "completions", **PROMPT)).status_code == 200
+async def test_an_engine_that_refuses_is_an_error_for_every_request_with_the_key_and_then_the_key_is_free(api):
+    api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
+    answers = await asyncio.gather(*(post(api, "completions", **PROMPT) for _ in range(3)))
+    assert {answer.status_code for answer in answers} == {500}
+    api.engine.refusal = None
+    assert (await post(api, "completions", **PROMPT)).status_code == 200
 
 
 async def test_each_api_key_has_answers_of_its_own():
@@ -370,27 +365,25 @@ async def test_a_request_that_is_refused_does_not_part_others_with_its_key_from_
             assert (await first).status_code == 200 and (await third).text == (await first).text
 
 
-async def test_a_background_response_that_is_cancelled_is_computed_no_further():
-    async with fake_api() as api:
-        api.engine.paused.set()
-        started = await post(api, "responses", input="hello", background=True)
-        await until(lambda: api.engine.num_live)
-        cancelled = await api.client.post(f"/v1/responses/{started.json()['id']}/cancel")
-        assert cancelled.json()["status"] == "cancelled"
-        await until(lambda: not api.engine.num_live)
+async def test_a_background_response_that_is_cancelled_is_computed_no_further(api):
+    api.engine.paused.set()
+    started = await post(api, "responses", input="hello", background=True)
+    await until(lambda: api.engine.num_live)
+    cancelled = await api.client.post(f"/v1/responses/{started.json()['id']}/cancel")
+    assert cancelled.json()["status"] == "cancelled"
+    await until(lambda: not api.engine.num_live)
 
 
-async def test_the_key_of_a_lease_is_no_stream():
-    async with fake_api() as api:
-        api.engine.paused.set()
-        begun = asyncio.create_task(post(api, "completions", **PROMPT))
-        await until(lambda: api.engine.num_live)
-        stream_id = job_id_of("", KEY["Idempotency-Key"])
-        for name in (f"{stream_id}:lease", f"-lease:{stream_id}"):
-            answer = await api.client.get(f"/v1/streams/{name}")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
-        api.engine.paused.clear()
-        assert (await begun).status_code == 200
+async def test_the_key_of_a_lease_is_no_stream(api):
+    api.engine.paused.set()
+    begun = asyncio.create_task(post(api, "completions", **PROMPT))
+    await until(lambda: api.engine.num_live)
+    stream_id = job_id_of("", KEY["Idempotency-Key"])
+    for name in (f"{stream_id}:lease", f"-lease:{stream_id}"):
+        answer = await api.client.get(f"/v1/streams/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+    api.engine.paused.clear()
+    assert (await begun).status_code == 200
 
 
 async def expire_record(config: StoreConfig, stream_id: str) -> None:

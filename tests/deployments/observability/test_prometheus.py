@@ -187,30 +187,28 @@ async def test_a_request_that_its_engine_fails_counts_as_an_error():
         assert scrape.sum("http_requests_total", status="5xx") == 1
 
 
-async def test_paths_and_methods_that_clients_make_up_add_no_series_of_their_own():
-    async with fake_api() as api:
-        for method, path in (("GET", "/a"), ("GET", "/b/c"), ("BREW", "/pot"), ("WHEN", "/pot")):
-            await api.client.request(method, path)
-        scrape = Scrape((await api.client.get("/metrics")).text)
-        series = [one for one in scrape.series if one.name == "http_requests_total"]
-        assert {(one.labels["handler"], one.labels["method"]) for one in series} == {
-            ("none", "GET"),
-            ("none", "other"),
-        }
-        assert scrape.sum("http_requests_total", status="4xx") == 4
+async def test_paths_and_methods_that_clients_make_up_add_no_series_of_their_own(api):
+    for method, path in (("GET", "/a"), ("GET", "/b/c"), ("BREW", "/pot"), ("WHEN", "/pot")):
+        await api.client.request(method, path)
+    scrape = Scrape((await api.client.get("/metrics")).text)
+    series = [one for one in scrape.series if one.name == "http_requests_total"]
+    assert {(one.labels["handler"], one.labels["method"]) for one in series} == {
+        ("none", "GET"),
+        ("none", "other"),
+    }
+    assert scrape.sum("http_requests_total", status="4xx") == 4
 
 
-async def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_error():
+async def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_error(api):
     """This is what Serve does: when a client is gone, it cancels the call to the engine before it tells the ingress."""
-    async with fake_api() as api:
-        api.engine.paused.set()
-        asking = asyncio.create_task(api.post("completions", prompt="a"))
-        await until(lambda: api.engine.num_live == 1)
-        (call,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Sequence._generate"]
-        call.cancel()
-        assert (await asking).status_code == 500
-        scrape = Scrape((await api.client.get("/metrics")).text)
-        assert ended(scrape) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
+    api.engine.paused.set()
+    asking = asyncio.create_task(api.post("completions", prompt="a"))
+    await until(lambda: api.engine.num_live == 1)
+    (call,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Sequence._generate"]
+    call.cancel()
+    assert (await asking).status_code == 500
+    scrape = Scrape((await api.client.get("/metrics")).text)
+    assert ended(scrape) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
 
 
 async def test_a_broken_hold_counts_once_however_many_ingresses_knew_of_it():

@@ -38,58 +38,55 @@ def said(sequence: dict[str, Any], where: str) -> list[str]:
     return [event["what"] for event in sequence["events"] if event["where"] == where]
 
 
-async def test_finished_request_is_told_under_every_name_that_clients_and_logs_know():
-    async with fake_api() as api:
-        headers = {"X-Request-Id": "mine/1"}
-        answer = (await api.client.post("/v1/completions", json={**ASKED, "n": 2}, headers=headers)).json()
-        assert answer["id"] == "cmpl-mine/1"
-        first, second = names = [one["request_id"] for one in await told(api.client, "cmpl-mine/1")]
-        assert [one["request_id"] for one in await told(api.client, "mine/1")] == names
-        for name in (first, second):
-            assert [one["request_id"] for one in await told(api.client, name)] == [name]
+async def test_finished_request_is_told_under_every_name_that_clients_and_logs_know(api):
+    headers = {"X-Request-Id": "mine/1"}
+    answer = (await api.client.post("/v1/completions", json={**ASKED, "n": 2}, headers=headers)).json()
+    assert answer["id"] == "cmpl-mine/1"
+    first, second = names = [one["request_id"] for one in await told(api.client, "cmpl-mine/1")]
+    assert [one["request_id"] for one in await told(api.client, "mine/1")] == names
+    for name in (first, second):
+        assert [one["request_id"] for one in await told(api.client, name)] == [name]
 
 
-async def test_timeline_has_the_numbers_and_events_of_a_request_and_not_its_text():
-    async with fake_api() as api:
-        name = (await api.post("completions", **ASKED)).json()["id"]
-        answer = await api.client.get(f"/debug/requests/{name}")
-        (one,) = answer.json()["sequences"]
-        assert "secret" not in answer.text
-        assert (one["state"], one["reason"], one["output_tokens"], one["engines"]) == (
-            "ended",
-            "length",
-            4,
-            ["fake"],
-        )
-        assert 0 <= one["admission_s"] <= one["first_token_s"] <= one["seconds"]
-        came, waits, *others = said(one, "ingress-1")
-        assert (came, waits) == (
-            "the request came",
-            f"its prompt of {one['prompt_tokens']} tokens waits for admission",
-        )
-        assert others == [
-            "admitted",
-            f"sent to the engines as {one['request_id']}",
-            "first token from fake",
-            "ended: length, 4 output tokens",
-        ]
-        assert said(one, "fake") == ["first token"], "the engine's own events"
-        times = [event["at"] for event in one["events"]]
-        assert times == sorted(times)
+async def test_timeline_has_the_numbers_and_events_of_a_request_and_not_its_text(api):
+    name = (await api.post("completions", **ASKED)).json()["id"]
+    answer = await api.client.get(f"/debug/requests/{name}")
+    (one,) = answer.json()["sequences"]
+    assert "secret" not in answer.text
+    assert (one["state"], one["reason"], one["output_tokens"], one["engines"]) == (
+        "ended",
+        "length",
+        4,
+        ["fake"],
+    )
+    assert 0 <= one["admission_s"] <= one["first_token_s"] <= one["seconds"]
+    came, waits, *others = said(one, "ingress-1")
+    assert (came, waits) == (
+        "the request came",
+        f"its prompt of {one['prompt_tokens']} tokens waits for admission",
+    )
+    assert others == [
+        "admitted",
+        f"sent to the engines as {one['request_id']}",
+        "first token from fake",
+        "ended: length, 4 output tokens",
+    ]
+    assert said(one, "fake") == ["first token"], "the engine's own events"
+    times = [event["at"] for event in one["events"]]
+    assert times == sorted(times)
 
 
-async def test_request_that_still_waits_for_its_first_token_is_told_so():
-    async with fake_api() as api:
-        api.engine.paused.set()
-        asked = asyncio.create_task(api.client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "slow"}))
-        await until(lambda: api.engine.num_live == 1)
-        while not said(one := (await told(api.client, "slow"))[0], "fake"):
-            await asyncio.sleep(0.005)
-        assert said(one, "fake") == ["queued"], "without a token"
-        assert (one["state"], one["reason"], one["output_tokens"]) == ("waiting", None, 0)
-        api.engine.paused.clear()
-        assert (await asked).status_code == 200
-        assert [one["state"] for one in await told(api.client, "slow")] == ["ended"]
+async def test_request_that_still_waits_for_its_first_token_is_told_so(api):
+    api.engine.paused.set()
+    asked = asyncio.create_task(api.client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "slow"}))
+    await until(lambda: api.engine.num_live == 1)
+    while not said(one := (await told(api.client, "slow"))[0], "fake"):
+        await asyncio.sleep(0.005)
+    assert said(one, "fake") == ["queued"], "without a token"
+    assert (one["state"], one["reason"], one["output_tokens"]) == ("waiting", None, 0)
+    api.engine.paused.clear()
+    assert (await asked).status_code == 200
+    assert [one["state"] for one in await told(api.client, "slow")] == ["ended"]
 
 
 async def test_unknown_request_is_not_found_and_without_a_key_nothing_is_told(tmp_path):

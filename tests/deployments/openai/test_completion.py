@@ -3,14 +3,13 @@ from __future__ import annotations
 from tests.deployments.fake_api import fake_api, says, tokenizer
 
 
-async def test_every_form_of_prompt_reaches_the_engine():
+async def test_every_form_of_prompt_reaches_the_engine(api):
     ids = tokenizer().encode("ab")
-    async with fake_api() as api:
-        for prompt, count in (("ab", 1), (ids, 1), (["ab", "ab"], 2), ([ids, ids, ids], 3)):
-            response = (await api.post("completions", prompt=prompt, max_tokens=1)).json()
-            assert len(response["choices"]) == count
-            assert response["usage"]["prompt_tokens"] == count * len(ids)
-        assert {tuple(request.prompt) for request in api.engine.added} == {tuple(ids)}
+    for prompt, count in (("ab", 1), (ids, 1), (["ab", "ab"], 2), ([ids, ids, ids], 3)):
+        response = (await api.post("completions", prompt=prompt, max_tokens=1)).json()
+        assert len(response["choices"]) == count
+        assert response["usage"]["prompt_tokens"] == count * len(ids)
+    assert {tuple(request.prompt) for request in api.engine.added} == {tuple(ids)}
 
 
 async def test_echo_of_token_ids_shows_their_text():
@@ -32,32 +31,29 @@ async def test_streamed_echo_puts_the_prompt_into_the_first_chunk_of_each_choice
         assert ["".join(t) for t in tokens] == texts
 
 
-async def test_usage_stands_in_every_chunk_if_asked_for_and_grows():
-    async with fake_api() as api:
-        options = {"include_usage": True, "continuous_usage_stats": True}
+async def test_usage_stands_in_every_chunk_if_asked_for_and_grows(api):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await api.stream("completions", prompt="ab", max_tokens=5, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5
+    assert chunks[-1]["choices"] == []
+
+
+async def test_no_usage_in_a_stream_unless_asked_for(api):
+    for options in (None, {"include_usage": False}):
         chunks = await api.stream("completions", prompt="ab", max_tokens=5, stream_options=options)
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts) and counts[-1] == 5
-        assert chunks[-1]["choices"] == []
+        assert not any("usage" in chunk for chunk in chunks)
+        assert all(chunk["choices"] for chunk in chunks)
 
 
-async def test_no_usage_in_a_stream_unless_asked_for():
-    async with fake_api() as api:
-        for options in (None, {"include_usage": False}):
-            chunks = await api.stream("completions", prompt="ab", max_tokens=5, stream_options=options)
-            assert not any("usage" in chunk for chunk in chunks)
-            assert all(chunk["choices"] for chunk in chunks)
-
-
-async def test_prompt_logprobs_are_one_per_token_of_the_prompt_by_token_id():
-    async with fake_api() as api:
-        response = (await api.post("completions", prompt="ab", prompt_logprobs=0, max_tokens=3)).json()
-        first, second = tokenizer().encode("ab")
-        choice = response["choices"][0]
-        entry = {"logprob": -1.0, "rank": 2, "decoded_token": "b"}
-        assert choice["prompt_logprobs"] == [None, {str(second): entry}]
-        assert choice["logprobs"] is None
-        assert api.engine.added[0].prompt == [first, second]
+async def test_prompt_logprobs_are_one_per_token_of_the_prompt_by_token_id(api):
+    response = (await api.post("completions", prompt="ab", prompt_logprobs=0, max_tokens=3)).json()
+    first, second = tokenizer().encode("ab")
+    choice = response["choices"][0]
+    entry = {"logprob": -1.0, "rank": 2, "decoded_token": "b"}
+    assert choice["prompt_logprobs"] == [None, {str(second): entry}]
+    assert choice["logprobs"] is None
+    assert api.engine.added[0].prompt == [first, second]
 
 
 async def test_token_ids_of_prompt_and_answer_are_there_if_asked_for():

@@ -7,7 +7,6 @@ import pytest
 from engine.errors import InvalidParameter
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import ErrorInfo
-from tests.deployments.fake_api import fake_api
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ROUTES = {
@@ -38,12 +37,11 @@ def json_schema(type: str = "json_schema", **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ],
 )
-async def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected):
-    async with fake_api() as api:
-        response = await api.post(route, **ROUTES[route], **body)
-        assert response.status_code == 200, response.text
-        wanted = None if expected is None else StructuredOutputsParams(**expected)
-        assert api.engine.added[0].params.structured_outputs == wanted
+async def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected, api):
+    response = await api.post(route, **ROUTES[route], **body)
+    assert response.status_code == 200, response.text
+    wanted = None if expected is None else StructuredOutputsParams(**expected)
+    assert api.engine.added[0].params.structured_outputs == wanted
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -64,22 +62,20 @@ async def test_the_engine_is_told_what_form_the_answer_must_have(route, body, ex
         ({"structured_outputs": {"grammar": "a" * 30_000}}, "structured_outputs.grammar", "at most 20000 characters"),
     ],
 )  # fmt: skip
-async def test_a_form_that_makes_no_sense_is_refused_before_an_engine_sees_it(route, body, param, message):
-    async with fake_api() as api:
-        response = await api.post(route, **ROUTES[route], **body)
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, param)
-        assert message in error["message"]
-        assert api.engine.added == []
+async def test_a_form_that_makes_no_sense_is_refused_before_an_engine_sees_it(route, body, param, message, api):
+    response = await api.post(route, **ROUTES[route], **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert api.engine.added == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_form_that_cannot_be_compiled_is_a_bad_request_also_with_stream(stream):
-    async with fake_api() as api:
-        problem = InvalidParameter("structured_outputs.regex", "(", "a regular expression (unclosed group)")
-        api.engine.refusal = ErrorInfo.of(problem)
-        response = await api.post("completions", prompt="a", structured_outputs={"regex": "("}, stream=stream)
-        error = response.json()["error"]
-        assert (response.status_code, error["type"]) == (400, "invalid_request_error")
-        assert error["param"] == "structured_outputs.regex"
-        assert "unclosed group" in error["message"]
+async def test_a_form_that_cannot_be_compiled_is_a_bad_request_also_with_stream(stream, api):
+    problem = InvalidParameter("structured_outputs.regex", "(", "a regular expression (unclosed group)")
+    api.engine.refusal = ErrorInfo.of(problem)
+    response = await api.post("completions", prompt="a", structured_outputs={"regex": "("}, stream=stream)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == "structured_outputs.regex"
+    assert "unclosed group" in error["message"]

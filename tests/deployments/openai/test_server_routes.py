@@ -56,33 +56,31 @@ async def test_models_do_not_take_each_others_places_in_the_queue():
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-async def test_health_fails_while_the_engine_makes_no_progress(path):
-    async with fake_api() as api:
-        await api.until_status()
-        for method in ("GET", "HEAD"):
-            response = await api.client.request(method, path)
-            assert (response.status_code, response.content) == (200, b"")
-        api.engine.step_age_s = 60.0
-        async with asyncio.timeout(60):
-            while (response := await api.client.get(path)).status_code == 200:
-                await asyncio.sleep(0.005)
-        assert response.status_code == 503
-        assert "no step ended for 60 s" in response.json()["error"]["message"]
-        assert response.headers["retry-after"] == "1"
-        api.engine.step_age_s = 0.0
-        async with asyncio.timeout(60):
-            while (await api.client.get(path)).status_code == 503:
-                await asyncio.sleep(0.005)
-
-
-async def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_none():
-    async with fake_api() as api:
-        await api.until_status()
-        response = await api.client.post("/reset_prefix_cache")
+async def test_health_fails_while_the_engine_makes_no_progress(path, api):
+    await api.until_status()
+    for method in ("GET", "HEAD"):
+        response = await api.client.request(method, path)
         assert (response.status_code, response.content) == (200, b"")
-        await until(lambda: api.engine.resets == 1)
-        api.replica.fail("rank 0 died")
-        assert (await api.client.post("/reset_prefix_cache")).status_code == 503
+    api.engine.step_age_s = 60.0
+    async with asyncio.timeout(60):
+        while (response := await api.client.get(path)).status_code == 200:
+            await asyncio.sleep(0.005)
+    assert response.status_code == 503
+    assert "no step ended for 60 s" in response.json()["error"]["message"]
+    assert response.headers["retry-after"] == "1"
+    api.engine.step_age_s = 0.0
+    async with asyncio.timeout(60):
+        while (await api.client.get(path)).status_code == 503:
+            await asyncio.sleep(0.005)
+
+
+async def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_none(api):
+    await api.until_status()
+    response = await api.client.post("/reset_prefix_cache")
+    assert (response.status_code, response.content) == (200, b"")
+    await until(lambda: api.engine.resets == 1)
+    api.replica.fail("rank 0 died")
+    assert (await api.client.post("/reset_prefix_cache")).status_code == 503
 
 
 async def test_model_answers_to_its_aliases_under_its_name():
@@ -96,34 +94,31 @@ async def test_model_answers_to_its_aliases_under_its_name():
         assert "fake, gpt-4o, best" in unknown["message"]
 
 
-async def test_version_and_load():
-    async with fake_api() as api:
-        assert (await api.client.get("/version")).json() == {"version": VERSION}
-        assert (await api.client.get("/load")).json() == {"server_load": 0}
+async def test_version_and_load(api):
+    assert (await api.client.get("/version")).json() == {"version": VERSION}
+    assert (await api.client.get("/load")).json() == {"server_load": 0}
 
 
-async def test_id_of_an_answer_is_made_of_the_requests_id():
-    async with fake_api() as api:
-        ask = {"prompt": "a", "max_tokens": 1}
-        headers = {"X-Request-Id": "abc"}
-        response = await api.client.post("/v1/completions", json=ask, headers=headers)
-        assert response.json()["id"] == "cmpl-abc"
-        response = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
-        assert response.json()["id"] == "cmpl-xyz"
+async def test_id_of_an_answer_is_made_of_the_requests_id(api):
+    ask = {"prompt": "a", "max_tokens": 1}
+    headers = {"X-Request-Id": "abc"}
+    response = await api.client.post("/v1/completions", json=ask, headers=headers)
+    assert response.json()["id"] == "cmpl-abc"
+    response = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
+    assert response.json()["id"] == "cmpl-xyz"
 
 
-async def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch, caplog):
-    async with fake_api() as api:
+async def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch, caplog, api):
 
-        def fail(*_: Any) -> None:
-            raise KeyError("/secret/path")
+    def fail(*_: Any) -> None:
+        raise KeyError("/secret/path")
 
-        monkeypatch.setattr(api.model.admission, "check", fail)
-        response = await api.post("completions", prompt="a")
-        assert response.status_code == 500
-        assert response.json()["error"]["code"] == "internal_error"
-        assert "secret" not in response.text
-        assert "/secret/path" in caplog.text
+    monkeypatch.setattr(api.model.admission, "check", fail)
+    response = await api.post("completions", prompt="a")
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "/secret/path" in caplog.text
 
 
 async def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():

@@ -9,46 +9,41 @@ HELLO = [{"role": "user", "content": "hello"}]
 TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
 
 
-async def test_tokens_of_a_text_come_back_as_the_text():
-    async with fake_api() as api:
-        response = (await api.client.post("/tokenize", json={"prompt": TEXT})).json()
-        assert response["tokens"] == tokenizer().encode(TEXT)
-        assert response["count"] == len(response["tokens"])
-        assert response["max_model_len"] == MAX_MODEL_LEN
-        assert response["token_strs"] is None
-        back = (await api.client.post("/detokenize", json={"tokens": response["tokens"]})).json()
-        assert back["prompt"].endswith(TEXT)
+async def test_tokens_of_a_text_come_back_as_the_text(api):
+    response = (await api.client.post("/tokenize", json={"prompt": TEXT})).json()
+    assert response["tokens"] == tokenizer().encode(TEXT)
+    assert response["count"] == len(response["tokens"])
+    assert response["max_model_len"] == MAX_MODEL_LEN
+    assert response["token_strs"] is None
+    back = (await api.client.post("/detokenize", json={"tokens": response["tokens"]})).json()
+    assert back["prompt"].endswith(TEXT)
 
 
-async def test_tokens_of_messages_are_those_that_a_chat_sends_to_the_engine():
-    async with fake_api() as api:
-        response = (await api.client.post("/tokenize", json={"model": "fake", "messages": HELLO})).json()
-        await api.post("chat/completions", messages=HELLO, max_tokens=1)
-        assert response["tokens"] == api.engine.added[0].prompt
+async def test_tokens_of_messages_are_those_that_a_chat_sends_to_the_engine(api):
+    response = (await api.client.post("/tokenize", json={"model": "fake", "messages": HELLO})).json()
+    await api.post("chat/completions", messages=HELLO, max_tokens=1)
+    assert response["tokens"] == api.engine.added[0].prompt
 
 
 @pytest.mark.parametrize("special", [None, True, False])
-async def test_special_tokens_are_as_in_a_completion(special):
-    async with fake_api() as api:
-        body = {"prompt": "a b", "add_special_tokens": special}
-        response = (await api.client.post("/tokenize", json=body)).json()
-        await api.post("completions", max_tokens=1, **body)
-        assert response["tokens"] == api.engine.added[0].prompt
+async def test_special_tokens_are_as_in_a_completion(special, api):
+    body = {"prompt": "a b", "add_special_tokens": special}
+    response = (await api.client.post("/tokenize", json=body)).json()
+    await api.post("completions", max_tokens=1, **body)
+    assert response["tokens"] == api.engine.added[0].prompt
 
 
-async def test_token_strings_are_those_of_the_vocabulary():
-    async with fake_api() as api:
-        body = {"prompt": "a é", "return_token_strs": True, "add_special_tokens": False}
-        response = (await api.client.post("/tokenize", json=body)).json()
-        assert response["token_strs"] == [tokenizer().token(i) for i in response["tokens"]]
-        assert response["token_strs"][0] == "a"
+async def test_token_strings_are_those_of_the_vocabulary(api):
+    body = {"prompt": "a é", "return_token_strs": True, "add_special_tokens": False}
+    response = (await api.client.post("/tokenize", json=body)).json()
+    assert response["token_strs"] == [tokenizer().token(i) for i in response["tokens"]]
+    assert response["token_strs"][0] == "a"
 
 
-async def test_empty_text_has_no_tokens():
-    async with fake_api() as api:
-        body = {"prompt": "", "add_special_tokens": False}
-        assert (await api.client.post("/tokenize", json=body)).json()["count"] == 0
-        assert (await api.client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+async def test_empty_text_has_no_tokens(api):
+    body = {"prompt": "", "add_special_tokens": False}
+    assert (await api.client.post("/tokenize", json=body)).json()["count"] == 0
+    assert (await api.client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
 
 
 async def test_tools_and_template_options_are_as_in_a_chat():

@@ -319,13 +319,12 @@ async def test_known_call_format_is_not_needed_where_a_call_is_forced():
         assert without_ids(choice["message"]) == message(None, WEATHER)
 
 
-async def test_empty_list_of_tools_counts_as_none():
-    async with fake_api() as api:
-        hello = [{"role": "user", "content": "hello"}]
-        for tools in ({"tools": []}, {}, {"tools": [], "tool_choice": "auto"}):
-            response = await api.post("chat/completions", messages=hello, max_tokens=1, **tools)
-            assert response.status_code == 200, response.text
-        assert len({tuple(request.prompt) for request in api.engine.added}) == 1
+async def test_empty_list_of_tools_counts_as_none(api):
+    hello = [{"role": "user", "content": "hello"}]
+    for tools in ({"tools": []}, {}, {"tools": [], "tool_choice": "auto"}):
+        response = await api.post("chat/completions", messages=hello, max_tokens=1, **tools)
+        assert response.status_code == 200, response.text
+    assert len({tuple(request.prompt) for request in api.engine.added}) == 1
 
 
 HARMONY = (

@@ -24,15 +24,14 @@ async def embed(api: FakeApi, **body: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
-async def test_embeddings_come_in_the_order_of_their_texts_whatever_order_they_are_computed_in():
-    async with fake_api() as api:
-        texts = ["a", "a fox", "the lazy dog", "b"]
-        answer = await embed(api, input=texts)
-        ids = [tokenizer().encode(text) for text in texts]
-        assert [entry["index"] for entry in answer["data"]] == [0, 1, 2, 3]
-        assert [entry["embedding"] for entry in answer["data"]] == [[i[0], i[-1], len(i), sum(i)] for i in ids]
-        assert answer["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
-        assert (answer["object"], answer["data"][0]["object"], answer["model"]) == ("list", "embedding", "fake")
+async def test_embeddings_come_in_the_order_of_their_texts_whatever_order_they_are_computed_in(api):
+    texts = ["a", "a fox", "the lazy dog", "b"]
+    answer = await embed(api, input=texts)
+    ids = [tokenizer().encode(text) for text in texts]
+    assert [entry["index"] for entry in answer["data"]] == [0, 1, 2, 3]
+    assert [entry["embedding"] for entry in answer["data"]] == [[i[0], i[-1], len(i), sum(i)] for i in ids]
+    assert answer["usage"] == {"prompt_tokens": sum(map(len, ids)), "total_tokens": sum(map(len, ids))}
+    assert (answer["object"], answer["data"][0]["object"], answer["model"]) == ("list", "embedding", "fake")
 
 
 @pytest.mark.parametrize(
@@ -49,11 +48,10 @@ def test_an_input_is_a_text_or_token_ids_or_a_list_of_either(given, prompts):
     run(scenario())
 
 
-async def test_base64_has_the_bytes_of_the_numbers_and_dimensions_cut_them():
-    async with fake_api() as api:
-        answer = await embed(api, input=[5, 6, 7], encoding_format="base64", dimensions=3)
-        numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
-        assert numbers.tolist() == [5, 7, 3]
+async def test_base64_has_the_bytes_of_the_numbers_and_dimensions_cut_them(api):
+    answer = await embed(api, input=[5, 6, 7], encoding_format="base64", dimensions=3)
+    numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    assert numbers.tolist() == [5, 7, 3]
 
 
 async def test_the_models_prompt_stands_in_front_of_texts_and_not_of_token_ids():
@@ -70,42 +68,39 @@ async def test_the_models_prompt_stands_in_front_of_texts_and_not_of_token_ids()
         assert (error["message"], error["param"]) == (expected, "prompt_name")
 
 
-async def test_a_ranking_has_the_best_documents_first_and_their_texts():
-    async with fake_api() as api:
-        documents = ["a", {"text": "the quick brown fox"}, "a fox"]
-        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-            response = await api.client.post(path, json={"query": "fox", "documents": documents, "top_n": 2})
-            results = response.json()["results"]
-            assert [result["index"] for result in results] == [1, 2]
-            assert results[0]["document"] == {"text": "the quick brown fox"}
-            assert results[0]["relevance_score"] > results[1]["relevance_score"]
-        body = {"query": "fox", "documents": documents, "return_documents": False}
-        results = (await api.post("rerank", **body)).json()["results"]
-        assert [set(result) for result in results] == [{"index", "relevance_score"}] * 3
+async def test_a_ranking_has_the_best_documents_first_and_their_texts(api):
+    documents = ["a", {"text": "the quick brown fox"}, "a fox"]
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        response = await api.client.post(path, json={"query": "fox", "documents": documents, "top_n": 2})
+        results = response.json()["results"]
+        assert [result["index"] for result in results] == [1, 2]
+        assert results[0]["document"] == {"text": "the quick brown fox"}
+        assert results[0]["relevance_score"] > results[1]["relevance_score"]
+    body = {"query": "fox", "documents": documents, "return_documents": False}
+    results = (await api.post("rerank", **body)).json()["results"]
+    assert [set(result) for result in results] == [{"index", "relevance_score"}] * 3
 
 
-async def test_scores_are_of_one_query_with_each_document_or_of_pairs():
-    async with fake_api() as api:
+async def test_scores_are_of_one_query_with_each_document_or_of_pairs(api):
 
-        async def prompts(**body: Any) -> list[list[int]]:
-            before = len(api.engine.added)
-            response = await api.post("score", **body)
-            added = api.engine.added[before:]
-            assert [entry["index"] for entry in response.json()["data"]] == list(range(len(added)))
-            return sorted(request.prompt for request in added)
+    async def prompts(**body: Any) -> list[list[int]]:
+        before = len(api.engine.added)
+        response = await api.post("score", **body)
+        added = api.engine.added[before:]
+        assert [entry["index"] for entry in response.json()["data"]] == list(range(len(added)))
+        return sorted(request.prompt for request in added)
 
-        one_to_two = await prompts(queries="a", documents=["b", "c"])
-        assert len(one_to_two) == 2
-        assert await prompts(text_1=["a"], text_2=["b", "c"]) == one_to_two
-        assert await prompts(queries=["a", "a"], documents=["b", "c"]) == one_to_two
-        assert await prompts(queries=["d", "a"], documents=["b", "c"]) != one_to_two
+    one_to_two = await prompts(queries="a", documents=["b", "c"])
+    assert len(one_to_two) == 2
+    assert await prompts(text_1=["a"], text_2=["b", "c"]) == one_to_two
+    assert await prompts(queries=["a", "a"], documents=["b", "c"]) == one_to_two
+    assert await prompts(queries=["d", "a"], documents=["b", "c"]) != one_to_two
 
 
-async def test_an_empty_document_has_a_score_too():
-    async with fake_api() as api:
-        response = await api.post("rerank", query="a", documents=["", "b"], truncate_prompt_tokens=8)
-        assert [result["index"] for result in response.json()["results"]] == [0, 1]
-        assert [len(request.prompt) for request in api.engine.added] == [8, 8]
+async def test_an_empty_document_has_a_score_too(api):
+    response = await api.post("rerank", query="a", documents=["", "b"], truncate_prompt_tokens=8)
+    assert [result["index"] for result in response.json()["results"]] == [0, 1]
+    assert [len(request.prompt) for request in api.engine.added] == [8, 8]
 
 
 async def test_scores_of_an_embedding_model_are_cosines_of_the_query_with_its_prompt():
@@ -191,32 +186,31 @@ LONG = "a " * 2 * MAX_MODEL_LEN
         ("rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "use truncate"),
     ],
 )  # fmt: skip
-async def test_a_bad_request_is_refused_by_the_name_of_its_field_before_the_engine_sees_it(path, body, param, named):
-    async with fake_api() as api:
-        response = await api.post(path, **body)
-        error = response.json()["error"]
-        assert response.status_code == (404 if param == "model" else 400), response.text
-        assert (error["param"], error["type"][-5:]) == (param, "error")
-        assert named in error["message"]
-        assert len(error["message"]) < 400
-        assert not api.engine.added
+async def test_a_bad_request_is_refused_by_the_name_of_its_field_before_the_engine_sees_it(
+    path, body, param, named, api
+):
+    response = await api.post(path, **body)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    assert (error["param"], error["type"][-5:]) == (param, "error")
+    assert named in error["message"]
+    assert len(error["message"]) < 400
+    assert not api.engine.added
 
 
-async def test_a_long_text_is_cut_if_the_request_says_so():
-    async with fake_api() as api:
-        for text, kept, tokens in [(LONG, -1, MAX_MODEL_LEN), ([5] * 600, -1, MAX_MODEL_LEN), (LONG, 7, 7)]:
-            answer = await embed(api, input=text, truncate_prompt_tokens=kept)
-            assert answer["usage"]["total_tokens"] == tokens == answer["data"][0]["embedding"][2]
+async def test_a_long_text_is_cut_if_the_request_says_so(api):
+    for text, kept, tokens in [(LONG, -1, MAX_MODEL_LEN), ([5] * 600, -1, MAX_MODEL_LEN), (LONG, 7, 7)]:
+        answer = await embed(api, input=text, truncate_prompt_tokens=kept)
+        assert answer["usage"]["total_tokens"] == tokens == answer["data"][0]["embedding"][2]
 
 
-async def test_a_client_that_leaves_ends_what_runs_for_it():
-    async with fake_api() as api:
-        api.engine.paused.set()
-        task = asyncio.create_task(api.post("embeddings", input=["a", "b"]))
-        await until(lambda: len(api.engine.added) == 2)
-        task.cancel()
-        await until(lambda: len(api.engine.aborted) == 2)
-        assert api.engine.num_live == api.model.admission.num_running == 0
+async def test_a_client_that_leaves_ends_what_runs_for_it(api):
+    api.engine.paused.set()
+    task = asyncio.create_task(api.post("embeddings", input=["a", "b"]))
+    await until(lambda: len(api.engine.added) == 2)
+    task.cancel()
+    await until(lambda: len(api.engine.aborted) == 2)
+    assert api.engine.num_live == api.model.admission.num_running == 0
 
 
 class Counted:

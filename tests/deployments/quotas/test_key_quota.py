@@ -246,31 +246,27 @@ async def test_a_prompt_that_no_minute_has_room_for_is_wrong_and_not_early(route
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_only_a_key_that_asks_for_it_has_its_running_answers_ended_when_a_budget_is_gone(ends):
+async def test_only_a_key_that_asks_for_it_has_its_running_answers_ended_when_a_budget_is_gone(ends):
     budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1.0)
-
-    async def scenario() -> None:
-        async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=ends)) as api:
-            api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
-            body = {"model": "fake", "prompt": "abcd", "max_tokens": 200}
-            headers = {"authorization": "Bearer sk-small"}
-            answer = await api.client.post("/v1/completions", json=body, headers=headers)
-            assert api.engine.added[0].report_cost is ends
-            if not ends:
-                assert answer.json()["choices"][0]["finish_reason"] == "length"
-                return
-            error = answer.json()["error"]
-            assert answer.status_code == 402 and answer.headers["x-should-retry"] == "false"
-            assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
-            assert error["param"] == "max_engine_seconds/1d" and "'small'" in error["message"]
-            await until(lambda: api.engine.aborted)
-            usage = api.telemetry.stats.model("fake").usage
-            await until(lambda: "small" in usage)
-            assert usage["small"].compute_s == 1.5, "what was computed is paid for"
-            refused = await api.client.post("/v1/completions", json=body, headers=headers)
-            assert refused.status_code == 429
-
-    run(scenario())
+    async with fake_api(auth=limited(budget_limits=(budget,), ends_running_requests=ends)) as api:
+        api.engine.cost = SequenceCost(1.5, 0.0, 0.0)
+        body = {"model": "fake", "prompt": "abcd", "max_tokens": 200}
+        headers = {"authorization": "Bearer sk-small"}
+        answer = await api.client.post("/v1/completions", json=body, headers=headers)
+        assert api.engine.added[0].report_cost is ends
+        if not ends:
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+            return
+        error = answer.json()["error"]
+        assert answer.status_code == 402 and answer.headers["x-should-retry"] == "false"
+        assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+        assert error["param"] == "max_engine_seconds/1d" and "'small'" in error["message"]
+        await until(lambda: api.engine.aborted)
+        usage = api.telemetry.stats.model("fake").usage
+        await until(lambda: "small" in usage)
+        assert usage["small"].compute_s == 1.5, "what was computed is paid for"
+        refused = await api.client.post("/v1/completions", json=body, headers=headers)
+        assert refused.status_code == 429
 
 
 async def test_a_stream_that_a_budget_ends_keeps_its_text_and_then_has_the_error():

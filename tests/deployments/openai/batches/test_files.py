@@ -116,11 +116,10 @@ async def test_a_name_that_is_no_files_id_is_a_404(batches, name):
         assert (await api.client.delete(f"/v1/files/{name}")).status_code == 404
 
 
-async def test_without_a_folder_the_error_names_the_key_that_gives_one():
-    async with fake_api() as api:
-        response = await upload(api)
-        assert response.status_code == 404
-        assert "ingress.batch_dir" in response.json()["error"]["message"]
+async def test_without_a_folder_the_error_names_the_key_that_gives_one(api):
+    response = await upload(api)
+    assert response.status_code == 404
+    assert "ingress.batch_dir" in response.json()["error"]["message"]
 
 
 def test_a_full_disk_is_an_error_of_its_own_and_leaves_nothing_behind(tmp_path, batches, monkeypatch):
