@@ -2,17 +2,27 @@
 
 Tokens/s of the mixture of benchmarks/expert_parallel.py on one rank, on two tensor parallel ranks with whole experts,
 and on two engines that share experts, one thread each.
+
+    python -m benchmarks.data_parallel --exchanges
+
+Tokens/s of two and four engines with each exchange of rows (docs/rank_groups.md), through shared memory and gloo, and
+how many bytes the first rank sends per token of its engine and layer, beside what the formula says.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.expert_parallel import LOADS, TOKENS, make_folder
+from benchmarks.expert_parallel import LOADS, SHAPE, TOKENS, make_folder
 from engine.config import EngineConfig
+from engine.model.expert_parallel import remote_ranks
+from engine.model.fixed_order import PARTS
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.rank_pool import RankPool
@@ -23,6 +33,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 2, "expert_parallel": True},
     {"data_parallel": 2, "expert_parallel": True},
 ]
+
+
+EXCHANGES = ("allgather_reducescatter", "alltoall")
+EXCHANGED = {"16 requests": (16, 0), "4 prompts of 1,000": (0, 4)}
+#: Engines, whether they share memory, and determinism.
+CASES = [(2, True, None), (4, True, None), (2, False, None), (4, False, None), (4, True, "strict")]
 
 
 def compute(engine: Any, decoding: int, prompts: int) -> int:
@@ -53,10 +69,72 @@ def measure(pool: RankPool) -> None:
                 print(f"{shown:44} {name:20} {rate:7.0f} tokens/s", flush=True)
 
 
+class Counter:
+    """Counts from now on what a rank sends to others, and the rows of its engine for which it does so."""
+
+    def __init__(self, group: Any):
+        self.bytes = self.rows = 0
+        ranks, exchange = group.all_engines, group.expert_exchange
+        gather, scatter, to_others, dispatch = (
+            ranks.all_gather, ranks.reduce_scatter, ranks.all_to_all, exchange.dispatch
+        )  # fmt: skip
+
+        def gathered(x: Tensor) -> Tensor:
+            self.bytes += (ranks.size - 1) * x.nbytes
+            return gather(x)
+
+        def scattered(x: Tensor) -> Tensor:
+            self.bytes += (ranks.size - 1) * x[0].nbytes
+            return scatter(x)
+
+        def sent(x: Tensor, counts: Any) -> Tensor:
+            own = counts[ranks.rank]
+            self.bytes += (sum(own) - own[ranks.rank]) * x.shape[1:].numel() * x.element_size()
+            return to_others(x, counts)
+
+        def dispatched(x: Tensor, *others: Any) -> Any:
+            self.rows += len(x)
+            return dispatch(x, *others)
+
+        ranks.all_gather, ranks.reduce_scatter, ranks.all_to_all = gathered, scattered, sent
+        exchange.dispatch = dispatched
+
+
+def sent_bytes(engines: int, backend: str, strict: bool) -> float:
+    """Return what a rank has to send for a row of its engine and a layer."""
+    k, row = SHAPE["num_experts_per_tok"], 2 * SHAPE["hidden_size"]
+    ranks = remote_ranks(SHAPE["num_experts"], k, engines) if backend == "alltoall" else engines - 1
+    there = ranks * (row + k * (2 + 4))  # with the weight and place of each expert
+    if not strict:
+        return there + ranks * row
+    pairs = k * (engines - 1) / (engines if backend == "alltoall" else 1)
+    return there + PARTS * pairs * row
+
+
+def measure_exchanges(pool: RankPool) -> None:
+    folder = make_folder()
+    for (size, shared, determinism), backend in product(CASES, EXCHANGES):
+        config = EngineConfig(
+            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=512,
+            expert_parallel=True, data_parallel=size, all2all_backend=backend, determinism=determinism,
+        )  # fmt: skip
+        formula = sent_bytes(size, backend, determinism is not None)
+        shown = f"{size} engines, {'shared memory' if shared else 'gloo'}, {determinism or 'plain'}, {backend}"
+        with running(pool, config, shared_memory=shared) as engine:
+            compute(engine, 2, 1)
+            counted = Counter(engine.core.runner.tp)
+            for name, load in EXCHANGED.items():
+                counted.bytes = counted.rows = 0
+                started = time.perf_counter()
+                rate = compute(engine, *load) / (time.perf_counter() - started)
+                sent = counted.bytes / counted.rows
+                print(f"{shown:60} {name:20} {rate:5.0f} tokens/s, {sent:7.0f} bytes, {formula:7.0f}", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     with RankPool() as pool:
-        measure(pool)
+        measure_exchanges(pool) if "--exchanges" in sys.argv[1:] else measure(pool)
 
 
 if __name__ == "__main__":

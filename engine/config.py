@@ -28,6 +28,9 @@ LIMITS: dict[str, Callable[[float], bool]] = {
 T = TypeVar("T")
 
 
+All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "flashinfer_nvlink_one_sided"]
+ONE_SIDED = "flashinfer_nvlink_one_sided"
+
 MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never save time
 
 
@@ -424,6 +427,12 @@ class EngineConfig:
         "Number of engines that share the experts of a mixture. Each has `tensor_parallel` ranks and its own requests, "
         "scheduler and KV cache, and computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
     )
+    all2all_backend: All2AllBackend = option(
+        "auto",
+        "How tokens travel between engines of `data_parallel` and the ranks that have their experts "
+        "(docs/rank_groups.md): `allgather_reducescatter` sends them to all ranks, `alltoall` only to those that need "
+        "them, and `flashinfer_nvlink_one_sided` does so by FlashInfer's kernels. `auto` chooses one of the first two.",
+    )
     enable_elastic_ep: bool = option(
         False,
         "Let the engines of `data_parallel` go on if one of them dies or hangs. The others take over its experts and "
@@ -555,6 +564,9 @@ class EngineConfig:
         if self.data_parallel == 1:
             if self.enable_elastic_ep:
                 raise ConfigError("enable_elastic_ep", True, "false without data_parallel above 1")
+            if self.all2all_backend != "auto":
+                limit = "auto without data_parallel above 1, because all ranks of an engine have all of its tokens"
+                raise ConfigError("all2all_backend", self.all2all_backend, limit)
             return
         if not self.expert_parallel:
             limit = "1 without expert_parallel; for independent engines, use replicas instead"
@@ -567,6 +579,14 @@ class EngineConfig:
                 if getattr(self, key):
                     limit = f"false with both data_parallel and pipeline_parallel above 1, because {why}"
                     raise ConfigError(key, True, limit)
+        if self.all2all_backend == ONE_SIDED:
+            reasons = {
+                "determinism: strict": (self.determinism, "it adds in another order than the fixed one"),
+                "enable_elastic_ep": (self.enable_elastic_ep, "its memory belongs to all ranks of the start"),
+            }
+            for key, (given, because) in reasons.items():
+                if given:
+                    raise ConfigError("all2all_backend", ONE_SIDED, f"another one with {key}, because {because}")
 
     def _check_offloading(self) -> None:
         if self.offloads_kv and not self.enable_prefix_caching:

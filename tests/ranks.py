@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -23,17 +23,25 @@ class ThreadGroup(TPGroup):
     def __init__(self, rank: int, size: int, barrier: Barrier, values: list[Tensor]):
         super().__init__(rank, size)
         self.barrier, self.values = barrier, values
-        self.scattered_bytes = 0  #: sent by `reduce_scatter`
+        self.sent_bytes = 0  #: to other ranks, except by `all_reduce`
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        self.sent_bytes += (self.size - 1) * x.nbytes
         return torch.cat(self._exchange(x), dim=-1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        self.scattered_bytes += (self.size - 1) * x[0].nbytes
-        return torch.stack([other[self.rank] for other in self._exchange(x)]).sum(0)
+        self.sent_bytes += (self.size - 1) * x[0].nbytes
+        first, *others = [other[self.rank] for other in self._exchange(x)]
+        return sum(others, first)  # in the order of ranks, as through shared memory
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        sent = counts[self.rank]
+        self.sent_bytes += (sum(sent) - sent[self.rank]) * x.shape[1:].numel() * x.element_size()
+        others = zip(self._exchange(x), counts, strict=True)
+        return torch.cat([other.split(list(row))[self.rank] for other, row in others])
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.values[self.rank] = x

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from engine.device import Run
+from engine.distributed.tp_group import ConnectedGroup
 from engine.model.batch import Batch
 from engine.model.ops import attention_plain, moe
 from engine.model.ops.recurrent import causal_conv, linear_attention
@@ -26,6 +27,7 @@ KERNELS = (
     (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (attention_plain, "write_latent"),
     (attention_plain, "latent_attention"), (moe, "mix_experts_plain"),
     (causal_conv, "causal_conv_plain"), (linear_attention, "linear_attention_plain"),
+    (ConnectedGroup, "all_gather"), (ConnectedGroup, "reduce_scatter"),
 )  # fmt: skip
 """Functions that stand for kernels, which read lengths on the device."""
 Launch = tuple[Callable[..., Any], Any, Any, list[Tensor | None]]  # function, its arguments, results; None for views

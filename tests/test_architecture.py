@@ -173,8 +173,11 @@ OTHER_MODELS = """
     distributed/stages/stage_group.py distributed/stages/step_results.py
     runner/stages/stage_runner.py runner/stages/stage_times.py
     runner/drafting.py model/expert_split.py model/expert_parallel.py
-    distributed/part_group.py distributed/data_parallel_group.py distributed/expert_exchange.py
-    runner/launching/wave_launcher.py
+    distributed/part_group.py distributed/data_parallel_group.py
+    distributed/exchange/__init__.py distributed/exchange/expert_exchange.py distributed/exchange/members.py
+    distributed/exchange/rows.py distributed/exchange/all_gather.py distributed/exchange/all_to_all.py
+    distributed/exchange/one_sided.py distributed/exchange/open_exchange.py
+    runner/graphs/shared_graphs.py runner/launching/wave_launcher.py
     distributed/survivors.py distributed/roster.py runner/launching/recovery.py
 """
 
@@ -194,7 +197,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 14_650), (everything, 77_000)):
+    for files, limit in ((set(path) - others, 14_750), (everything, 77_500)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

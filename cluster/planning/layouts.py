@@ -7,14 +7,16 @@ they use the fast link inside a node if a node has room for all of them.
 
 Experts are whole on each rank (`expert`) if slices of them would be narrower than the tile of a matrix product, or
 cannot be cut. With `data` engines, each engine computes the attention of its own sequences on its `tensor` ranks, and
-all ranks together hold the experts: each rank sends its share of an engine's tokens to all others and gets back their
-part of it, in each layer with experts.
+all ranks together hold the experts: each rank sends its share of an engine's tokens to all others, or only to those
+that have one of their experts, and gets back their part of it, in each layer with experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from engine.model.expert_parallel import choose_backend, remote_ranks
 
 COMPUTE_FRACTION = 0.6  # of the peak that matrix products reach
 MEMORY_FRACTION = 0.8  # of the memory bandwidth that a decode step reaches
@@ -23,6 +25,7 @@ STEP_S = 0.002  # per step besides the model: planning, launching, sampling
 TILE = 128  # columns of a matrix product below which a smaller product takes as long
 BALANCE = 0.8  # mean load of ranks with whole experts, as a fraction of the largest
 GIB = 2**30
+GATHERED = "allgather_reducescatter"  # the exchange that sends every token to every rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Load:
     longest: int = 0  #: tokens of the longest sequence, for which a replica must have room
     itl_s: float = 0.05  #: limit of the time between tokens
     max_num_seqs: int = 256
+    all2all_backend: str = "auto"  #: how tokens are to travel between engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,8 @@ class Layout:
     tensor_inside: bool  #: whether these stay inside a node
     expert_bytes: float  #: that a rank sends per token to other engines' experts, and back to other engines
     expert_inside: bool  #: whether these stay inside a node
+    all2all_backend: str  #: by which they are sent
+    routed_bytes: float  #: that a rank would send per token if tokens went only to ranks that have their experts
     stage_bytes: float  #: that a stage sends per token to the next one
     sequences: int  #: of a replica at a time, as many as the limits allow; 0 if not one fits
     itl_s: float  #: expected time between tokens with so many sequences, or with one
@@ -111,10 +117,16 @@ class Layout:
         named = [f"{key} {size}" for key, size in sizes if size > 1]
         return ", ".join([*named, *(["expert_parallel"] if self.expert else [])]) or "one rank"
 
+    @property
+    def exchanged(self) -> str:
+        """By what tokens travel to experts, and how much all-to-all would send instead."""
+        less = self.routed_bytes < self.expert_bytes
+        return f"{self.all2all_backend} ({self.routed_bytes / 1024:.0f} by alltoall)" if less else self.all2all_backend
+
     def __str__(self) -> str:
         sent = (
             (self.tensor_bytes, f"for sums {place_of(self.tensor_inside)}"),
-            (self.expert_bytes, f"for experts {place_of(self.expert_inside)}"),
+            (self.expert_bytes, f"for experts {place_of(self.expert_inside)} by {self.exchanged}"),
             (self.stage_bytes, "between stages"),
         )
         links = [f"{size / 1024:.0f} KiB per token {what}" for size, what in sent if size]
@@ -204,7 +216,13 @@ def judge(
     expert_link = machines.inside if expert_inside else machines.between
     row = model.hidden * model.item_bytes
     sums = 4 * (tensor - 1) / tensor * row * model.layers
-    sent = 2 * (data - 1 / tensor) * row * model.expert_layers if data > 1 else 0.0
+    sent = routed = 0.0
+    backend = ""
+    if data > 1:
+        experts, k = model.num_experts, model.experts_per_token
+        backend, _ = choose_backend(load.all2all_backend, experts, k, ranks, graphs=True)
+        routed = 2 * remote_ranks(experts, k, ranks) / tensor * row * model.expert_layers
+        sent = 2 * (data - 1 / tensor) * row * model.expert_layers if backend == GATHERED else routed
     nodes = -(-ranks * pipeline // machines.devices)
     replicas = machines.nodes // nodes if nodes > 1 else machines.nodes * (machines.devices // (ranks * pipeline))
     hop = machines.inside if ranks * pipeline <= machines.devices else machines.between
@@ -243,6 +261,8 @@ def judge(
         tensor_inside=tensor_inside,
         expert_bytes=sent,
         expert_inside=expert_inside,
+        all2all_backend=backend,
+        routed_bytes=routed,
         stage_bytes=row if pipeline > 1 else 0.0,
         sequences=sequences,
         itl_s=itl(max(1, sequences)),

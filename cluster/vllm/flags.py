@@ -213,7 +213,7 @@ TABLE = (
         "--pipeline-parallel-size split a model",
     ),
     ignored(
-        "--enable-ep-weight-filter --all2all-backend= --expert-placement-strategy=",
+        "--enable-ep-weight-filter --expert-placement-strategy=",
         "with --enable-expert-parallel, a rank reads only its own experts",
     ),
     ignored(
@@ -298,6 +298,12 @@ SPECIAL = {  # flags handled by the command line itself
     "--config=": "the flags in the YAML file are read",
 }
 VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the same name; None drops the flag
+    "--all2all-backend": dict.fromkeys(
+        (
+            *("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"),
+            *("mori_high_throughput", "mori_low_latency", "flashinfer_all2allv", "flashinfer_nvlink_two_sided"),
+        )
+    ),
     "--dtype": {"half": "float16", "float": "float32"},
     "--load-format": dict.fromkeys(
         ("safetensors", "hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"

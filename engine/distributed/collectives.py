@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +18,10 @@ class Collectives(Protocol):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks of this rank's part of x [size, ...]."""
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Send the rows of x [rows, ...] to ranks, and return those that have come, by sender. counts: numbers of rows,
+        by sender and receiver. x has its rows by receiver."""
 
     def abort(self, reason: str) -> None: ...
 

@@ -1,8 +1,8 @@
 """Data-parallel engines: several engines, each with its own requests and KV, that share the experts of one model.
 
 Rank r of the group of all ranks is rank r % size of engine r // size. This group exchanges rows of mixture layers
-(expert_exchange.py), and wakes engines that have nothing to compute. For everything else an engine is alone, with its
-own tensor-parallel group.
+(exchange/), and wakes engines that have nothing to compute. For everything else an engine is alone, with its own
+tensor-parallel group.
 
 Engines may have pipeline stages. Then the ranks of the same stage in all engines share that stage's experts, and step
 together. They never wait for another stage, except for the one before it.
@@ -20,7 +20,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.device import is_gpu
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
 from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker

@@ -1,4 +1,4 @@
-"""All-reduce, all-gather and reduce-scatter between processes of one machine, through memory that they share.
+"""Collectives between processes of one machine, through memory that they share.
 
 All-reduce of [rows, 768] between two ranks on the two cores of an idle EPYC, median of 2000 (up to 64 rows) or 200, in
 microseconds, by `python -m benchmarks.ranks collectives`:
@@ -19,6 +19,7 @@ import mmap
 import os
 import select
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,22 @@ class SharedMemory:
                 total += other
         return out.view(x.shape[1:])
 
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        flat, size, received = x.reshape(-1), x.shape[1:].numel(), sum(row[self.rank] for row in counts)
+        out = x.new_empty(received * size)
+        starts = [sum(row[: self.rank]) * size for row in counts]  # of what each rank has for this one
+        ends = [start + row[self.rank] * size for start, row in zip(starts, counts, strict=True)]
+        at_once = CHUNK_BYTES // x.element_size()
+        for first in range(0, max(map(sum, counts)) * size, at_once):
+            last, place = first + at_once, 0
+            chunks = self._exchange(flat[first:last], at_once)
+            for chunk, start, end in zip(chunks, starts, ends, strict=True):
+                begin, stop = max(start, first), min(end, last)
+                if begin < stop:
+                    out[place + begin - start : place + stop - start] = chunk[begin - first : stop - first]
+                place += end - start
+        return out.view(received, *x.shape[1:])
+
     def abort(self, reason: str) -> None:
         """Make the current wait and all later waits raise EngineUnavailable."""
         self._broken = reason
@@ -167,15 +184,17 @@ class SharedMemory:
         """Tell ranks that may be waiting for this one that it has left. The process itself may continue."""
         self._left[self.rank] = 1
 
-    def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Return every rank's chunk. The tensors are valid until the end of the next exchange."""
+    def _exchange(self, chunk: Tensor, count: int | None = None) -> list[Tensor]:
+        """Return every rank's chunk. The tensors are valid until the end of the next exchange. count: the most that a
+        rank has, if chunks are unequal."""
         self._number += 1
         buffers = self._typed.get(chunk.dtype)
         if buffers is None:
-            buffers = self._typed[chunk.dtype] = [turn.view(chunk.dtype).unbind() for turn in self._buffers]
-        count = chunk.numel()
-        chunks = [buffer[:count] for buffer in buffers[self._number % 2]]
-        chunks[self.rank].copy_(chunk)
+            with torch.inference_mode(False):  # else only steps could write to them
+                buffers = self._typed[chunk.dtype] = [turn.view(chunk.dtype).unbind() for turn in self._buffers]
+        own = chunk.numel()
+        chunks = [buffer[: count or own] for buffer in buffers[self._number % 2]]
+        chunks[self.rank][:own].copy_(chunk)
         if _barrier(self._counters, self.rank, self._number, 0) >= 0:
             self._wait()
         return chunks

@@ -11,6 +11,7 @@ This has not run on a GPU yet. Names of `torch._C` as in torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class SymmetricMemory:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self._plain.reduce_scatter(x)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        return self._plain.all_to_all(x, counts)
 
     def check(self, rank: int) -> str:
         """Compare some sums with those of `plain`. Returns a description of all sums that failed or are wrong, or "".

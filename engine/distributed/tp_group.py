@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from engine.device import is_gpu, numba_found
 from engine.distributed.collectives import Collectives
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
@@ -141,6 +141,11 @@ class TPGroup:
         """Return the sum over all ranks of `x[rank]`, where `rank` is this rank. x: [size, ...]."""
         return x[0]
 
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Send rows to each rank, and return those that have come, by sender. x: [rows, ...], by receiver. counts:
+        numbers of rows, by sender and receiver."""
+        return x
+
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         """Return every rank's value, in rank order. Meant for the start, since it polls.
 
@@ -238,6 +243,9 @@ class ConnectedGroup(TPGroup):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self._running().reduce_scatter(x) if self.size > 1 else x[0]
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        return self._running().all_to_all(x, counts) if self.size > 1 else x
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
         deadline = time.monotonic() + timeout_s
@@ -494,6 +502,14 @@ class ProcessGroup:
         options.asyncOp = False
         self._run(lambda: self._group._reduce_scatter_base(out, flat, options))
         return out.view(x.shape[1:])
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        sent, received = counts[self._group.rank()], [row[self._group.rank()] for row in counts]
+        out = x.new_empty(sum(received), *x.shape[1:])
+        options = AllToAllOptions()
+        options.asyncOp = False
+        self._run(lambda: self._group.alltoall_base(out, x.contiguous(), received, list(sent), options))
+        return out
 
     def abort(self, reason: str) -> None:
         """Abort NCCL in a separate thread. Its kernels end at once, but the call blocks until no CUDA graph holds a

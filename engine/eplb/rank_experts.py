@@ -144,9 +144,13 @@ class RankExperts(NoExperts):
         if order.commit:
             self._commit()
         if order.measure:
-            counts = self._device.fetch(self._counts.clone())
+            counts = self._device.fetch(self._counted())
             self._counts.zero_()
             self._measurer.submit(self._measure, counts, self._device.event(), order.move)
+
+    def _counted(self) -> Tensor:
+        """Return the tokens of each expert, [layers, num_experts]."""
+        return self._counts.clone()
 
     def _commit(self) -> None:
         """Let the experts that have arrived take effect."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import Device
@@ -30,15 +31,15 @@ END_S = 30.0  # for moves to end after a loss
 
 
 class SharedRankExperts(RankExperts):
-    """The experts of one rank. Every rank counts the tokens of all engines."""
+    """The experts of one rank. Every rank counts the tokens of its own engine; once per window, they are added up."""
 
     def __init__(self, layers: dict[int, Experts], ranks: TPGroup, device: Device, config: EngineConfig):
         """ranks: of all engines. The other arguments are those of RankExperts."""
-        max_tokens = config.max_num_batched_tokens * config.data_parallel
-        super().__init__(layers, ranks, device, max_tokens, config.eplb if config.enable_eplb else None)
+        eplb = config.eplb if config.enable_eplb else None
+        super().__init__(layers, ranks, device, config.max_num_batched_tokens, eplb)
         if config.enable_elastic_ep:
             self.spare_bytes = spare_bytes(layers.values(), ranks.size, config.tensor_parallel)
-        self._config, self._windows, self._moves = config.eplb, Windows(config.eplb), config.enable_eplb
+        self._config, self._windows, self._moves = config, Windows(config.eplb), config.enable_eplb
         self._state, self._stopped = IDLE, False
         self._load: ExpertStats | None = None
 
@@ -78,7 +79,7 @@ class SharedRankExperts(RankExperts):
         for answer in super().answers():
             self._load = answer.load or self._load
         self._tp, self._placements, self._rank_tokens = ranks, placements, [0.0] * ranks.size
-        self._windows, self._state = Windows(self._config), IDLE
+        self._windows, self._state = Windows(self._config.eplb), IDLE
         self.reset()
         if not self._moves:
             return
@@ -97,8 +98,9 @@ class SharedRankExperts(RankExperts):
             return f"rank {self._tp.rank} still waited for a lost one after {END_S:.0f} s"
         return "they had stopped before an engine was lost" if self._stopped else ""
 
-    def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
-        """Do nothing: steps of engines that share experts have no padding, and their plans no orders."""
+    def _counted(self) -> Tensor:
+        of_ranks = self._tp.all_gather(self._counts.flatten()).view(self._tp.size, *self._counts.shape)
+        return of_ranks[:: self._config.tensor_parallel].sum(0)  # all ranks of an engine have its tokens
 
     def answers(self) -> list[ExpertAnswer]:
         """Return nothing: there is no rank 0 to tell."""

@@ -1,4 +1,5 @@
-"""Checks whether the experts of a model can be spread over ranks. Imports no torch."""
+"""Checks whether the experts of a model can be spread over ranks, and chooses how tokens travel to them. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+
+MOST_GATHERED = 8  # ranks up to which fewer exchanges save more time than fewer bytes
 
 
 def check_experts(config: EngineConfig, model: ModelConfig) -> None:
@@ -50,3 +53,29 @@ def check_count(num_experts: int, ranks: int, redundant: int | None, option: str
         raise ConfigError(key, redundant, limit)
     if redundant > most:
         raise ConfigError(key, redundant, f"at most {most}, with which every rank has all {num_experts} experts")
+
+
+def remote_ranks(num_experts: int, experts_per_token: int, ranks: int) -> float:
+    """Return how many other ranks have an expert of a token, on average, if all experts are chosen equally often."""
+    elsewhere = num_experts - num_experts / ranks
+    none = 1.0
+    for i in range(experts_per_token):
+        none *= max(0.0, elsewhere - i) / (num_experts - i)
+    return (ranks - 1) * (1 - none)
+
+
+def choose_backend(
+    asked: str, num_experts: int, experts_per_token: int, ranks: int, *, graphs: bool
+) -> tuple[str, str]:
+    """Return a value of `all2all_backend` other than `auto`, and why it is chosen. asked: the configured one. graphs:
+    whether steps could run as CUDA graphs."""
+    if asked != "auto":
+        return asked, "it is configured"
+    remote = remote_ranks(num_experts, experts_per_token, ranks)
+    if ranks <= MOST_GATHERED:
+        return "allgather_reducescatter", f"it takes fewest exchanges, and there are at most {MOST_GATHERED} ranks"
+    if graphs:
+        return "allgather_reducescatter", "CUDA graphs can hold it"
+    if remote > (ranks - 1) / 2:
+        return "allgather_reducescatter", f"most of the {ranks} ranks have an expert of a token"
+    return "alltoall", f"only {remote:.1f} of {ranks - 1} other ranks have an expert of a token"

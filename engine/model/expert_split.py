@@ -4,11 +4,13 @@ Ordinarily each rank of a tensor-parallel group has a slice of every expert. Wit
 experts whole. All ranks have all tokens in either case, since attention is tensor parallel. So no token is sent to its
 experts. Each rank computes its own experts' part of a token, and the ranks add these parts up.
 
-With `data_parallel` the ranks belong to several engines, each with its own tokens. Then the tokens are exchanged too.
+With `data_parallel` the ranks belong to several engines, each with its own tokens. Then tokens are sent to ranks that
+have their experts (engine/distributed/exchange).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,11 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import ONE_SIDED, EngineConfig
 from engine.device import copy_to
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.expert_exchange import ExpertExchange
+from engine.distributed.exchange.members import PER_RANK, Counts, Ranks
+from engine.distributed.exchange.one_sided import RowSizes
+from engine.distributed.exchange.open_exchange import exchange_named
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.model.expert_parallel import check_count, check_shared
+from engine.model.config import ModelConfig
+from engine.model.expert_parallel import check_count, check_shared, choose_backend
+
+logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 256
 """Tokens of an exchange of rows. It takes memory for ranks x k rows of each token, twice."""
@@ -63,72 +72,92 @@ class NoLoad(ExpertLoad):
 
 
 class ExpertSlots:
-    """Which slot of this rank holds an expert. Slots hold the rank's own experts, in order."""
+    """Which slots of the ranks hold an expert. At first ranks hold neighbours, in the order of ranks. If several ranks
+    hold an expert, the first of them computes it."""
 
     movable = False  #: whether experts change while the engine runs
+    most_copies = 1  #: of an expert that are used
 
-    def __init__(self, num_experts: int, own: range):
-        self.count = len(own)
-        self.held = list(own)  #: the expert in each slot, -1 in an empty one
-        #: [num_experts] int64: the expert's slot on this rank; `count` if another rank has it.
-        self._table = torch.full((num_experts,), self.count, dtype=torch.int64)
-        self._table[own.start : own.stop] = torch.arange(len(own))
+    def __init__(self, num_experts: int, ranks: Ranks, count: int | None = None):
+        """count: slots of each rank; by default as many as it has experts."""
+        self._rank = ranks.rank
+        own = [first_experts(num_experts, rank, ranks.size) for rank in range(ranks.size)]
+        #: [num_experts, copies] int64: the place of each copy, see `Exchange.dispatch`, and its slot on this rank, or
+        #: `count` if it is on another rank.
+        self._places = torch.zeros(num_experts, self.most_copies, dtype=torch.int64)
+        self._table = torch.zeros_like(self._places)
+        self.set([[*held, *[-1] * ((count or 0) - len(held))] for held in own])
 
     def local(self, experts: Tensor) -> Tensor:
         """Return the slot of each expert [tokens, k]: `count` if another rank computes the pair."""
-        return self._table[experts]
+        return self._table[experts, 0]
+
+    def places(self, experts: Tensor) -> Tensor:
+        """Return the place of each expert [tokens, k]."""
+        return self._places[experts, 0]
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the slot of each place: `count` if it is on another rank. Any numbers are allowed, since a collective
+        that is aborted on a GPU yields any."""
+        slots = places.long() - self._rank * PER_RANK
+        return torch.where((slots >= 0) & (slots < self.count), slots, self.count)
+
+    def set(self, placement: Sequence[Sequence[int]]) -> None:
+        """Take another placement into use: the expert in each slot of each rank, -1 in an empty one."""
+        self.held = list(placement[self._rank])  #: the expert in each slot, -1 in an empty one
+        self.count = len(self.held)
+        table = np.full(self._table.shape, self.count)
+        places = np.full(table.shape, len(placement) * PER_RANK)  # nowhere
+        copies = np.zeros(len(table), dtype=np.int64)
+        for rank, held in enumerate(placement):
+            for slot, expert in enumerate(held):
+                if expert < 0:
+                    continue
+                if copies[expert] < self.most_copies:
+                    places[expert, copies[expert]] = rank * PER_RANK + slot
+                    if rank == self._rank:
+                        table[expert, copies[expert]] = slot
+                copies[expert] += 1
+        self._use(places, table, copies)
+
+    def _use(self, *values: np.ndarray) -> None:
+        for target, value in zip((self._places, self._table), values, strict=False):
+            target.copy_(copy_to(value, target.device))
 
     def place(self, placement: Sequence[Sequence[int]], rank: int) -> None:
-        """Take another placement into use: the expert in each slot of each rank, of which this one is `rank`. If
-        several ranks hold an expert, the first of them computes it."""
-        self.held = list(placement[rank])
-        self.count = len(self.held)
-        first: dict[int, int] = {}
-        for holder, held in enumerate(placement):
-            for expert in held:
-                first.setdefault(expert, holder)
-        slots = {expert: slot for slot, expert in enumerate(self.held) if first[expert] == rank}
-        table = np.array([slots.get(expert, self.count) for expert in range(len(self._table))])
-        self._table.copy_(copy_to(table, self._table.device))
+        """Do what `set` does, as another rank."""
+        self._rank = rank
+        self.set(placement)
 
 
 class MovableSlots(ExpertSlots):
     """Slots whose experts change while the engine runs. Some experts have copies on several ranks, which take turns
-    over the tokens of a step. Each rank has the same number of slots, at first some of them empty."""
+    over the tokens of an engine's step. Each rank has the same number of slots, at first some of them empty."""
 
     movable = True
 
-    def __init__(self, num_experts: int, own: range, ranks: TPGroup | ExpertExchange, redundant: int):
-        super().__init__(num_experts, own)
-        self.count = (num_experts + redundant) // ranks.size
-        self.held += [-1] * (self.count - len(own))
-        self._rank = ranks.rank
-        #: [num_experts, ranks] int64: the slot of each copy if it is on this rank, else `count`.
-        self._table = torch.full((num_experts, ranks.size), self.count, dtype=torch.int64)
-        self._table[own.start : own.stop, 0] = torch.arange(len(own))
+    def __init__(self, num_experts: int, ranks: Ranks, redundant: int):
+        self.most_copies = ranks.size
         self._copies = torch.ones(num_experts, dtype=torch.int64)
+        super().__init__(num_experts, ranks, (num_experts + redundant) // ranks.size)
 
     def local(self, experts: Tensor) -> Tensor:
-        turn = torch.arange(len(experts), device=experts.device)[:, None] % self._copies[experts]
-        return self._table[experts, turn]
+        return self._table[experts, self._turns(experts)]
 
-    def set(self, placement: Sequence[Sequence[int]]) -> None:
-        """Take another placement into use: the expert in each slot of each rank, -1 in an empty one."""
-        self.held = list(placement[self._rank])
-        table = np.full(self._table.shape, self.count)
-        copies = np.zeros(len(table), dtype=np.int64)
-        for rank, held in enumerate(placement):
-            for slot, expert in enumerate(held):
-                if expert >= 0:
-                    if rank == self._rank:
-                        table[expert, copies[expert]] = slot
-                    copies[expert] += 1
-        for target, values in ((self._table, table), (self._copies, copies)):
-            target.copy_(copy_to(values, target.device))
+    def places(self, experts: Tensor) -> Tensor:
+        return self._places[experts, self._turns(experts)]
 
-    def place(self, placement: Sequence[Sequence[int]], rank: int) -> None:
-        self._rank, self.count = rank, len(placement[rank])
-        self.set(placement)
+    def _turns(self, experts: Tensor) -> Tensor:
+        return torch.arange(len(experts), device=experts.device)[:, None] % self._copies[experts]
+
+    def _use(self, *values: np.ndarray) -> None:
+        super()._use(*values)
+        self._copies.copy_(copy_to(values[-1], self._copies.device))
+
+
+def first_experts(num_experts: int, rank: int, ranks: int) -> range:
+    """Return the experts that a rank has at first."""
+    return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
 
 
 class SlicedExperts:
@@ -158,16 +187,16 @@ class SpreadExperts(SlicedExperts):
 
     spread = True
 
-    def __init__(self, num_experts: int, tp: TPGroup, spread_over: TPGroup | ExpertExchange | None = None):
+    def __init__(self, num_experts: int, tp: TPGroup, spread_over: Ranks | None = None):
         """spread_over: the ranks that have the experts; those of `tp` by default."""
         super().__init__(num_experts, tp)
         self.tp, ranks = tp, spread_over or tp
-        self.own = range(num_experts * ranks.rank // ranks.size, num_experts * (ranks.rank + 1) // ranks.size)
+        self.own = first_experts(num_experts, ranks.rank, ranks.size)
         self.slices = TPGroup.single()
         self.slices.parts = tp.parts * tp.size
-        self.slots = ExpertSlots(num_experts, self.own)
+        self.slots = ExpertSlots(num_experts, ranks)
         if tp.redundant_experts is not None:
-            self.slots = MovableSlots(num_experts, self.own, ranks, tp.redundant_experts)
+            self.slots = MovableSlots(num_experts, ranks, tp.redundant_experts)
         self.num_slots = self.slots.count
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
@@ -209,18 +238,15 @@ class MovingExperts(ExchangedExperts):
 
 
 class SharedExperts(SpreadExperts):
-    """Whole experts spread over the ranks of several engines. Every rank gets the tokens of all engines, and computes
-    what its experts contribute to each. The ranks of an engine get the sums of a share of its tokens each."""
+    """Whole experts spread over the ranks of several engines. A rank gets the tokens of all engines that need its
+    experts, and sends back what these contribute. The ranks of an engine get the sums of a share of its tokens each."""
 
     shared = True
     at_once = sys.maxsize  #: tokens of an exchange
 
     def __init__(self, num_experts: int, tp: TPGroup, exchange: ExpertExchange):
-        super().__init__(num_experts, tp, exchange)
-        self.num_experts, self.exchange = num_experts, exchange
-
-    def count(self, experts: Tensor) -> None:
-        """Do nothing: these tokens are counted with those of all engines."""
+        super().__init__(num_experts, tp, exchange.members.ranks)
+        self.exchange = exchange
 
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         found = []
@@ -229,27 +255,12 @@ class SharedExperts(SpreadExperts):
             found.append(self._partials(layer, counts, x[own], experts[own], weights[own]))
         return [torch.cat(chunks) for chunks in zip(*found, strict=True)]
 
-    def _partials(
-        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
-    ) -> list[Tensor]:
+    def _partials(self, layer: Products, counts: Counts, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return the summands of some rows. counts: numbers of these rows in each engine."""
-        mixed = layer.mix(*self._gather(counts, x, experts, weights))
-        return [self.exchange.scatter(part, counts) for part in mixed]
-
-    def _gather(self, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, experts and weights of all engines' rows. The experts are numbers among those of this rank."""
-        parts = x, weights.to(x.dtype), experts.int()
-        packed = [part.contiguous().view(torch.uint8) for part in parts]  # one exchange is faster than three
-        found = self.exchange.gather(torch.cat(packed, dim=1), counts)
-        columns = found.split([part.shape[1] for part in packed], dim=1)
-        every_x, every_weights, every_expert = (
-            column.clone(memory_format=torch.contiguous_format).view(part.dtype)  # a view needs an aligned address
-            for column, part in zip(columns, parts, strict=True)
-        )
-        # clamped, since a collective that is aborted on a GPU yields any numbers
-        chosen = every_expert.long().clamp_(0, self.num_experts - 1)
-        self.load.add(chosen)
-        return every_x, self.slots.local(chosen), every_weights
+        rows = self.exchange.dispatch(x, self.slots.places(experts), weights, counts)
+        if not len(rows.x):  # kernels do not compute nothing
+            return [rows.combine(rows.x)]
+        return [rows.combine(part) for part in layer.mix(rows.x, self.slots.at(rows.places), rows.weights)]
 
 
 class SharedExpertsInOrder(SharedExperts):
@@ -258,31 +269,32 @@ class SharedExpertsInOrder(SharedExperts):
 
     at_once = TOKENS_AT_ONCE
 
-    def _partials(
-        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
-    ) -> list[Tensor]:
-        every_x, local, _ = self._gather(counts, x, experts, weights)
-        ranks, parts, sums = range(self.tp.size), self.tp.parts, []
+    def _partials(self, layer: Products, counts: Counts, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
+        rows = self.exchange.dispatch(x, self.slots.places(experts), weights, counts)
+        local, parts, sums = self.slots.at(rows.places), self.tp.parts, []
         for i in range(parts):
-            rows = torch.stack([layer.pair_rows(rank * parts + i, every_x, local) for rank in ranks])
-            own = self.exchange.scatter_parts(rows, counts)
+            pairs = torch.stack([layer.pair_rows(rank * parts + i, rows.x, local) for rank in range(self.tp.size)])
+            own = rows.combine_pairs(pairs)
             sums.append(layer.combine_rows(own, experts, weights) if len(x) else x)
         return sums
 
 
 class MovingSharedExperts(SharedExperts):
     """Experts of several engines that move between ranks, on a CPU, whose sums have no fixed order otherwise. The bits
-    of a token do not depend on where its experts are: its engine gets the rows of all of them, and adds them up in the
-    router's order."""
+    of a token do not depend on where its experts are: each rank of its engine gets the rows of all of them in its own
+    columns, and adds them up in the router's order."""
 
     at_once = TOKENS_AT_ONCE
 
-    def _partials(
-        self, layer: Products, counts: list[int], x: Tensor, experts: Tensor, weights: Tensor
-    ) -> list[Tensor]:
-        every_x, local, _ = self._gather(counts, x, experts, weights)
-        rows = self.exchange.scatter(layer.pair_rows(0, every_x, local), counts)
-        return [layer.combine_rows(rows, experts, weights) if len(x) else x]
+    def _partials(self, layer: Products, counts: Counts, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
+        rows = self.exchange.dispatch(x, self.slots.places(experts), weights, counts)
+        pairs = layer.pair_rows(0, rows.x, self.slots.at(rows.places))
+        columns = rows.combine_pairs(torch.stack(pairs.chunk(self.tp.size, dim=-1)))
+        if not len(x):
+            return [x]
+        out = torch.zeros_like(x)
+        out.chunk(self.tp.size, dim=-1)[self.tp.rank].copy_(layer.combine_rows(columns, experts, weights))
+        return [out]
 
 
 def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
@@ -290,11 +302,31 @@ def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes:
     return (tp.size - 1) * tp.parts * experts_per_token * hidden_size * item_bytes
 
 
+def choose_exchange(
+    config: EngineConfig, model: ModelConfig, exchange: ExpertExchange, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Choose how tokens travel to experts, and log why. Every rank has to call this at the same time. Raises
+    ConfigError."""
+    moe, ranks = model.moe, exchange.members.ranks.size
+    assert moe is not None, "check_experts has refused this model"
+    on_gpu, k = device.type == "cuda", moe.experts_per_token
+    graphs = on_gpu and not config.enforce_eager
+    backend, why = choose_backend(config.all2all_backend, moe.num_experts, k, ranks, graphs=graphs)
+    if backend == ONE_SIDED and not on_gpu:
+        raise ConfigError("all2all_backend", backend, "another one on a CPU")
+    sizes = RowSizes(config.max_num_batched_tokens, model.hidden_size, k, dtype.itemsize)
+    exchange.choose(exchange_named(backend, sizes))
+    logger.info("experts exchanged by all2all_backend=%s ranks=%d, because %s", backend, ranks, why)
+
+
 def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExperts:
     """Raises ConfigError if the experts cannot be spread over the ranks."""
     moves_on_cpu = tp.redundant_experts is not None and torch.get_default_device().type == "cpu"
+    if moves_on_cpu and not tp.fixed_order and hidden_size % tp.size:
+        limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"
+        raise ConfigError("tensor_parallel", tp.size, limit)
     if (exchange := tp.expert_exchange) is not None:
-        check_shared(num_experts, exchange.engines, tp.size, tp.redundant_experts)
+        check_shared(num_experts, exchange.members.engines, tp.size, tp.redundant_experts)
         if tp.fixed_order:
             return SharedExpertsInOrder(num_experts, tp, exchange)
         return (MovingSharedExperts if moves_on_cpu else SharedExperts)(num_experts, tp, exchange)
@@ -303,9 +335,4 @@ def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExpe
     check_count(num_experts, tp.size, tp.redundant_experts)
     if tp.fixed_order:
         return ExchangedExperts(num_experts, tp)
-    if not moves_on_cpu:
-        return SpreadExperts(num_experts, tp)
-    if hidden_size % tp.size:
-        limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"
-        raise ConfigError("tensor_parallel", tp.size, limit)
-    return MovingExperts(num_experts, tp)
+    return (MovingExperts if moves_on_cpu else SpreadExperts)(num_experts, tp)

@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
-from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
+from engine.model.batch import Batch, Chunk, KVGroup, row_tiles, split_rows
 from engine.model.state import StateBatch, States
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,31 @@ def pad_step(
     return buffer
 
 
+@dataclass(frozen=True, slots=True)
+class UnpaddedStep:
+    """The inputs of a step that a graph can compute, before its shape is known. Arrays as for `pad_step`."""
+
+    token_index: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mappings: list[NDArray[np.int64]]
+    slots: NDArray[np.int64]
+    counts: NDArray[np.int64]  #: [seqs], tokens of each sequence
+    kv_len: NDArray[np.int64]
+    query_start: NDArray[np.int64]
+    saves: NDArray[np.int32] | None
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Tokens, sequences, and tokens of the longest sequence."""
+        return len(self.positions), len(self.slots), int(self.counts.max())
+
+    def pad(self, shape: StepShape) -> NDArray[np.int32]:
+        """Return the buffer of `pad_step`."""
+        single, chunks = split_rows(self.counts, self.kv_len, all_chunks=shape.verified > 0)
+        columns = self.token_index, self.positions, self.slot_mappings, self.slots, self.kv_len, self.query_start
+        return pad_step(shape, *columns, single, chunks, self.saves)
+
+
 def decode_sizes(max_num_seqs: int) -> list[int]:
     """Return the sizes of decode steps to capture: 1, 2, 4, multiples of 8, and min(max_num_seqs, MAX_DECODE_SIZE).
 
@@ -187,6 +212,12 @@ class NoGraphs:
         return None
 
     def run(self, shape: StepShape, inputs: Tensor) -> Tensor:
+        raise NotImplementedError("no graph has been captured")
+
+    def agreed(self, sizes: Sequence[tuple[int, int, int] | None], engine: int) -> StepShape | None:
+        return None
+
+    def run_empty(self, shape: StepShape) -> None:
         raise NotImplementedError("no graph has been captured")
 
 

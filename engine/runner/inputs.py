@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.low_rank import row_table
 from engine.model.ops.sampling import sorts_candidates
 from engine.model.state import StateCache
-from engine.runner.cuda_graphs import StepShape, pad_step
+from engine.runner.cuda_graphs import StepShape, UnpaddedStep
 from engine.runner.images import EmbeddingRows, NoSlotImages, SlotImages
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
@@ -106,6 +106,8 @@ class StepInputs:
     their rows."""
     graph: tuple[StepShape, Tensor] | None
     """The graph's shape and its inputs from `cuda_graphs.pad_step`; None for a step without a graph."""
+    unpadded: UnpaddedStep | None
+    """What a graph of any shape needs; None if no graph can compute this step."""
     block_tables: BlockTableRows | NoTableRows
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
@@ -126,6 +128,11 @@ class StepInputs:
     received_blocks: list[Tensor]  #: [n] int64 each, of the inbox, of each image in `plan.received`
     rotary_positions: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
+
+    def as_graph(self, shape: StepShape) -> StepInputs:
+        """Return the inputs of the same step for a graph of this shape. Call it before `staged` is sent."""
+        assert self.unpadded is not None, "no graph can compute this step"
+        return replace(self, graph=(shape, self.staged.add(self.unpadded.pad(shape))))
 
 
 class InputBuilder:
@@ -187,7 +194,10 @@ class InputBuilder:
             sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
             first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
         image_rows, rotary = self._images.place(plan, layout, staged)
-        batch, graph = self._batch(plan, layout, sequences, first_rows, rotary, width, image_rows is not None, staged)
+        unpadded = None
+        if self._device.asynchronous and image_rows is None and rotary.ndim == 1:
+            unpadded = self._unpadded(plan, layout, sequences, first_rows, rotary)
+        batch, graph = self._batch(plan, layout, sequences, first_rows, unpadded, width, staged)
         if batch is not None and self._pooling:
             batch.token_types = self._token_types(plan, positions, layout.entry, staged)
         sampled, last = SampledTokens.of(plan, layout, self._pooling), self._max_model_len - 1
@@ -197,6 +207,7 @@ class InputBuilder:
             staged=staged,
             batch=batch,
             graph=graph,
+            unpadded=unpadded,
             block_tables=self._block_table_rows(plan, sequences.slots, width, staged) if tables else NO_TABLE_ROWS,
             token_index=staged.add(layout.token_index),
             first_sequences=first_sequences,
@@ -214,34 +225,45 @@ class InputBuilder:
             rotary_positions=None if rotary is positions else staged.add(rotary),
         )
 
+    def _unpadded(
+        self, plan: StepPlan, layout: StepLayout, sequences: Sequences, first_rows: np.ndarray, rotary: np.ndarray
+    ) -> UnpaddedStep:
+        """Return what a graph of any shape needs. The arguments are those of `_batch`. rotary: [tokens]."""
+        return UnpaddedStep(
+            token_index=layout.token_index,
+            positions=rotary,
+            slot_mappings=layout.slot_mappings,
+            slots=sequences.slots,
+            counts=sequences.counts,
+            kv_len=sequences.ends,
+            query_start=first_rows,
+            saves=self._states.saves(sequences.slots, plan.saved) if plan.saved else None,
+        )
+
     def _batch(
         self,
         plan: StepPlan,
         layout: StepLayout,
         sequences: Sequences,
         first_rows: np.ndarray,
-        rotary: np.ndarray,
+        unpadded: UnpaddedStep | None,
         width: int,
-        has_images: bool,
         staged: StagedCopy,
     ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
         """Return the batch of a step, and the shape and input buffer of its graph. The graph is None if none fits.
         The batch is None if the step runs as a graph and no drafter needs the batch.
 
-        first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. rotary: [tokens] or
-        [3, tokens]. width: blocks of the longest sequence.
+        first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. width: blocks of the
+        longest sequence.
         """
-        shape = graph = None
-        if not has_images and rotary.ndim == 1:
-            shape = self._shape_for(len(layout.positions), len(sequences.slots), int(sequences.counts.max()))
-        verifies = shape is not None and shape.verified > 0
-        single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
-        if shape is not None:
-            columns = layout.token_index, rotary, layout.slot_mappings, sequences.slots, sequences.ends, first_rows
-            saves = self._states.saves(sequences.slots, plan.saved) if plan.saved else None
-            graph = shape, staged.add(pad_step(shape, *columns, single, chunks, saves))
+        graph = None
+        shape = None if unpadded is None else self._shape_for(*unpadded.size)
+        if unpadded is not None and shape is not None:
+            graph = shape, staged.add(unpadded.pad(shape))
             if not self._drafts:
                 return None, graph
+        verifies = shape is not None and shape.verified > 0
+        single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
         first, *others = [
             KVGroup(
                 slot_mapping=staged.add(slot_mapping),

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
 from engine.model import fixed_order, fused_rows
+from engine.model.expert_split import choose_exchange
 from engine.model.layers.moe import Experts
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.image_encoder import encoder_config
@@ -37,6 +38,8 @@ def load_model(setup: RankSetup) -> Model:
         fixed_order.check(config, setup.model, device, setup.dtype)
         group = fixed_order.FixedOrder(setup.tp)
     group.expert_parallel, group.redundant_experts = config.expert_parallel, config.redundant_experts
+    if group.expert_exchange is not None:
+        choose_exchange(config, setup.model, group.expert_exchange, setup.dtype, device)
     model = build_model(setup.model, group, setup.dtype, device)
     if config.expert_parallel and setup.model.transformers and not any(isinstance(m, Experts) for m in model.modules()):
         raise ConfigError("expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts")

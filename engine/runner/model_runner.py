@@ -30,7 +30,7 @@ from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.drafting import Proposals
-from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
+from engine.runner.graphs.choice import can_capture, graph_shapes, kind_of_graphs, record_cpu_steps
 from engine.runner.images import open_encoder_cache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.load import allocate_inbox, compile_model, load_adapters, load_drafter, load_model
@@ -146,7 +146,7 @@ class ModelRunner:
         shape = len(self.kv_caches), config.max_num_seqs, -(-self.max_model_len // self.block_size)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=setup.torch_device)
         if can_capture(setup):
-            self.graphs = CudaGraphs(
+            self.graphs = kind_of_graphs(setup)(
                 self.device,
                 self._compute,
                 self._history,
@@ -155,7 +155,7 @@ class ModelRunner:
                 kv_scales=self.kv_scales,
                 states=self.states.layers,
                 budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
-                tp=self.tp,
+                tp=self.tp.all_engines,
             )
 
     def _warm_up(self) -> None:

@@ -12,7 +12,7 @@ from cluster.cli.check.finding import Finding
 from cluster.cli.check.serve_config import ours
 from cluster.config import AppConfig, ModelSection
 from deployments.routing.config import Role
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError, StartupError
 from engine.lora.adapter_files import open_adapter

@@ -29,7 +29,7 @@ def check_layouts(config: AppConfig, nodes: Sequence[Node], network_gbit: float 
             continue
         engine = model.engine_config("decode")
         context = min(CONTEXT, engine.max_model_len or CONTEXT)
-        load = Load(context, context, model.slo.itl_ms / 1000, engine.max_num_seqs)
+        load = Load(context, context, model.slo.itl_ms / 1000, engine.max_num_seqs, engine.all2all_backend)
         layouts = find_layouts(ModelShape.from_folder(engine_folder(engine)), machines, load)
         data, spread = (
             engine.data_parallel,

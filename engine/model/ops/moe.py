@@ -244,7 +244,7 @@ def pair_rows(
     else:
         mixed, order = pair_products(x, gate_up, down, activation, experts, biases, adapters)
         out[order] = mixed
-    return out.view(*experts.shape, -1)
+    return out.view(*experts.shape, x.shape[1])
 
 
 def combine_rows(rows: Tensor, experts: Tensor, weights: Tensor, packed: bool) -> Tensor:

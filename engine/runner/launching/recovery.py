@@ -45,7 +45,7 @@ class NoRecovery:
     @property
     def num_engines(self) -> int:
         """Number of engines that have not been lost."""
-        return self._group.expert_exchange.engines
+        return self._group.expert_exchange.members.engines
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         """Launch a step. It can be launched again if this raises EngineUnavailable and `recover` returns."""

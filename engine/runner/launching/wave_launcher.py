@@ -18,14 +18,18 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.roster import Lost, Message, Regroup, Wave
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, TPGroup
 from engine.errors import EngineUnavailable
 from engine.model.layers.moe import Experts
+from engine.runner.cuda_graphs import NoGraphs
+from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.inputs import StepInputs
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.recovery import NoRecovery, Recovery
@@ -47,9 +51,9 @@ class Job:
     launched: Future[LaunchedStep]
 
     @property
-    def num_rows(self) -> int:
-        assert self.inputs.batch is not None, "this step runs as a graph"
-        return len(self.inputs.batch.positions)
+    def size(self) -> StepSize:
+        inputs = self.inputs
+        return StepSize(len(inputs.token_index)) if inputs.unpadded is None else StepSize(*inputs.unpadded.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class WaveLauncher(Launcher):
         self._exchange, self._waves = group.expert_exchange, group.waves
         self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
         self._recovery = recovery or NoRecovery(runner, group)
+        self._graphs = cast("SharedGraphs | NoGraphs", runner.graphs)
         self._experts = [layer for layer in runner.model.modules() if isinstance(layer, Experts)]
         self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
@@ -188,7 +193,7 @@ class WaveLauncher(Launcher):
     def _begin(self) -> bool:
         """Tell the other engines what this one has. Returns whether any engine has a step."""
         started, experts = time.monotonic(), self._runner.experts
-        any_has_one = self._exchange.begin(self._jobs[0].num_rows if self._jobs else None, experts.tell())
+        any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
         if self._recovery.lost is not None:  # on a GPU, an aborted collective returns any numbers, and no error
             raise EngineUnavailable(self._recovery.lost)
@@ -199,13 +204,19 @@ class WaveLauncher(Launcher):
     @torch.inference_mode()
     def _take_part(self) -> None:
         """Take a step of the wave: launch a step of this engine, or serve the other engines."""
-        if not self._exchange.has_step:
-            self._num_served += 1
+        exchange = self._exchange
+        shape = self._graphs.agreed(exchange.sizes, exchange.members.engine)
+        if exchange.has_step:
+            self._rests, inputs = False, self._jobs[0].inputs
+            self._answer(self._recovery.launch(inputs if shape is None else inputs.as_graph(shape)))
+            return
+        self._num_served += 1
+        if shape is None:
             for experts in self._experts:
                 experts.serve()
-            return
-        self._rests = False
-        self._answer(self._recovery.launch(self._jobs[0].inputs))
+        else:
+            self._runner.experts.begin(None, 0)
+            self._graphs.run_empty(shape)
 
     def _answer(self, launched: LaunchedStep) -> None:
         """Take the first job away, which has been launched."""

@@ -28,7 +28,7 @@ from engine.model.stage import check_stages, config_of, divide, nth_stage, parse
 from engine.model.tensor_names import HEADS
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.drafting import Proposals
-from engine.runner.graphs import graph_shapes
+from engine.runner.graphs.choice import graph_shapes
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.stages.stage_times import BusyTime, Seconds, WorkingTime

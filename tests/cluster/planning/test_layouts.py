@@ -117,6 +117,20 @@ def test_a_stage_sends_one_row_and_groups_send_a_row_to_each_other_group_and_bac
     assert "KiB per token for sums inside a node" in str(both) and "for experts inside a node" in str(both)
 
 
+def test_all_to_all_sends_a_row_to_each_rank_that_has_an_expert_of_the_token_and_back():
+    ranks, none = 16, 1.0
+    for i in range(8):
+        none *= (256 - 256 / ranks - i) / (256 - i)
+    nodes = replace(H100, nodes=2)
+    found = plan(DEEPSEEK, nodes, replace(LOAD, all2all_backend="alltoall"))
+    layout = next(layout for layout in found if sizes(layout) == (1, 1, True, ranks))
+    assert layout.expert_bytes == pytest.approx(2 * (ranks - 1) * (1 - none) * 7168 * 2 * 58)
+    assert layout.expert_bytes < 0.45 * find(DEEPSEEK, nodes, 1, 1, True, ranks).expert_bytes
+    assert "for experts between nodes by alltoall;" in str(layout)
+    gathered = find(DEEPSEEK, nodes, 1, 1, True, ranks)
+    assert f"by allgather_reducescatter ({layout.expert_bytes / 1024:.0f} by alltoall)" in str(gathered)
+
+
 def test_engines_of_several_ranks_are_on_one_node_each_and_the_experts_on_all():
     large = replace(DEEPSEEK, dense_bytes=100e9, active=80e9)  # too large for a card
     nodes = replace(H100, nodes=2, memory=141e9)

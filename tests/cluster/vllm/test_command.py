@@ -123,6 +123,14 @@ def test_experts_move_as_in_vllm():
     assert list(translated(["pocket", *flags]).ignored) == ["--eplb-config.use_async", "--eplb-config.policy"]
 
 
+def test_tokens_travel_to_experts_as_in_vllm_or_as_manta_chooses():
+    flags = "pocket", "-ep", "-dp", "4", "--all2all-backend"
+    (model,) = configured(*flags, "flashinfer_nvlink_one_sided")["models"]
+    assert model["engine"]["all2all_backend"] == "flashinfer_nvlink_one_sided"
+    (model,) = configured(*flags, "deepep_high_throughput")["models"]
+    assert "all2all_backend" not in model["engine"]
+
+
 def test_experts_are_spread_over_ranks_or_over_engines_that_share_them_and_not_over_replicas():
     assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
     assert (

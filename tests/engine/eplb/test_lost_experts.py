@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.all_gather import AllGather
+from engine.distributed.exchange.all_to_all import AllToAll
+from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import LostExperts, slots_of, spare_bytes
@@ -51,9 +54,10 @@ class Engines:
     """Engines that share experts, computed by hand."""
 
     def __init__(
-        self, folder: Path, ranks: Sequence[ConnectedGroup], *, fixed_order: bool, redundant: int | None = None
-    ):
-        self.exchanges = [ExpertExchange(rank) for rank in ranks]
+        self, folder: Path, ranks: Sequence[ConnectedGroup], *, fixed_order: bool, redundant: int | None = None,
+        exchange: Any = AllGather,
+    ):  # fmt: skip
+        self.exchanges = [ExpertExchange(rank, open_exchange=exchange) for rank in ranks]
         self.models: list[ByHand] = []
         for exchange in self.exchanges:
             group = TPGroup.single()
@@ -125,12 +129,13 @@ def test_without_a_fixed_order_they_have_the_logits_of_the_whole_model(tmp_path,
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_experts_with_copies_elsewhere_are_not_read_again_and_others_fill_empty_slots(tmp_path):
+@pytest.mark.parametrize("exchange", [AllGather, AllToAll])
+def test_experts_with_copies_elsewhere_are_not_read_again_and_others_fill_empty_slots(tmp_path, exchange):
     folder = make_model(tmp_path, "qwen3_moe")
     alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single())), None, steps) for steps in STEPS]
     placement = [[0, 1, 2, -1], [2, 3, 4, 5], [4, 5, 0, -1]]  # at first, each rank had two
     with joined(3) as three, joined(2) as two, joined(1) as one:
-        engines = Engines(folder, three, fixed_order=True, redundant=6)
+        engines = Engines(folder, three, fixed_order=True, redundant=6, exchange=exchange)
         for each in zip(*map(layers, engines.models), strict=True):
             for number, slot in ((0, 2), (1, 2), (1, 3), (2, 2)):
                 expert = placement[number][slot]

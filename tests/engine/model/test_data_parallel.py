@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.distributed.expert_exchange import ExpertExchange
+from engine.distributed.exchange.all_gather import AllGather
+from engine.distributed.exchange.all_to_all import AllToAll
+from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
+from engine.distributed.exchange.members import PER_RANK
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split
 from engine.model.config import ModelConfig
-from engine.model.expert_parallel import check_experts
+from engine.model.expert_parallel import check_experts, choose_backend
 from engine.model.expert_split import split_experts
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
@@ -39,14 +42,15 @@ STEPS: list[list[Step]] = [
 
 LIKE_OTHERS = [name for name in MIXTURES if name not in QUICK]
 LAYOUTS = [(2, 1), (4, 1), (2, 2)]  # engines, and ranks of each
+EXCHANGES = [AllGather, AllToAll]
 
 
-def engines(size: int, fixed_order: bool, ranks: int = 1) -> list[TPGroup]:
+def engines(size: int, fixed_order: bool, ranks: int = 1, exchange: Any = AllGather) -> list[TPGroup]:
     """All ranks of all engines."""
     found: list[TPGroup] = []
     own = [rank for _ in range(size) for rank in make_ranks(ranks)]
     for group, everyone in zip(own, make_ranks(size * ranks), strict=True):
-        group.expert_exchange = ExpertExchange(everyone, ranks_per_engine=ranks)
+        group.expert_exchange = ExpertExchange(everyone, ranks_per_engine=ranks, open_exchange=exchange)
         found.append(FixedOrder(group) if fixed_order else group)
     return found
 
@@ -57,7 +61,7 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
     found = []
     for step in steps:
         if exchange is not None:
-            exchange.begin(None if step is None else sum(map(len, step.values())))
+            exchange.begin(None if step is None else StepSize(sum(map(len, step.values()))))
         if step is not None:
             found.append(engine.step(step))
         elif exchange is not None:
@@ -66,10 +70,13 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
     return found
 
 
-@pytest.mark.parametrize(("family", "layout"), each_once(QUICK, LAYOUTS) + in_turns(slow(LIKE_OTHERS), LAYOUTS))
-def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout):
+@pytest.mark.parametrize(
+    ("family", "layout", "exchange"),
+    each_once(QUICK, LAYOUTS, EXCHANGES) + in_turns(slow(LIKE_OTHERS), LAYOUTS, EXCHANGES),
+)
+def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout, exchange):
     (size, ranks), folder = layout, make_model(tmp_path, family)
-    groups = engines(size, fixed_order=False, ranks=ranks)
+    groups = engines(size, fixed_order=False, ranks=ranks, exchange=exchange)
     parts = [load_by_hand(folder, group) for group in groups]
     found = on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i // ranks]))
     alone = [take(load_by_hand(folder), None, steps) for steps in STEPS[:size]]
@@ -89,61 +96,22 @@ def test_in_a_fixed_order_they_have_the_bits_of_one_engine(tmp_path, monkeypatch
     monkeypatch.setattr(expert_split.SharedExpertsInOrder, "at_once", 7)  # so that a step takes several exchanges
     folder = make_model(tmp_path, family)
     alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single()), dtype), None, steps) for steps in STEPS]
-    for size, ranks in LAYOUTS:
-        for i, logits in enumerate(compute(folder, size, ranks, dtype)):
-            assert all(map(torch.equal, logits, alone[i // ranks]))
+    for (size, ranks), exchange in product(LAYOUTS, EXCHANGES):
+        for i, logits in enumerate(compute(folder, size, ranks, dtype, exchange)):
+            assert all(map(torch.equal, logits, alone[i // ranks])), (size, ranks, exchange)
 
 
-def compute(folder: Path, size: int, ranks: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    groups = engines(size, fixed_order=True, ranks=ranks)
+def compute(folder: Path, size: int, ranks: int, dtype: torch.dtype, exchange: Any) -> list[list[Tensor]]:
+    groups = engines(size, fixed_order=True, ranks=ranks, exchange=exchange)
     parts = [load_by_hand(folder, group, dtype) for group in groups]
     return on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, STEPS[i // ranks]))
 
 
 def test_before_the_first_step_all_engines_have_equally_many_rows():
-    groups = engines(2, fixed_order=False)
-
-    def exchange(i: int) -> tuple[Tensor, Tensor]:
-        own = groups[i].expert_exchange
-        assert own is not None
-        ((start, counts),) = own.chunks(3, at_once=10)
-        assert (start, counts) == (0, [3, 3])
-        rows = own.gather(torch.full((3, 1), float(i)), counts)
-        return rows, own.scatter(rows + 1, counts)
-
-    for i, (rows, sums) in enumerate(on_all(groups, exchange)):
-        assert rows.flatten().tolist() == [0.0] * 3 + [1.0] * 3
-        assert sums.flatten().tolist() == [2.0 * (i + 1)] * 3
-
-
-def test_ranks_of_an_engine_send_a_share_of_its_rows_each_and_get_it_back():
-    groups = engines(2, fixed_order=False, ranks=2)
-
-    def exchange(i: int) -> tuple[Tensor, Tensor, Tensor]:
-        own, counts = groups[i].expert_exchange, [3, 2]
-        assert own is not None
-        rows = torch.tensor([[1.0], [2.0], [3.0]] if i < 2 else [[4.0], [5.0]])
-        assert own.begin(len(rows) if i % 2 == 0 else None) and own.has_step
-        gathered = own.gather(rows, counts)
-        parts = torch.stack([gathered, gathered * 10])
-        return gathered, own.scatter(gathered, counts), own.scatter_parts(parts, counts)
-
-    found = on_all(groups, exchange)
-    assert [rows.flatten().tolist() for rows, _, _ in found] == [[1, 2, 3, 4, 5]] * 4
-    assert [sums.flatten().tolist() for _, sums, _ in found] == [[4, 8, 0], [0, 0, 12], [16, 20], [0, 0]]
-    assert [part.flatten().tolist() for _, _, part in found] == [[4, 8, 12], [40, 80, 120], [16, 20], [160, 200]]
-
-
-def test_a_rank_sends_as_much_as_planning_counts():
-    groups, tokens, row = engines(2, fixed_order=False, ranks=2), 4, 8 * 4
-
-    def exchange(i: int) -> int:
-        own = groups[i].expert_exchange
-        assert own is not None
-        own.scatter(torch.ones(2 * tokens, 8), [tokens, tokens])
-        return own._ranks.scattered_bytes  # type: ignore[attr-defined]
-
-    assert on_all(groups, exchange) == [(2 - 1 / 2) * row * tokens] * 4  # cluster/planning/layouts.py
+    own = engines(2, fixed_order=False)[1].expert_exchange
+    assert own is not None
+    assert list(own.chunks(3, at_once=10)) == [(0, [3, 3])]
+    assert list(own.chunks(3, at_once=2)) == [(0, [2, 2]), (2, [1, 1])]
 
 
 def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_refused(tmp_path):
@@ -175,6 +143,19 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
             "enable_eplb must be false with both data_parallel and pipeline_parallel above 1",
         ),
         ({"data_parallel": 0}, "data_parallel must be at least 1"),
+        (
+            {"data_parallel": 1, "all2all_backend": "alltoall"},
+            "all2all_backend must be auto without data_parallel above 1",
+        ),
+        (
+            {"all2all_backend": "flashinfer_nvlink_one_sided", "determinism": "strict"},
+            "all2all_backend must be another one with determinism: strict, because it adds in another order",
+        ),
+        (
+            {"all2all_backend": "flashinfer_nvlink_one_sided", "enable_elastic_ep": True},
+            "all2all_backend must be another one with enable_elastic_ep",
+        ),
+        ({"all2all_backend": "pplx"}, "all2all_backend must be one of auto, allgather_reducescatter, alltoall, flash"),
     ],
 )
 def test_what_data_parallel_engines_do_not_support_is_refused_by_name(options, error):
@@ -183,9 +164,21 @@ def test_what_data_parallel_engines_do_not_support_is_refused_by_name(options, e
     assert error in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "graphs", "backend", "why"),
+    [
+        (8, False, "allgather_reducescatter", "it takes fewest exchanges, and there are at most 8 ranks"),
+        (16, True, "allgather_reducescatter", "CUDA graphs can hold it"),
+        (16, False, "alltoall", "only 6.1 of 15 other ranks have an expert of a token"),
+        (10, False, "allgather_reducescatter", "most of the 10 ranks have an expert of a token"),
+    ],
+)
+def test_auto_takes_the_exchange_with_fewest_bytes_where_their_number_matters_most(ranks, graphs, backend, why):
+    assert choose_backend("auto", 256, 8, ranks, graphs=graphs) == (backend, why)
+    assert choose_backend("alltoall", 256, 8, ranks, graphs=graphs) == ("alltoall", "it is configured")
+
+
 def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():
-    exchange: Any = SimpleNamespace(rank=0, size=2, gather=lambda rows, counts: torch.full_like(rows, 127))
-    split = expert_split.SharedExperts(8, TPGroup.single(), exchange)
-    x, experts, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
-    _, local, _ = split._gather([3, 0], x, experts, weights)
-    assert ((local >= 0) & (local <= split.num_slots)).all()
+    split = expert_split.SharedExperts(8, TPGroup.single(), ExpertExchange(make_ranks(2)[1]))
+    found = split.slots.at(torch.tensor([[-(2**31), 0, PER_RANK - 1], [PER_RANK + 3, PER_RANK + 4, 2**31 - 1]]))
+    assert found.tolist() == [[4, 4, 4], [3, 4, 4]]

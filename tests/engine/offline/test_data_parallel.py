@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ NAMES = {"one": 1, "two": 2}  # adapters and their seeds
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe")
 PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 """Families and numbers of engines for which the first engine has too few blocks for its requests."""
+ALLTOALL = {"all2all_backend": "alltoall"}
 WAYS: list[dict[str, Any]] = [{"speculative": NGRAM}, {"overlap": True}]
 KINDS = [("float32", "strict"), ("bfloat16", "strict"), ("float32", None)]
 
@@ -83,7 +85,8 @@ def on_one_engine(pool, folder_of):
 @pytest.mark.parametrize(
     ("family", "dtype", "engines", "options"),
     pairwise(["qwen3_moe", *slow(FAMILIES[1:])], ["bfloat16", *slow(["float32"])], [2, *slow([4])], [{}])
-    + pairwise(slow(["qwen3_moe", "qwen3_next"]), ["bfloat16", "float32"], [2], WAYS),
+    + pairwise(slow(["qwen3_moe", "qwen3_next"]), ["bfloat16", "float32"], [2], WAYS)
+    + pairwise(["qwen3_moe"], ["bfloat16", *slow(["float32"])], [2, *slow([4])], [ALLTOALL]),
 )
 def test_engines_that_share_experts_give_the_bits_of_one(
     pool, folder_of, on_one_engine, family, dtype, engines, options
@@ -112,7 +115,7 @@ def test_a_request_alone_is_computed_by_one_engine_and_served_by_the_other(pool,
     [
         ("qwen3_moe", ("bfloat16", "strict"), {}),
         *in_turns(slow(FAMILIES), KINDS, [{}]),
-        *pairwise(slow(["qwen3_moe", "qwen3_next"]), KINDS, WAYS),
+        *pairwise(slow(["qwen3_moe", "qwen3_next"]), KINDS, [*WAYS, ALLTOALL]),
     ],
 )
 def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bits(
@@ -160,19 +163,26 @@ def test_engines_with_stages_that_share_experts_give_the_tokens_of_one_rank_and_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("determinism", [None, "strict"])
-def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism):
-    config = shared(folder_of("qwen3_moe"), 2, determinism=determinism)
+@pytest.mark.parametrize("options", [{}, ALLTOALL])
+def test_engines_that_talk_through_gloo_give_the_tokens_of_one(pool, folder_of, on_one_engine, determinism, options):
+    config = shared(folder_of("qwen3_moe"), 2, determinism=determinism, **options)
     with running(pool, config, shared_memory=False) as group:
         assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
 
 
 @pytest.mark.parametrize(
-    ("ranks", "determinism"),
-    [(1, "strict"), pytest.param(2, "strict", marks=pytest.mark.slow), pytest.param(1, None, marks=pytest.mark.slow)],
+    ("ranks", "determinism", "backend"),
+    [
+        pytest.param(*case, marks=() if case in ((1, "strict", "auto"), (1, None, "alltoall")) else pytest.mark.slow)
+        for case in product((1, 2), ("strict", None), ("auto", "alltoall"))
+    ],
 )
-def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(pool, tmp_path, ranks, determinism):
+def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(
+    pool, tmp_path, ranks, determinism, backend
+):
     folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
-    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel": ranks}
+    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel": ranks,
+               "all2all_backend": backend}  # fmt: skip
     if determinism is None:  # the bits of engines whose experts have not moved
         with running(pool, shared(folder, 2, eplb_config=LATER, **options)) as group:
             expected = run_streams(group)

@@ -202,7 +202,7 @@ def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, monkeypatch)
         padded.token_index[len(token_index) :], padded.positions[len(token_index) :] = 11, 7
         return buffer
 
-    monkeypatch.setattr("engine.runner.inputs.pad_step", other_pad)
+    monkeypatch.setattr("engine.runner.cuda_graphs.pad_step", other_pad)
     assert generate(folder, wanted, TapedDevice()) == expected
 
 

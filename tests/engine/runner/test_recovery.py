@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from engine.config import EngineConfig
 from engine.distributed import survivors
 from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.roster import Roster
 from engine.distributed.tp_group import TPGroup, group_options
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
+from engine.runner.cuda_graphs import NoGraphs
 from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.launching.wave_launcher import FollowingLauncher, WaveLauncher
 from tests.engine.offline.test_rank_processes import wait_until
@@ -41,6 +43,7 @@ class Engine:
             states=SimpleNamespace(keep=lambda plan: STATES, put_back=self.put_back.append),
             launch=self._launch,
             experts=NoExperts(),
+            graphs=NoGraphs(),
         )
         self.recovery = (Recovery if elastic else NoRecovery)(runner, group)
         self.launcher = (FollowingLauncher if group.rank else WaveLauncher)(runner, group, self.recovery)
@@ -54,8 +57,8 @@ class Engine:
         return inputs.name
 
     def launch(self, name: str) -> Future[Any]:
-        batch, plan = SimpleNamespace(positions=[0]), SimpleNamespace(slots=[0])
-        return self.launcher.launch(SimpleNamespace(name=name, batch=batch, plan=plan))  # type: ignore[arg-type, return-value]
+        inputs = SimpleNamespace(name=name, token_index=[0], unpadded=None, plan=SimpleNamespace(slots=[0]))
+        return self.launcher.launch(inputs)  # type: ignore[arg-type, return-value]
 
     def run(self, name: str) -> None:
         """Take a step, and rest."""
@@ -185,12 +188,12 @@ def test_what_an_aborted_collective_returns_is_not_believed():
         engine, exchange = found[0], found[0].group.expert_exchange
         begin = exchange.begin
 
-        def aborted(rows: int | None, state: int = 0) -> bool:
+        def aborted(size: StepSize | None, state: int = 0) -> bool:
             """Begin a step as NCCL does, which returns any numbers and raises no error."""
             if engine.recovery.generation == 1:
-                return begin(rows, state)
+                return begin(size, state)
             engine.recovery.hear(survivors.Lost(0, "engine 1 died"))
-            exchange.has_step = True
+            exchange.sizes = [StepSize(1)] * 2
             return True
 
         exchange.begin = aborted  # type: ignore[method-assign]

@@ -13,10 +13,12 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.roster import Wave
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
+from engine.runner.cuda_graphs import NoGraphs
 from engine.runner.launching import wave_launcher
 from engine.runner.launching.wave_launcher import WaveLauncher, open_wave_launcher
 from tests.engine.offline.test_rank_processes import wait_until
@@ -34,9 +36,9 @@ class Engine:
         assert exchange is not None
         begin = exchange.begin
 
-        def noting(rows: int | None, state: int) -> bool:
-            self.begun.append(rows)
-            return begin(rows, state)
+        def noting(size: StepSize | None, state: int) -> bool:
+            self.begun.append(None if size is None else size.tokens)
+            return begin(size, state)
 
         exchange.begin = noting  # type: ignore[method-assign]
         runner: Any = SimpleNamespace(
@@ -44,6 +46,7 @@ class Engine:
             device=SimpleNamespace(set_current=lambda: None),
             launch=self._launch,
             experts=NoExperts(),
+            graphs=NoGraphs(),
             config=EngineConfig(),
         )
         self.launcher: WaveLauncher = open_wave_launcher(runner, group)
@@ -55,7 +58,7 @@ class Engine:
         return inputs.name
 
     def launch(self, name: str, rows: int = 1) -> Any:
-        return self.launcher.launch(SimpleNamespace(name=name, batch=SimpleNamespace(positions=[0] * rows)))  # type: ignore[arg-type]
+        return self.launcher.launch(SimpleNamespace(name=name, token_index=[0] * rows, unpadded=None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.launcher.close()

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.model.models.llama import Model
 from engine.model.ops import attention, dispatch
 from engine.model.state import StateCache
-from engine.runner.cuda_graphs import MAX_DECODE_SIZE, StepShape, decode_sizes, mixed_sizes
+from engine.runner.cuda_graphs import MAX_DECODE_SIZE, CudaGraphs, StepShape, decode_sizes, mixed_sizes
+from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.rank_setup import RankSetup
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ def can_capture(setup: RankSetup) -> bool:
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
-    elif setup.tp.expert_exchange is not None:
-        why = "tokens of other engines are exchanged"
+    elif (exchange := setup.tp.expert_exchange) is not None and not (asynchronous and exchange.can_be_captured):
+        why = "it takes the host to exchange tokens with other engines"
+    elif config.enable_elastic_ep:
+        why = "they would keep the connections to an engine that is lost"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"
     elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):
@@ -46,6 +49,10 @@ def can_capture(setup: RankSetup) -> bool:
     if why:
         logger.info("steps run without graphs: %s", why)
     return why is None
+
+
+def kind_of_graphs(setup: RankSetup) -> type[CudaGraphs]:
+    return CudaGraphs if setup.tp.expert_exchange is None else SharedGraphs
 
 
 def graph_shapes(setup: RankSetup) -> list[StepShape]:

@@ -1,0 +1,1 @@
+"""How rows of mixture layers travel between engines that share experts."""
