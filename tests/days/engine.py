@@ -49,7 +49,7 @@ from engine.model.kv_groups import KVCacheSpec
 from engine.runner.launching.launcher import Launcher
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
-from engine.wire.messages import Command
+from engine.wire.messages import Command, Subscribe
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
@@ -231,6 +231,9 @@ class Engine:
         if not self.alive or self.paused:
             return
         news, core, before = self._has_news, self.core, self._progress()
+        if core.idle and self._only_renews():
+            self._schedule(self._due_s())
+            return
         try:
             while self.inbox:
                 self.endpoint.handle(COMMAND.decode(self.inbox.popleft()))
@@ -248,6 +251,19 @@ class Engine:
             self._fruitless += 1
         self._released, self._release_at = False, self.loop.time() + self.clock.lead
         self.loop.call_at(self._release_at, self._release)
+
+    def _only_renews(self) -> bool:
+        """Take the commands that have come if they only renew subscriptions. Returns whether an idle engine has no more
+        to do then."""
+        if not self.inbox or self.channel.endpoint._events or self.tiers.answered:
+            return False
+        commands = [COMMAND.decode(command) for command in self.inbox]
+        if not all(isinstance(command, Subscribe) and not command.resync for command in commands):
+            return False
+        for command in commands:
+            self.endpoint.handle(command)
+        self.inbox.clear()
+        return all(subscriber.synced for subscriber in self.endpoint._kv_events._subscribers.values())
 
     @property
     def _has_news(self) -> bool:
@@ -396,9 +412,20 @@ class Channel:
         answers, self._answers = self._answers, deque()
         envelopes, self._envelopes = self._envelopes, deque()
         self.endpoint.serve(answers, envelopes)
-        wait_s = self.endpoint.wait_s()
+        due = self._due()
+        wait_s = None if due is None else max(0.0, due - self._engine.clock.monotonic()) / self._engine.clock.drift
         self._engine.clock.lead = lead
-        self._at(wait_s + 0.001)
+        if wait_s is not None:
+            self._at(wait_s + 0.001)
+
+    def _due(self) -> float | None:
+        """Return when `serve` has something to do even if nothing comes. The real thread looks every second besides."""
+        protocol = self.endpoint._protocol
+        times = [until for _, _, until in protocol._released.values()]
+        times += [*protocol._quarantined.values(), *protocol._idle_sources.values()]
+        if protocol.due is not None:
+            times.append(protocol.due)
+        return min(times, default=None)
 
     def _soon(self) -> None:
         self._at(WAKE_S)
