@@ -20,7 +20,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from cluster.app import ingress
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest

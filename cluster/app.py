@@ -15,7 +15,9 @@ from ray.serve.config import RequestRouterConfig
 
 from cluster import haproxy, ray_serve_llm
 from cluster.autoscaling.slo import autoscaling_config
-from cluster.config import BUILDERS, AppConfig, ModelSection
+from cluster.config.app_config import AppConfig
+from cluster.config.model_section import ModelSection
+from cluster.entry_point import BUILDERS
 from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.decode import Decode

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.fingerprint import fingerprint
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.places import place_of

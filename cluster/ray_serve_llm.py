@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.autoscaling.slo import POLICY
-from cluster.config import BUILDER
+from cluster.entry_point import BUILDER
 from cluster.serve_flags import ABOVE_MODELS, keys_of, model_args
 from cluster.vllm.command import arguments, translated
 from engine.errors import ConfigError, Described, RequestError, StartupError

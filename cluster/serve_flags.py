@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from cluster.autoscaling.slo import POLICY
-from cluster.config import BUILDER, HOST, PORT
+from cluster.entry_point import BUILDER, HOST, PORT
 from cluster.flags import EngineFlags, flag, with_flags
 from deployments.frontend.api_keys import key_line
 from engine.errors import ConfigError, InvalidParameter, RequestError

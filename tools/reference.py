@@ -18,13 +18,13 @@ Made from the code by `python tools/reference.py`; a test compares them.
 manta:build` (`AppConfig`). `manta serve --help` lists the flags that set these keys.
 """
 CLASSES = [  # heading, file, class
-    ("args", "cluster/config.py", "AppConfig"),
-    ("args.models[]", "cluster/config.py", "ModelSection"),
-    ("lora_modules[] of a model", "cluster/config.py", "LoraModule"),
-    ("lora of a model", "cluster/config.py", "LoraSection"),
-    ("decode, prefill and encode of a model", "cluster/config.py", "PoolSection"),
+    ("args", "cluster/config/app_config.py", "AppConfig"),
+    ("args.models[]", "cluster/config/model_section.py", "ModelSection"),
+    ("lora_modules[] of a model", "cluster/config/model_section.py", "LoraModule"),
+    ("lora of a model", "cluster/config/model_section.py", "LoraSection"),
+    ("decode, prefill and encode of a model", "cluster/config/pool_section.py", "PoolSection"),
     ("prices of a model", "deployments/billing/prices.py", "Prices"),
-    ("args.ingress", "cluster/config.py", "IngressSection"),
+    ("args.ingress", "cluster/config/ingress_section.py", "IngressSection"),
     ("args.ingress.key_limits{}", "deployments/quotas/limits.py", "KeyLimits"),
     ("budget_limits[] of key_limits", "deployments/quotas/limits.py", "BudgetLimit"),
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),

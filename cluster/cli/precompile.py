@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.cli.check.serve_config import load, ours
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from engine.config import EngineConfig
 from engine.errors import ServingError
 from engine.offline.precompile import compile_all, needed

@@ -14,7 +14,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster import ray_environment
-from cluster.config import HOST, PORT
+from cluster.entry_point import HOST, PORT
 from cluster.flags import EngineFlags, with_flags
 from cluster.serve_flags import (
     API_KEY_VARIABLES,

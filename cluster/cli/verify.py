@@ -19,7 +19,9 @@ import msgspec
 
 from cluster.cli.check.serve_config import load, ours
 from cluster.cli.serve import YAML
-from cluster.config import AppConfig, IngressSection, ModelSection
+from cluster.config.app_config import AppConfig
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
 from cluster.serve_flags import configuration

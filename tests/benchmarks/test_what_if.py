@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.what_if import CHANGES, load, section_of
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
 from engine.pocket import PATH, PIRATE
 from tests.browser.real_server import real_server

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from cluster.app import warn_of_idle_gpus
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from placement.capacity import Node
 
 CPUS = Node({"CPU": 8.0}, {})

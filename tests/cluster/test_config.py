@@ -8,7 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
-from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSection, ModelSection
+from cluster.config.app_config import AppConfig
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import HandoffSection, ModelSection
+from cluster.config.pool_section import EngineSection
 from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.fingerprint import PARTS, as_in_a_checkout, differing_parts
 from cluster.model_info import model_info
 from tests.models import make_model

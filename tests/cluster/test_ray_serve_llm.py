@@ -10,7 +10,7 @@ import yaml
 
 from cluster import app, ray_serve_llm
 from cluster.cli.check.serve_config import check, load
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from engine.errors import ConfigError, StartupError
 from manta import LLMConfig
 from tests.weightless_models import make_folder

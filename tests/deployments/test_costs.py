@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
 from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend.api_keys import key_line

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from cluster.config import PoolSection
+from cluster.config.pool_section import PoolSection
 from tests.docs.pages import PAGES, block, blocks, commands, page, run
 from tests.k8s.overlays import needs_helm, needs_kustomize
 from tests.k8s.test_overlays import KUBERNETES

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from cluster.cli.main import app
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from tests.docs.pages import PAGES, blocks, commands, named_commands
 from tools.reference import reference
 from tools.site import FENCE, ROOT, links

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cluster.cli.lint.manifests import Manifest
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from tests.k8s import crds
 from tests.k8s.overlays import OVERLAYS, ROOT, needs_kustomize, of_kind, ray_groups, ray_service, rendered
 from tests.k8s.rules.every_rule import violations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from tests.k8s.overlays import OVERLAYS
 
 ROOT = Path(__file__).parents[2]

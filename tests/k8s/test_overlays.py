@@ -13,7 +13,8 @@ import yaml
 
 from cluster import ray_environment
 from cluster.cli.lint.manifests import Manifest, Service, quantity
-from cluster.config import BUILDER, AppConfig
+from cluster.config.app_config import AppConfig
+from cluster.entry_point import BUILDER
 from tests.k8s import crds
 from tests.k8s.overlays import (
     GONE,

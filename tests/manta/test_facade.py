@@ -12,7 +12,7 @@ import pytest
 import manta
 from cluster.app import build
 from cluster.autoscaling.policy import Policy
-from cluster.config import BUILDER
+from cluster.entry_point import BUILDER
 from engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.distribution import version_and_commit
 from cluster.model_info import model_info
 from engine import LLM, SamplingParams

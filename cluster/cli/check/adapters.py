@@ -10,7 +10,8 @@ import torch
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.serve_config import ours
-from cluster.config import AppConfig, ModelSection
+from cluster.config.app_config import AppConfig
+from cluster.config.model_section import ModelSection
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.layouts import find_layouts, lines, machines_of
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from cluster.planning.layouts import Load
 from cluster.simulator.cost_model import CARDS, Card, ModelShape
 from engine.model.checkpoint.overlay import engine_folder

@@ -10,7 +10,8 @@ import torch
 from cluster.cli.check.adapters import check_adapters, layers_of
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.placement import Deployment, deployments_of, place
-from cluster.config import AppConfig, ModelSection
+from cluster.config.app_config import AppConfig
+from cluster.config.model_section import ModelSection
 from deployments.routing.config import Role
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup

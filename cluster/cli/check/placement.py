@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from deployments.ray_compat import INGRESS
 from placement.capacity import EPSILON, Node, matches, missing
 from placement.spec import GroupSpec

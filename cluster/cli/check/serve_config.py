@@ -12,7 +12,8 @@ import psutil
 import yaml
 
 from cluster import ray_serve_llm
-from cluster.config import BUILDER, BUILDERS, HOST, PORT, AppConfig
+from cluster.config.app_config import AppConfig
+from cluster.entry_point import BUILDER, BUILDERS, HOST, PORT
 from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
 from engine.model.checkpoint.folder import resolve

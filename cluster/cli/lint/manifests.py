@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from cluster.cli.check import serve_config
-from cluster.config import PORT, AppConfig
+from cluster.config.app_config import AppConfig
+from cluster.entry_point import PORT
 from engine.errors import ConfigError, StartupError
 from placement.capacity import Node
 

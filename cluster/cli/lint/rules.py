@@ -9,7 +9,7 @@ from cluster import ray_serve_llm
 from cluster.cli.lint import serve
 from cluster.cli.lint.manifests import Manifest, Service, read
 from cluster.cli.lint.violation import Violation
-from cluster.config import BUILDER, BUILDERS
+from cluster.entry_point import BUILDER, BUILDERS
 from engine.errors import StartupError
 
 Rule = Callable[[Service], Iterator[Violation]]

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.cli.pull import pull
 from cluster.cli.serve import say_what_the_default_is
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from engine.errors import InvalidParameter, ModelFolderError, StartupError
 from engine.model.checkpoint import cache, smollm2
 from engine.model.checkpoint.folder import resolve

@@ -23,7 +23,7 @@ from cluster.cli import serve as serve_command
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.serve_config import memory_may_be_short
 from cluster.cli.main import app, main
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from cluster.flags import WITHOUT, engine_flags
 from engine.config import EngineConfig
 from engine.errors import ServingError, StartupError

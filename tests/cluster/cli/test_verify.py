@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.cli.verify import differences
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.real_api import real_api

@@ -7,7 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
-from cluster.config import IngressSection, ModelSection
+from cluster.config.ingress_section import IngressSection
+from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
 from deployments.http.middleware import AuthConfig
 from engine.pocket import PATH, PIRATE

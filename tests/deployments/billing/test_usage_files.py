@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from deployments.billing import usage_files
 from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.totals import OTHERS, UsageTotals, payer_of

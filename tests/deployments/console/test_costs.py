@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from deployments.billing.hourly_usage import UsageLine
 from deployments.billing.prices import Prices
 from deployments.billing.totals import OTHERS, UsageTotals

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from deployments.app import http_app
 from deployments.console.cluster_watcher import ClusterState
 from deployments.console.config import ConsoleConfig

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from deployments.jobs import lease
 from deployments.jobs.lease import Lease
 from deployments.storage import config as config_module

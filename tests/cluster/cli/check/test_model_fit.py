@@ -19,7 +19,7 @@ from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models, weight_bytes
 from cluster.cli.check.ports import check_port
 from cluster.cli.main import app
-from cluster.config import AppConfig
+from cluster.config.app_config import AppConfig
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.stage import nth_stage

@@ -1,0 +1,1 @@
+"""Section `args` of serve_config.yaml, parsed strictly and converted to the frozen objects that each folder defines."""
