@@ -289,7 +289,7 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
     wire = ["plan", "sampling_params", "generate_request", "token_delta", "messages", "remote_request", "handoff"]
     wire += ["stats/engine_stats", "stats/handoff_stats"]
     names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
-    for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
+    for name in [*names, *(f"wire/{name}" for name in wire), "config", "config_options", "config_sections", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))
         assert not packages & {"torch", "time", "zmq", "socket", "asyncio", "threading"}, name
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from engine.config import option
+from engine.config_options import option
 
 TRAFFIC, CLUSTER, ENGINE, GOAL, PRICES = (
     {"rich_help_panel": panel} for panel in ("Traffic", "Cluster", "Engine", "Latency targets", "Prices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from engine.config import check_limits, option
+from engine.config_options import check_limits, option
 from engine.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import islice, takewhile
 
-from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from engine.config import SpeculativeConfig
+from engine.config_sections import MAX_SPECULATIVE_TOKENS
 from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
