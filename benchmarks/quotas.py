@@ -29,7 +29,7 @@ from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.tables import figure, make_table, show
 from deployments.billing.bill import Bill, Used
 from deployments.quotas.errors import QuotaExceeded
-from deployments.quotas.key_quota import NO_QUOTA, Demand, NoQuota
+from deployments.quotas.key_quota import NO_QUOTA, NoQuota, RequestSize
 from deployments.quotas.limits import BudgetLimit, KeyLimits, window
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import StoreUnavailable
@@ -94,7 +94,7 @@ async def _ingress(url: str, path: str, number: int, ingresses: int, rate: float
         began = time.perf_counter()
         try:
             bill = Bill(lambda: Used(True, PROMPT, output, cost, 0.0))
-            async with quota.charged(Demand(PROMPT, 1, None), bill):
+            async with quota.charged(RequestSize(PROMPT, 1, None), bill):
                 entry = ENTRY.pack(time.time(), key, ADMITTED, time.perf_counter() - began, amount)
                 os.write(log, entry)
                 await asyncio.sleep(RUNS_S)
@@ -175,7 +175,7 @@ async def _wait_off_s() -> float:
     waits = []
     for _ in range(1000):
         began = time.perf_counter()
-        async with NO_QUOTA.charged(Demand(PROMPT, 1, None), Bill(lambda: Used(True, 0, 0, 0.0, 0.0))):
+        async with NO_QUOTA.charged(RequestSize(PROMPT, 1, None), Bill(lambda: Used(True, 0, 0, 0.0, 0.0))):
             waits.append(time.perf_counter() - began)
     return _quantile(waits, 0.5)
 

@@ -25,7 +25,7 @@ A line that ends with \\ continues in the next. Ctrl-C stops an answer, Ctrl-D e
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """An answer as far as it has arrived. Times are seconds since the question."""
 
     text: str = ""
@@ -53,7 +53,7 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)  #: without the system message
 
-    async def ask(self, question: str, answer: Answer) -> AsyncGenerator[tuple[str, bool]]:
+    async def ask(self, question: str, answer: ChatAnswer) -> AsyncGenerator[tuple[str, bool]]:
         """Yield pieces of the answer's text, each with whether it is reasoning. `answer` grows with them.
 
         An answer that the caller interrupts stays in the conversation; one that fails does not, and neither does its
@@ -79,7 +79,7 @@ class Conversation:
             raise
         self._answered(asked, answer)
 
-    def _answered(self, asked: dict[str, str], answer: Answer) -> None:
+    def _answered(self, asked: dict[str, str], answer: ChatAnswer) -> None:
         self.messages += [asked, {"role": "assistant", "content": answer.text}]
 
     def _body(self, asked: dict[str, str]) -> bytes:
@@ -119,7 +119,7 @@ async def _answer_once(conversation: Conversation, question: str) -> None:
     """Write the answer, and nothing else, to stdout as it arrives."""
     if not question.strip():
         raise RequestError("stdin contains no question", "question")
-    async for text, reasoning in conversation.ask(question.strip(), Answer()):
+    async for text, reasoning in conversation.ask(question.strip(), ChatAnswer()):
         if not reasoning:
             print(text, end="", flush=True)
     print()
@@ -143,7 +143,7 @@ def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
         if line.startswith("/"):
             _command(line, conversation, console)
         elif line:
-            answer = Answer()
+            answer = ChatAnswer()
             try:
                 runner.run(_show(conversation, line, answer, console))
             except KeyboardInterrupt:
@@ -161,7 +161,7 @@ def _read() -> str:
     return line.strip()
 
 
-async def _show(conversation: Conversation, question: str, answer: Answer, console: Console) -> None:
+async def _show(conversation: Conversation, question: str, answer: ChatAnswer, console: Console) -> None:
     reasons = False
     async for text, reasoning in conversation.ask(question, answer):
         if reasons and not reasoning:

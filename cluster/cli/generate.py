@@ -32,7 +32,7 @@ class Choice(msgspec.Struct, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None
 
 
-class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
+class OutputLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One output line. Line k answers line k of the input, and repeats its `id`."""
 
     index: int
@@ -118,9 +118,9 @@ def not_an_output(file: Path, index: int) -> RequestError:
     return RequestError(f"{file}:{index + 1} does not answer line {index + 1} of the input; give a new file", "output")
 
 
-def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:
+def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[OutputLine]:
     """Yield the answers to lines from `first` on, in the order in which they finish."""
-    refused: list[Answer] = []
+    refused: list[OutputLine] = []
     ids: dict[str, tuple[int, Any]] = {}
 
     def jobs() -> Iterator[tuple[RequestOutput, SamplingParams]]:
@@ -130,7 +130,7 @@ def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], 
                 line = parse_line(lines[index])
                 request, params = to_request(llm, index, line, defaults)
             except (ServingError, msgspec.MsgspecError) as error:
-                refused.append(Answer(index=index, id=line.get("id"), error=str(error)))
+                refused.append(OutputLine(index=index, id=line.get("id"), error=str(error)))
                 continue
             ids[request.request_id] = (index, line.get("id"))
             yield request, params
@@ -169,9 +169,9 @@ def to_request(
     return llm.request(prompt, params, request_id=f"line {index}"), params
 
 
-def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
+def to_answer(index: int, name: Any, output: RequestOutput) -> OutputLine:
     errors = [choice.error for choice in output.outputs if choice.error]
-    return Answer(
+    return OutputLine(
         index=index,
         id=name,
         choices=[Choice(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for c in output.outputs],
@@ -181,9 +181,9 @@ def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
     )
 
 
-def in_order(answers: Iterator[Answer], first: int) -> Iterator[Answer]:
+def in_order(answers: Iterator[OutputLine], first: int) -> Iterator[OutputLine]:
     """Yield answers sorted by index. An answer waits for all answers before it."""
-    early: dict[int, Answer] = {}
+    early: dict[int, OutputLine] = {}
     for answer in answers:
         early[answer.index] = answer
         while first in early:

@@ -89,13 +89,13 @@ def with_layout(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tu
     """Return the options with the best layout of a replica, and what there is to say about it. The simulator knows
     only tensor parallel ranks inside a machine, so other layouts are named, and not simulated."""
     from cluster.cli.layouts import find_layouts, lines, machines_of
-    from cluster.planning.layouts import Load
+    from cluster.planning.layouts import Workload
     from cluster.simulator.cost_model import find_card, find_model
 
     cards = max_gpus // (2 if options.prefill_replicas else 1)  # of each pool
     nodes, devices = max(1, cards // options.cards_per_node), min(options.cards_per_node, cards)
     machines = machines_of(find_card(options.card), nodes, devices, options.network_gbit)
-    load = Load(traffic.mean, traffic.longest, options.tpot_ms / 1000, options.max_num_seqs)
+    load = Workload(traffic.mean, traffic.longest, options.tpot_ms / 1000, options.max_num_seqs)
     found = find_layouts(find_model(options.model), machines, load)
     known = next(layout for layout in found if layout.ranks == layout.tensor and layout.tensor_inside)
     told = lines(found, load)

@@ -13,7 +13,7 @@ from deployments.frontend.inboxes import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
 from deployments.frontend.sequence_metrics import Reason, SequenceMetrics
 from deployments.observability.telemetry import current_request
-from deployments.quotas.key_quota import Demand, current_quota
+from deployments.quotas.key_quota import RequestSize, current_quota
 from engine.errors import Overloaded
 from engine.fairness.fair_queue import QueuedRequest
 from engine.text.text_stream import TextChunk
@@ -40,7 +40,7 @@ class LiveGeneration:
         resumes: bool = False,
     ):
         """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them.
-        resumes: as in Demand."""
+        resumes: as in RequestSize."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
@@ -60,7 +60,9 @@ class LiveGeneration:
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
-        self._demand = Demand(self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens, resumes)
+        self._size = RequestSize(
+            self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens, resumes
+        )
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
         the generator is closed."""
@@ -83,7 +85,7 @@ class LiveGeneration:
             for metrics in all_metrics:
                 metrics.waits()
             async with (
-                self._quota.charged(self._demand, self._bill) as watch,
+                self._quota.charged(self._size, self._bill) as watch,
                 self._admission.enter(
                     first, self._client, size, self.usage.prompt_tokens, self._left_s(), self._deadline
                 ) as queued,

@@ -36,7 +36,7 @@ FADES = 0.05  # weight of a request in the means from which the next one is esti
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestSize:
     """What is known of a request before it runs."""
 
     prompt_tokens: int
@@ -70,7 +70,7 @@ class NoQuota:
     def check_prompt(self, tokens: int) -> None:
         """Raise PromptExceedsLimit for a prompt that could never run."""
 
-    def charged(self, demand: Demand, bill: Bill) -> AbstractAsyncContextManager[NoWatch]:
+    def charged(self, size: RequestSize, bill: Bill) -> AbstractAsyncContextManager[NoWatch]:
         """Charge the request while it runs, and settle once its bill is known. Entering raises QuotaExceeded,
         PromptExceedsLimit and StoreUnavailable."""
         return nullcontext(NO_WATCH)
@@ -97,13 +97,13 @@ class Means:
         self.output_tokens = 0.0
         self.per_token: dict[Unit, float] = {}
 
-    def of(self, demand: Demand) -> dict[Unit, float]:
-        output = self.output_tokens if demand.max_tokens is None else min(self.output_tokens, demand.max_tokens)
-        tokens = demand.prompt_tokens + demand.sequences * output
+    def of(self, size: RequestSize) -> dict[Unit, float]:
+        output = self.output_tokens if size.max_tokens is None else min(self.output_tokens, size.max_tokens)
+        tokens = size.prompt_tokens + size.sequences * output
         return {"tokens": tokens, **NO_COSTS, **{unit: each * tokens for unit, each in self.per_token.items()}}
 
-    def observe(self, demand: Demand, used: Used) -> None:
-        self.output_tokens += self._weight * (used.output_tokens / demand.sequences - self.output_tokens)
+    def observe(self, size: RequestSize, used: Used) -> None:
+        self.output_tokens += self._weight * (used.output_tokens / size.sequences - self.output_tokens)
         tokens = max(1, used.prompt_tokens + used.output_tokens)
         costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
         for unit, cost in costs.items():
@@ -149,17 +149,17 @@ class KeyQuota:
     def ends_running(self) -> bool:
         return self.limits.ends_running_requests and bool(self.limits.budget_limits)
 
-    def estimate(self, demand: Demand) -> dict[Unit, float]:
+    def estimate(self, size: RequestSize) -> dict[Unit, float]:
         """Return what a request probably needs. What is only expected is at most half of a limit: otherwise a key whose
         requests were once large would never run again. Costs that are counted while the request runs are not
         expected."""
-        needs = self.means.of(demand)
+        needs = self.means.of(size)
         if self.ends_running:
             needs |= NO_COSTS
         for limit in self._all:
             if limit.unit in needs:
                 needs[limit.unit] = min(needs[limit.unit], limit.value / 2)
-        needs["tokens"] = max(needs["tokens"], demand.prompt_tokens)
+        needs["tokens"] = max(needs["tokens"], size.prompt_tokens)
         return needs
 
     async def take(self, needs: Needs) -> Charge:
@@ -345,37 +345,37 @@ class RequestQuota(NoQuota):
         self._key.check_prompt(tokens)
 
     @asynccontextmanager
-    async def charged(self, demand: Demand, bill: Bill) -> AsyncGenerator[NoWatch]:
-        if not demand.resumes:
-            self._key.check_prompt(demand.prompt_tokens)
-        counts, self._counted = not self._counted and not demand.resumes, True
-        needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.estimate(demand)}
+    async def charged(self, size: RequestSize, bill: Bill) -> AsyncGenerator[NoWatch]:
+        if not size.resumes:
+            self._key.check_prompt(size.prompt_tokens)
+        counts, self._counted = not self._counted and not size.resumes, True
+        needs: dict[Unit, float] = {"requests": float(counts), "parallel": 0.0, **self._key.estimate(size)}
         self._num_running += 1
         try:
             if self._has_slots and self._num_running == 1:
-                self._slot = self._key.begin(PLACE) if demand.resumes else await self._key.take_place()
-            charge = self._key.begin({}) if demand.resumes else await self._key.take(needs)
+                self._slot = self._key.begin(PLACE) if size.resumes else await self._key.take_place()
+            charge = self._key.begin({}) if size.resumes else await self._key.take(needs)
             try:
                 yield BudgetWatch(self._key, charge, bill) if self.watches_cost else NO_WATCH
             finally:
-                bill.when_known(lambda: self._settle(charge, demand, bill.used(), counts))
+                bill.when_known(lambda: self._settle(charge, size, bill.used(), counts))
         finally:
             self._num_running -= 1
             if not self._num_running and self._slot is not None:
                 self._key.leave_place(self._slot)
                 self._slot = None
 
-    def _settle(self, charge: Charge, demand: Demand, used: Used, counts: bool) -> None:
+    def _settle(self, charge: Charge, size: RequestSize, used: Used, counts: bool) -> None:
         if not used.started:
             self._key.settle(charge, {})
             return
-        tokens = used.output_tokens + (0 if demand.resumes else used.prompt_tokens)
+        tokens = used.output_tokens + (0 if size.resumes else used.prompt_tokens)
         requests = float(counts)
         self._key.settle(
             charge,
             {"requests": requests, "tokens": tokens, "engine_seconds": used.engine_seconds, "money": used.money},
         )
-        self._key.means.observe(demand, used)
+        self._key.means.observe(size, used)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
         return self._key.headers(anthropic=anthropic)

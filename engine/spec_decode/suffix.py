@@ -26,7 +26,7 @@ Gram = tuple[str | int, ...]  # a cache salt, and tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CachedOutput:
     tokens: array[int]
     before: array[int]
     """For each token, the previous place of the n-gram before it; 0 if there is none."""
@@ -44,7 +44,7 @@ class SuffixDrafter:
         self._max_answers = config.suffix_decoding_max_cached_requests
         # tokens of all answers are numbered from 1 on; the place of an n-gram is the number of the token after it
         self._next = 1
-        self._answers: list[Answer] = []  # oldest first
+        self._answers: list[CachedOutput] = []  # oldest first
         self._starts: list[int] = []  # number of the first token of each
         self._newest: dict[Gram, int] = {}  # n-gram -> its newest place
 
@@ -63,7 +63,7 @@ class SuffixDrafter:
             self._newest[gram] = start + index
         self._next += len(kept)
         self._starts.append(start)
-        self._answers.append(Answer(array("i", kept), before, cache_salt))
+        self._answers.append(CachedOutput(array("i", kept), before, cache_salt))
         while len(self._answers) > self._max_answers or self._next - self._starts[0] > CACHED_TOKENS:
             self._forget_oldest()
 

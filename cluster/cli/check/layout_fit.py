@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from cluster.cli.check.finding import Finding
 from cluster.cli.layouts import find_layouts, lines, machines_of
 from cluster.config.app_config import AppConfig
-from cluster.planning.layouts import Load
+from cluster.planning.layouts import Workload
 from cluster.simulator.cost_model import CARDS, Card, ModelShape
 from engine.model.checkpoint.overlay import engine_folder
 from placement.capacity import Node
@@ -29,7 +29,7 @@ def check_layouts(config: AppConfig, nodes: Sequence[Node], network_gbit: float 
             continue
         engine = model.engine_config("decode")
         context = min(CONTEXT, engine.max_model_len or CONTEXT)
-        load = Load(context, context, model.slo.itl_ms / 1000, engine.max_num_seqs, engine.all2all_backend)
+        load = Workload(context, context, model.slo.itl_ms / 1000, engine.max_num_seqs, engine.all2all_backend)
         layouts = find_layouts(ModelShape.from_folder(engine_folder(engine)), machines, load)
         data, spread = (
             engine.data_parallel,

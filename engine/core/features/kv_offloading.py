@@ -101,7 +101,7 @@ class NoOffloading:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class BlockLoad:
     """A LoadBlocks command under way. Until it ends, the blocks that it loads are pinned, and so are the blocks of the
     same hit that were on the device already."""
 
@@ -157,8 +157,8 @@ class KVOffloading:
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
         self._commands = CommandQueue()
-        self._loads: dict[int, Load] = {}
-        self._coming: dict[tuple[int, bytes], Load] = {}  # by group and hash
+        self._loads: dict[int, BlockLoad] = {}
+        self._coming: dict[tuple[int, bytes], BlockLoad] = {}  # by group and hash
         #: The first group's blocks in the tiers.
         self.hashes = TierHashes(kv_cache.pool, self._tiers, name_of)
         #: Holds that are written to disk and store.
@@ -268,7 +268,7 @@ class KVOffloading:
 
     def _start(
         self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
-    ) -> Load | None:
+    ) -> BlockLoad | None:
         """Start to load the blocks of these hashes that the device lacks. Returns None if too few blocks are
         available."""
         load = self._pin(request, needed, watermark, now, timeout_s)
@@ -278,7 +278,7 @@ class KVOffloading:
             self._commands.add(LoadBlocks(number, load.blocks))
         return load
 
-    def _join(self, load: Load, request: Request) -> bool:
+    def _join(self, load: BlockLoad, request: Request) -> bool:
         if load.is_stopped:
             return False
         load.requests.append(request)
@@ -315,7 +315,7 @@ class KVOffloading:
 
     def _pin(
         self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
-    ) -> Load | None:
+    ) -> BlockLoad | None:
         """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
         nothing, if too few blocks are available."""
         found = pin_prefix(self._kv_cache, needed, watermark)
@@ -323,7 +323,7 @@ class KVOffloading:
             return None
         there, new = found
         sources = [self._source(*each) for each in new]
-        load = Load(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
+        load = BlockLoad(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
         for source, block_hash in zip(load.blocks, load.hashes, strict=True):
             self._coming[source.group, block_hash] = load
             self._tier(source).index(source.group).begin_read(source.name)
@@ -389,7 +389,7 @@ class KVOffloading:
             if complete:
                 slowest.cost.observe(moved[slowest.name] / MIB, seconds)
 
-    def _release(self, load: Load) -> None:
+    def _release(self, load: BlockLoad) -> None:
         """Let the requests that wait for a load continue."""
         requests, load.requests = load.requests, []
         self.loaded += requests
@@ -554,7 +554,7 @@ class KVOffloading:
             for index in tier.indexes:
                 index.check()
         pins = Counter(pin for load in self._loads.values() for pin in load.pinned)
-        moves: list[Store | Load] = [*self._loads.values(), *self._copying]
+        moves: list[Store | BlockLoad] = [*self._loads.values(), *self._copying]
         pins += Counter((block.group, block.block) for move in moves for block in move.blocks)
         found = [(group, block) for group, m in enumerate(self._kv_cache.groups) for block in m.pool.pinned.elements()]
         assert pins <= Counter(found), "a pin is lost"  # the others are of blocks that other engines fetch

@@ -36,7 +36,7 @@ class Region(NamedTuple):
     slabs: int
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True):
+class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
     """Shape of a rank's cache in bytes: [num_blocks, slabs, heads, head_bytes]."""
 
     num_blocks: int
@@ -83,7 +83,7 @@ class BlockReads:
         if len(self.remote) != len(self.local):
             raise ValueError(f"{len(self.remote)} blocks cannot be read into {len(self.local)} blocks")
 
-    def check(self, source: Layout, own: Layout) -> int:
+    def check(self, source: CacheLayout, own: CacheLayout) -> int:
         """Return the bytes per block to read. Raises TransportError if a block or head does not exist on either
         side."""
         if source.head_bytes != own.head_bytes or (self.layers is None and source.slabs != own.slabs):
@@ -92,12 +92,12 @@ class BlockReads:
         own.check(self.local, self.local_region(own))
         return own.piece_bytes(self.local_region(own))
 
-    def remote_region(self, source: Layout) -> Region:
+    def remote_region(self, source: CacheLayout) -> Region:
         part, layers, size = self.part, self.layers, self.slabs_per_layer
         slabs = (0, source.slabs) if layers is None else (layers.remote_start * size, layers.count * size)
         return Region(part.remote_start, part.count, *slabs)
 
-    def local_region(self, own: Layout) -> Region:
+    def local_region(self, own: CacheLayout) -> Region:
         part, layers, size = self.part, self.layers, self.slabs_per_layer
         slabs = (0, own.slabs) if layers is None else (layers.local_start * size, layers.count * size)
         return Region(part.local_start, part.count, *slabs)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv_transfer.transport.base import Layout, Region, runs
+from engine.kv_transfer.transport.base import CacheLayout, Region, runs
 
 Bytes = NDArray[np.uint8]
 WORDS = (torch.complex128, torch.int64, torch.uint8)  # a GPU's indexed copy moves one element per thread
@@ -27,7 +27,7 @@ class BlockMemory:
     def __init__(self, cache: Tensor):
         num_blocks, layers, parts, heads, block_size, head_dim = cache.shape
         head_bytes = block_size * head_dim * cache.element_size()
-        self.layout = Layout(num_blocks, layers * parts, heads, head_bytes)
+        self.layout = CacheLayout(num_blocks, layers * parts, heads, head_bytes)
         self.device = cache.device
         self.tensor = cache.view(torch.uint8).view(num_blocks, layers * parts, heads, head_bytes)
         self._stream: Any = None  # separate, so that copies and computing steps do not wait for each other

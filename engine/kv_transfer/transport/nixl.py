@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv_transfer.transport.base import BlockReads, Layout, Progress, TransportError, runs
+from engine.kv_transfer.transport.base import BlockReads, CacheLayout, Progress, TransportError, runs
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
     address: int  #: address of the cache in its process
     segment: str  #: NIXL's name for the kind of memory
     device: int
-    layout: Layout
+    layout: CacheLayout
 
 
 @dataclass(slots=True, eq=False)

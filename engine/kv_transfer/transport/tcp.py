@@ -30,7 +30,7 @@ import xxhash
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS
-from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, Layout, Progress, Region, TransportError
+from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, CacheLayout, Progress, Region, TransportError
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
     port: int
     key: bytes
     """Random bytes, so that the next process at the same address has another key."""
-    layout: Layout
+    layout: CacheLayout
 
 
 def decode(description: bytes) -> TcpDescription:
@@ -322,7 +322,7 @@ def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
     send(connection, [memoryview(FRAME.pack(REFUSED, len(data), 0) + data)], progress)
 
 
-def ask(connection: socket.socket, reads: BlockReads, layout: Layout, progress: Progress) -> int:
+def ask(connection: socket.socket, reads: BlockReads, layout: CacheLayout, progress: Progress) -> int:
     """Send a read request to a source with this layout. Returns the seed of the answer's checksums; any other answer
     has wrong checksums."""
     ids = np.array(reads.remote, np.uint32).tobytes()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.cli.chat import Answer, printable
+from cluster.cli.chat import ChatAnswer, printable
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
 from tests.processes import accept_sigint
 
@@ -142,10 +142,10 @@ def test_answer_that_breaks_off_and_a_missing_server_are_one_line_and_exit_code_
 
 
 def test_figures_of_an_answer_leave_out_what_is_not_known():
-    assert Answer().figures == ""
-    assert Answer(tokens=1, first_s=0.5, seconds=0.5).figures == "1 token, the first after 0.50 s"
+    assert ChatAnswer().figures == ""
+    assert ChatAnswer(tokens=1, first_s=0.5, seconds=0.5).figures == "1 token, the first after 0.50 s"
     assert (
-        Answer(tokens=5, first_s=1.0, seconds=3.0, id="c-1").figures
+        ChatAnswer(tokens=5, first_s=1.0, seconds=3.0, id="c-1").figures
         == "5 tokens, 2.0 tokens/s, the first after 1.00 s, c-1"
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.generate import Answer, complete_lines, generate_file, in_order
+from cluster.cli.generate import OutputLine, complete_lines, generate_file, in_order
 from engine import LLM
 from engine.errors import RequestError
 from tests.models import make_model
@@ -43,7 +43,7 @@ def prompts() -> list[dict]:
 
 @contextmanager
 def generating(model: Path, source: Path, target: Path) -> Iterator[BaseProcess]:
-    """Answer the file in a process of its own, which may be killed."""
+    """OutputLine the file in a process of its own, which may be killed."""
     load = partial(LLM, str(model), kv_cache_memory_gib=0.01, num_threads=1)
     process = with_engine().Process(target=generate_file, args=(load, source, target, {}), kwargs={"progress": False})
     process.start()
@@ -127,5 +127,5 @@ def test_the_output_of_another_input_is_refused(tmp_path):
 
 
 def test_answers_that_come_early_wait_for_those_before_them():
-    early = iter([Answer(index=3), Answer(index=2), Answer(index=4)])
+    early = iter([OutputLine(index=3), OutputLine(index=2), OutputLine(index=4)])
     assert [answer.index for answer in in_order(early, first=2)] == [2, 3, 4]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.planning.layouts import GIB, Layout, Link, Load, Machines, ModelSizes, plan, why
+from cluster.planning.layouts import GIB, Layout, Link, Machines, ModelSizes, Workload, plan, why
 
 NVLINK, INFINIBAND, GIGABIT = Link(450e9, 5e-6), Link(50e9, 10e-6), Link(0.125e9, 100e-6)
 H100 = Machines(nodes=1, devices=8, flops=989e12, bandwidth=3.35e12, memory=80e9, inside=NVLINK, between=INFINIBAND)
@@ -29,10 +29,10 @@ DEEPSEEK = ModelSizes(  # V3 in float8
 )  # fmt: skip
 
 
-LOAD = Load()
+LOAD = Workload()
 
 
-def best(model: ModelSizes, machines: Machines, load: Load = LOAD) -> Layout:
+def best(model: ModelSizes, machines: Machines, load: Workload = LOAD) -> Layout:
     return plan(model, machines, load)[0]
 
 
@@ -45,7 +45,7 @@ def find(model: ModelSizes, machines: Machines, *wanted: object) -> Layout:
 
 
 def test_a_small_dense_model_gets_a_replica_on_each_device():
-    layout = best(LLAMA_8B, H100, Load(context=512))
+    layout = best(LLAMA_8B, H100, Workload(context=512))
     assert sizes(layout) == (1, 1, False, 1)
     assert layout.replicas == 8
 
@@ -84,9 +84,9 @@ def test_experts_with_latent_attention_get_groups_with_their_own_kv():
 
 
 def test_there_is_room_for_the_longest_sequence_too():
-    load = Load(context=1000, longest=600_000)
+    load = Workload(context=1000, longest=600_000)
     assert all(layout.kv_tokens > load.longest for layout in plan(LLAMA_8B, H100, load) if layout.sequences)
-    assert best(LLAMA_8B, H100, load).ranks > best(LLAMA_8B, H100, Load(context=1000)).ranks == 1
+    assert best(LLAMA_8B, H100, load).ranks > best(LLAMA_8B, H100, Workload(context=1000)).ranks == 1
 
 
 def test_nothing_fits_and_why():
@@ -96,7 +96,7 @@ def test_nothing_fits_and_why():
 
 
 def test_if_no_layout_keeps_the_limit_the_fastest_is_chosen():
-    load = Load(itl_s=0.001)
+    load = Workload(itl_s=0.001)
     found = plan(LLAMA_70B, H100, load)
     fitting = [layout for layout in found if layout.sequences]
     assert found[0].itl_s == min(layout.itl_s for layout in fitting)
@@ -158,7 +158,7 @@ def test_a_rank_has_its_part_of_dense_layers_and_of_experts():
     st.sampled_from([0.005, 0.05, 1.0]),
 )
 def test_layouts_fit_the_devices_and_come_in_order(model, nodes, devices, between, itl_s):
-    load, machines = Load(itl_s=itl_s), replace(H100, nodes=nodes, devices=devices, between=between)
+    load, machines = Workload(itl_s=itl_s), replace(H100, nodes=nodes, devices=devices, between=between)
     found = plan(model, machines, load)
     assert found and len(set(map(sizes, found))) == len(found)
     for layout in found:

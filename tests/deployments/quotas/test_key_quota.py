@@ -15,7 +15,7 @@ from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota, leased_quota
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
-from deployments.quotas.key_quota import Demand, KeyQuota, RequestQuota, record_key
+from deployments.quotas.key_quota import KeyQuota, RequestQuota, RequestSize, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
@@ -220,13 +220,13 @@ def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next
         key = KeyQuota("small", KeyLimits(tpm_limit=100, budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
         monkeypatch.setattr(key, "_wall", lambda: wall)
         for _ in range(3):
-            async with RequestQuota(key).charged(Demand(5, 1, None), Bill(lambda: used)):
+            async with RequestQuota(key).charged(RequestSize(5, 1, None), Bill(lambda: used)):
                 pass
             with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
-                await key.take(key.estimate(Demand(5, 1, None)))
+                await key.take(key.estimate(RequestSize(5, 1, None)))
             wall += 60
         with pytest.raises(QuotaExceeded):
-            await key.take(key.estimate(Demand(101, 1, None)))
+            await key.take(key.estimate(RequestSize(101, 1, None)))
 
     run(scenario())
 
@@ -297,7 +297,7 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
         key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
         bill = Bill(lambda: Used(True, 5, 5, 0.0, spent))
         (limit,) = limits.all()
-        async with RequestQuota(key).charged(Demand(5, 1, None), bill) as watch:
+        async with RequestQuota(key).charged(RequestSize(5, 1, None), bill) as watch:
             for spent in (2.0, 4.0, 4.0, 9.0):
                 watch.check()
                 assert key.leased.remaining(limit) == pytest.approx(10.0 - spent)
@@ -324,7 +324,7 @@ def shared_keys(limits: KeyLimits, names: str) -> list[KeyQuota]:
 async def test_one_place_serves_requests_that_come_through_one_ingress_after_the_other():
     keys = shared_keys(KeyLimits(max_parallel_requests=1), "abc")
     for i in range(30):
-        async with RequestQuota(keys[i % 3]).charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+        async with RequestQuota(keys[i % 3]).charged(RequestSize(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
             if i == 10:  # it really is taken
                 with pytest.raises(QuotaExceeded, match="max_parallel_requests of 1"):
                     await keys[0].take_place()
@@ -419,7 +419,7 @@ async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pa
     limits = KeyLimits(rpm_limit=1, tpm_limit=100, max_parallel_requests=1)
     key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
     bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0))
-    first, again = Demand(60, 1, None), Demand(60, 1, None, resumes=True)
+    first, again = RequestSize(60, 1, None), RequestSize(60, 1, None, resumes=True)
     async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
         pass
     left = {limit.unit: key.leased.remaining(limit) for limit in limits.all()}
