@@ -189,12 +189,12 @@ class KeyQuota:
         """Charge a request with one of the places of max_parallel_requests. Waits if another ingress may give one back,
         unless MAX_WAITING requests wait. Raises QuotaExceeded, and StoreUnavailable if nothing is known of the places.
         """
-        began_at = time.monotonic()
+        began_at = _now()
         while True:
             try:
                 return await self.take(PLACE)
             except QuotaExceeded:
-                too_late = time.monotonic() >= began_at + self.leased.place_wait_s
+                too_late = _now() >= began_at + self.leased.place_wait_s
                 if too_late or self._num_waiting >= MAX_WAITING:
                     raise
             self._num_waiting += 1
@@ -253,7 +253,7 @@ class KeyQuota:
             return self._reached
 
     async def _exchange(self, leaving: bool) -> bool:
-        if time.monotonic() < self._retry_at:
+        if _now() < self._retry_at:
             return False
         key, ttl_s, lost = record_key(self.name), self._ttl_s(), False
         try:
@@ -273,7 +273,7 @@ class KeyQuota:
         except (StoreUnavailable, TimeoutError) as error:
             logger.debug("quota not written key=%s error=%s", self.name, error or type(error).__name__)
         if not lost:
-            self._retry_at = time.monotonic() + RETRY_S
+            self._retry_at = _now() + RETRY_S
         return False
 
     def _ttl_s(self) -> float:
@@ -309,6 +309,11 @@ class KeyQuota:
                 names = (f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
                 found |= dict(zip(names, (whole, left, reset), strict=True))
         return found
+
+
+def _now() -> float:
+    """Return seconds on the event loop's clock."""
+    return asyncio.get_running_loop().time()
 
 
 def record_key(name: str) -> str:

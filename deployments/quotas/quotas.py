@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, RequestQuota, _current, record_key
@@ -18,10 +18,17 @@ RENEW_S = 1.0
 
 
 class Quotas:
-    def __init__(self, store: KeyValueStore, limits: Mapping[str, KeyLimits], num_ingresses: int = 1):
-        """limits: by the names of keys; may be changed at any time. num_ingresses: number that use the store."""
+    def __init__(
+        self,
+        store: KeyValueStore,
+        limits: Mapping[str, KeyLimits],
+        num_ingresses: int = 1,
+        wall: Callable[[], float] = time.time,
+    ):
+        """limits: by the names of keys; may be changed at any time. num_ingresses: number that use the store. wall:
+        returns seconds since 1970."""
         self.limits = limits
-        self._store, self._num_ingresses = store, num_ingresses
+        self._store, self._num_ingresses, self._wall = store, num_ingresses, wall
         self._holder = secrets.token_hex(8)
         self._keys: dict[str, KeyQuota] = {}
         self._used: set[KeyQuota] = set()
@@ -42,7 +49,7 @@ class Quotas:
     async def used(self, name: str, limits: KeyLimits) -> list[tuple[Limit, float, float]]:
         """Return what ingresses have spent and reserved of each limit of a key, and now. Raises StoreUnavailable."""
         stored = await self._store.get(record_key(name))
-        record, now = None if stored is None else decode(stored), time.time()
+        record, now = None if stored is None else decode(stored), self._wall()
         found = []
         for limit in limits.all():
             window = None if record is None else record.find(limit.name, limit.window(now)[0])
@@ -60,7 +67,9 @@ class Quotas:
     def _key(self, name: str, limits: KeyLimits) -> KeyQuota:
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = KeyQuota(name, limits, self._store, self._holder, self._num_ingresses)
+            key = self._keys[name] = KeyQuota(
+                name, limits, self._store, self._holder, self._num_ingresses, wall=self._wall
+            )
         elif key.limits is not limits:
             key.change(limits)
         self._used.add(key)

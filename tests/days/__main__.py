@@ -11,7 +11,8 @@ import time
 import traceback
 from collections import Counter
 
-from tests.days.day import Day, Outcome, run, shrink
+from tests.days.day import Day, shrink
+from tests.days.world import Outcome, run
 
 
 def main() -> int:
@@ -51,7 +52,7 @@ def show(day: Day, outcome: Outcome, small: bool) -> None:
         outcome = run(day)
     print("\n".join(outcome.log))
     print(day.size)
-    for part in (*day.asks, *day.faults):
+    for part in (*day.asks, *day.faults, *day.parts):
         print(part)
     traceback.print_exception(outcome.error)
 

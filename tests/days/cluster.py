@@ -7,7 +7,7 @@ import random
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,16 +18,19 @@ from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import PoolState, RemotePool
+from deployments.replicas.role_follower import RoleFollower
 from deployments.routing.config import Role
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import EngineUnavailable
 from engine.wire.messages import Notice, PeerPool
-from tests.days.engine import Engine
+from tests.days.encoders import Images, engine_class
+from tests.days.engine import Channel, Engine
 from tests.days.ingress import Ingress
 from tests.days.keys import Computation
 from tests.days.loop import VirtualLoop
 from tests.days.network import Network
 from tests.days.router import PromptPool, Router
+from tests.days.stills import Process, StillLoop, in_process
 from tests.days.store import Redis
 
 STATUS_TIMEOUT_S = 3.0  # of ServePool
@@ -68,25 +71,32 @@ class Size:
     disk: int = 0
     """The same on its disk."""
     tier_ttl_s: float | None = None
+    images: Images | None = None
 
     @cache  # noqa: B019 - sizes are few, and small
     def config(self, role: Role) -> EngineConfig:
+        handoff = HandoffConfig(
+            role=role if self.prefill or role == "encode" else "replica",
+            switch_roles=self.roles and role != "encode",
+            policy=self.policy,  # type: ignore[arg-type]
+            enable_prefix_fetching=self.fetches,
+            lease_s=self.lease_s,
+            heartbeat_s=self.lease_s / 10,
+            progress_s=self.lease_s / 2,
+            accept_s=max(1.0, self.lease_s / 2),  # an engine accepts between two steps
+            fetch_timeout_s=self.lease_s / 2,
+        )
         return EngineConfig(
             block_size=4,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            handoff=HandoffConfig(
-                role=role if self.prefill else "replica",
-                switch_roles=self.roles,
-                policy=self.policy,  # type: ignore[arg-type]
-                enable_prefix_fetching=self.fetches,
-                lease_s=self.lease_s,
-                heartbeat_s=self.lease_s / 10,
-                progress_s=self.lease_s / 2,
-                accept_s=max(1.0, self.lease_s / 2),  # an engine accepts between two steps
-                fetch_timeout_s=self.lease_s / 2,
-            ),
+            handoff=handoff,
+            encode=replace(handoff, role="decode") if self.encoders and role != "encode" else None,
         )
+
+    @property
+    def encoders(self) -> int:
+        return 0 if self.images is None else self.images.encoders
 
 
 class Cluster:
@@ -98,15 +108,24 @@ class Cluster:
         self.digest = 0  #: of all messages, with their times
         self.only_losses = False  #: whether messages are lost, but so few that nobody may notice
         self.named_kv: dict[bytes, list[int]] = {}  #: KV of the blocks in prefix caches, by the blocks' names
+        self.named_embeddings: dict[bytes, list[int]] = {}  #: the same of encode engines
+        self.channels: dict[str, Channel] = {}  #: by address
         self.addresses: dict[str, tuple[str, Callable[[bytes], Any]]] = {}  # -> node and what takes a message there
         self.engines: dict[str, Engine] = {}
         self.deployments = {"decode": Deployment(self, "decode", size.decode + size.prefill * size.roles)}
         if size.prefill and not size.roles:
             self.deployments["prefill"] = Deployment(self, "prefill", size.prefill)
+        if size.encoders:
+            self.deployments["encode"] = Deployment(self, "encode", size.encoders)
+        self.is_autoscaled = False
+        self.roles: dict[str, Role] = {}  #: that the autoscaler has given, by engine
         self.redis = Redis(self)
         self.store_fails = False  #: whether it has been away
         self.computations: list[Computation] = []  #: of answers with an idempotency key
-        self.ingresses = [Ingress(self, f"i{i}") for i in range(size.ingresses)]
+        self.stands_still = False  #: whether an ingress has stood still
+        self.disk_full_until = 0.0  #: of the folder of batches
+        self.on_new_ingress: list[Callable[[Ingress], None]] = []
+        self.ingresses = [self._new_ingress(f"i{i}") for i in range(size.ingresses)]
 
     def start(self) -> None:
         for deployment in reversed(self.deployments.values()):
@@ -128,9 +147,23 @@ class Cluster:
             number = self.ingresses.index(ingress)
 
             def replace() -> None:
-                self.ingresses[number] = Ingress(self, f"{ingress.node}'")
+                self.ingresses[number] = new = self._new_ingress(f"{ingress.node}'")
+                for call in self.on_new_ingress:
+                    call(new)
 
             self.loop.call_later(self.rng.uniform(1.0, 4.0), replace)
+
+    def _new_ingress(self, node: str) -> Ingress:
+        process = Process(self.loop) if isinstance(self.loop, StillLoop) else None
+        found: Ingress = in_process(process, Ingress, self, node, process)
+        return found
+
+    def stop_ingress(self, ingress: Ingress, seconds: float) -> None:
+        """Let an ingress stand still."""
+        if ingress.up and ingress.process is not None and not ingress.process.still:
+            self.stands_still = True
+            ingress.process.stop()
+            self.loop.call_later(seconds, ingress.go_on)
 
     def note(self, what: str) -> None:
         self.log.append(f"{self.loop.time():9.4f} {what}")
@@ -146,9 +179,9 @@ class Cluster:
             self.network.send(node, target, f"{kind} {address}", take, message)
 
     def send_envelope(self, node: str, address: str, data: bytes) -> None:
-        engine = self.engines.get(address.removeprefix("channel:"))
-        if engine is not None:
-            self.network.datagram(node, engine.node, engine.channel.receive, data)
+        channel = self.channels.get(address)
+        if channel is not None:
+            self.network.datagram(node, channel.node, channel.receive, data)
 
     def engine_ended(self, engine: Engine, reason: str) -> None:
         engine.die()
@@ -168,11 +201,14 @@ class Replica(EngineControl):
         if deployment.role == "decode" and size.prefill:
             pool = deployment if size.roles else cluster.deployments["prefill"]
             peers["prefill"] = PromptPool(Router(pool, self.node, f"{self.engine_id}>p", "prefill"))
+        if deployment.role != "encode" and size.encoders:
+            pool = cluster.deployments["encode"]
+            peers["encode"] = PromptPool(Router(pool, self.node, f"{self.engine_id}>e", "encode"))
         super().__init__(10.0, peers, self.node)
-        self.calls: set[asyncio.Task[Any]] = set()
+        self.calls: dict[asyncio.Task[Any], None] = {}  # in order, since a seed is a day
         self.status_to = f"control:{self.engine_id}"
         cluster.addresses[self.status_to] = self.node, lambda data: self.up and self.handle(NOTICE.decode(data))
-        self.engine = cluster.engines[self.engine_id] = Engine(
+        self.engine = cluster.engines[self.engine_id] = engine_class(size.images, deployment.role)(
             cluster,
             self.engine_id,
             self.node,
@@ -190,6 +226,8 @@ class Replica(EngineControl):
             self.tasks.append(
                 asyncio.ensure_future(rebalance(self, self.deployment.statuses_of_pool, size.max_num_seqs))
             )
+            if size.roles and cluster.is_autoscaled:
+                self.tasks.append(asyncio.ensure_future(RoleFollower(self, self._role, self._leave).run()))
 
     def send(self, command: bytes) -> None:
         if self.up:
@@ -206,6 +244,12 @@ class Replica(EngineControl):
             self.fail(reason)
             self.cluster.loop.call_later(EXIT_S, self.die)
 
+    async def _role(self) -> Role | None:
+        return self.cluster.roles.get(self.engine_id)
+
+    async def _leave(self, goes_on: Callable[[], bool]) -> None:
+        await depart(self, self.deployment.statuses_of_pool, self.cluster.size.max_num_seqs, goes_on)
+
     def switch_role(self) -> None:
         """As RoleFollower does."""
         self.set_role("prefill" if self.engine.core.scheduler.handoffs.role == "decode" else "decode")
@@ -214,7 +258,7 @@ class Replica(EngineControl):
         """Stop in an orderly way."""
         self.stopping = True
         self.deployment.changed()
-        await depart(self, self.deployment.statuses_of_pool, self.cluster.size.max_num_seqs)
+        await self._leave(lambda: True)
         deadline = self.cluster.loop.time() + DRAIN_S
         while self.calls and self.cluster.loop.time() < deadline:
             await asyncio.sleep(0.2)
@@ -319,7 +363,7 @@ class Deployment:
         """Tell all routers, each at its time, which replicas there are."""
         there = [replica for replica in self.replicas if not replica.stopping]
         for router in self.routers:
-            self.cluster.network.send("controller", router.node, f"replicas {router.name}", router.update, there)
+            self.cluster.network.send("controller", router.node, f"replicas {router.name}", router.told, there)
 
     def state(self) -> PoolState:
         return "deploying" if self._starting else "up" if self.replicas else "down"

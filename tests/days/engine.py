@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.clock import Clock
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.block_pool import BlockObserver, BlockPool
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import NoOffloading
@@ -54,7 +55,7 @@ from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
 from tests.days.grammars import Grammars, Pauses
-from tests.days.model import EOS, VOCAB, Runner, StepClock, chain
+from tests.days.model import EOS, VOCAB, Memory, Runner, StepClock, chain
 from tests.days.tiers import NoModelledTiers, Tiers, make_offloading
 
 if TYPE_CHECKING:
@@ -77,15 +78,17 @@ class Report(bytes):
 class Names(BlockObserver):
     """Records which KV a block must have, by its name in the prefix cache."""
 
-    def __init__(self, named_kv: dict[bytes, list[int]], size: int):
-        self._named_kv, self._size = named_kv, size
+    def __init__(
+        self, named_kv: dict[bytes, list[int]], size: int, kv_of: Callable[[Request, int, int, int], list[int]]
+    ):
+        self._named_kv, self._size, self._kv_of = named_kv, size, kv_of
 
     def describe(self, request: Request, first: int, end: int) -> None:
         size, named_kv = self._size, self._named_kv
         names = request.hashes(end, size) if first < end else []
         for index in range(first, end):
             before = named_kv[names[index - 1]][-1] if index else 0
-            named_kv[names[index]] = chain(request.tokens[index * size : (index + 1) * size], before)
+            named_kv[names[index]] = self._kv_of(request, index * size, (index + 1) * size, before)
 
 
 @dataclass(eq=False)
@@ -97,6 +100,9 @@ class RunningRead:
 
 class Engine:
     """An engine process. What it sends while it is ahead of the world leaves when the world has caught up."""
+
+    make_runner: type[Runner] = Runner
+    whole_images = 0  #: tokens of an image, all of which one step must compute; 0 if images may be divided
 
     def __init__(
         self,
@@ -122,7 +128,8 @@ class Engine:
         self._fruitless = 0  # turns one after the other that have done nothing
         self.clock = StepClock(self.loop.time, drift, self.rng.uniform(0, 1000))
         clock = Clock(self.clock.monotonic, self.clock.world)
-        self.runner = Runner(
+        self.named_kv = self.names()
+        self.runner = self.make_runner(
             config,
             num_blocks,
             max_model_len,
@@ -131,23 +138,25 @@ class Engine:
             stages=cluster.size.stages,
             step_s=cluster.size.step_s,
         )
-        self.channel = Channel(self, config, clock)
+        assert config.handoff is not None
+        self.channel = Channel(self, config.handoff, f"channel:{engine_id}", self.runner, clock)
+        self.channels = [self.channel]
         times = StepTimes()
         size = config.block_size
         kv_cache, _ = kv_cache_of(
-            [KVCacheSpec(num_kv_heads=1, head_dim=16, window=None)], [BlockPool(num_blocks, size, True)], 1000
-        )
+            [KVCacheSpec(num_kv_heads=1, head_dim=16, window=None)], [BlockPool(num_blocks, size, True)], 1000,
+            least_chunk=max(1, self.whole_images),
+        )  # fmt: skip
         handoff = config.handoff
-        assert handoff is not None
         policy = None
         if handoff.role == "decode":
             policy = RemotePrefillPolicy(handoff, times.by_tokens, self.channel.quarantined)
         role: Role | None = "decode" if policy and handoff.switch_roles else None
-        handoffs = HandoffManager(policy, self.channel.peer, "print", role)
+        handoffs = HandoffManager(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
         self.tiers = NoModelledTiers() if isinstance(offloading, NoOffloading) else Tiers(self)
         fetching = None
-        if handoff.enable_prefix_fetching and handoff.role != "prefill":
+        if handoff.enable_prefix_fetching and handoff.role in ("decode", "replica"):
             fetching = KVFetching(
                 kv_cache,
                 handoffs,
@@ -171,9 +180,10 @@ class Engine:
             offloading=offloading,
             fetching=fetching,
             speculation=speculation,
-            token_limits=[MicroBatches(stages)] if stages > 1 else [],
+            images=self.make_images(config, clock),
+            token_limits=[MicroBatches(stages, self.whole_images)] if stages > 1 else [],
         )
-        kv_cache.pool.observers.append(Names(cluster.named_kv, size))
+        kv_cache.pool.observers.append(Names(self.named_kv, size, self.kv_of))
         self.core = EngineCore(
             config,
             SimpleNamespace(supported_tasks=SupportedTasks(), head="lm", vocab_size=VOCAB),  # type: ignore[arg-type]
@@ -203,8 +213,28 @@ class Engine:
         self.endpoint = EngineEndpoint(
             self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, num_ranks=1, clock=clock
         )
-        self.channel.serve()
+        for channel in self.channels:
+            channel.serve()
         self.wake()
+
+    # -- what an engine with images does otherwise (encoders.py) ---------------------------------------------
+
+    fingerprint = "print"
+
+    def names(self) -> dict[bytes, list[int]]:
+        """Return where the KV of the blocks in prefix caches is recorded, by the blocks' names."""
+        return self.cluster.named_kv
+
+    def kv_of(self, request: Request, start: int, end: int, before: int) -> list[int]:
+        """Return the KV that tokens [start, end) must have. before: that of the token before."""
+        return chain(request.tokens[start:end], before)
+
+    def make_images(self, config: EngineConfig, clock: Clock) -> TextOnly | EncoderCacheManager:
+        return TextOnly()
+
+    def check(self) -> None:
+        """Check the books, after every step."""
+        self.core.scheduler.check()
 
     # -- the step loop -------------------------------------------------------------------------------------
 
@@ -245,7 +275,7 @@ class Engine:
             self.cluster.engine_ended(self, str(error))
             return
         if news or events or self._progress() != before:
-            core.scheduler.check()
+            self.check()
             self._fruitless = 0
         else:
             self._fruitless += 1
@@ -268,7 +298,7 @@ class Engine:
     @property
     def _has_news(self) -> bool:
         """Whether something has come from outside."""
-        return bool(self.inbox or self.channel.endpoint._events or self.tiers.answered)
+        return bool(self.inbox or self.tiers.answered or any(channel.endpoint._events for channel in self.channels))
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""
@@ -329,7 +359,8 @@ class Engine:
                 self.wake()
             elif self.loop.time() >= self._release_at:
                 self._release()
-            self.channel.resume()
+            for channel in self.channels:
+                channel.resume()
 
     def die(self) -> None:
         self.alive = False
@@ -338,16 +369,17 @@ class Engine:
 class Channel:
     """The channel's thread and the KV worker of an engine."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, clock: Clock):
-        assert config.handoff is not None
-        self._engine, self._cluster, self._loop = engine, engine.cluster, engine.loop
-        self.address = f"channel:{engine.engine_id}"
+    def __init__(self, engine: Engine, config: HandoffConfig, address: str, memory: Memory, clock: Clock):
+        """memory: what its worker reads into, and others read from."""
+        self._engine, self._cluster, self._loop, self._memory = engine, engine.cluster, engine.loop, memory
+        self.address = address
+        engine.cluster.channels[address] = self
         self.peer = Peer(engine.engine_id, self.address, engine.rng.getrandbits(64))
         self.endpoint = HandoffEndpoint(
-            config.handoff,
+            config,
             self.peer,
             ranks=[{"fake": b""}],
-            block_size=config.block_size,
+            block_size=engine.runner.block_size,
             answers_to="",
             send=self._send,
             command=self._command,
@@ -387,12 +419,16 @@ class Channel:
         def submit() -> None:
             for action in actions:
                 for block in action.blocks if isinstance(action, OpenHandoff) else ():
-                    used_until = self._engine.runner.used_until(block)
+                    used_until = self._memory.used_until(block)
                     assert used_until <= self._loop.time() + 1e-9, "KV is asked for while a step uses its block"
             self.endpoint.submit(*actions)
             self._soon()
 
         self._engine.outbox.append(submit)
+
+    @property
+    def node(self) -> str:
+        return self._engine.node
 
     def receive(self, data: bytes) -> None:
         if self._engine.alive:
@@ -480,7 +516,7 @@ class Channel:
             if not source.alive:
                 raise AssertionError
             kv = source.runner.read(command.source_blocks[done], now)
-            engine.runner.write(command.local_blocks[done], kv, now)
+            self._memory.write(command.local_blocks[done], kv, now)
             read.done += 1
             if read.done < len(command.source_blocks):
                 self._go_on(read)

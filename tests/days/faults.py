@@ -72,7 +72,8 @@ def plant(fault: Fault) -> None:
 def hunt(fault: Fault, days: int) -> str:
     """Return which day finds a fault, after how much CPU time, and how."""
     plant(fault)
-    from tests.days.day import Day, run
+    from tests.days.day import Day
+    from tests.days.world import run
 
     logging.disable(logging.CRITICAL)
     gc.freeze()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +27,7 @@ from engine.wire.token_delta import TokenBatch
 from tests.days.keys import TTL_S
 from tests.days.model import TOKENIZER
 from tests.days.router import Router
+from tests.days.stills import Process, guarded, in_process
 from tests.days.store import open_store
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class Pool:
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]
-        prompt: PromptDigest = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
+        prompt: PromptDigest = self._prompts.digest(
+            first.request_id, first.prompt, first.cache_salt, first.session_id, first.mm_features
+        )
         context = RoutingContext(prompt, self.routing, avoid, first.model)
         await self.router.call([EncodedRequest.of(request) for request in requests], context)
 
@@ -54,7 +57,8 @@ class Pool:
         return found
 
     async def asleep(self) -> bool:
-        return False
+        deployment = self.router.deployment
+        return not (deployment.num_replicas or deployment.replicas)
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
@@ -64,7 +68,7 @@ class TokenInboxes(Inboxes):
     def __init__(self, ingress: Ingress, stats: IngressStats):
         super().__init__(stats)
         self.ingress, self.address = ingress, f"tokens:{ingress.node}"
-        ingress.cluster.addresses[self.address] = ingress.node, lambda data: self.dispatch(BATCH.decode(data))
+        ingress.cluster.addresses[self.address] = ingress.node, guarded(lambda data: self.dispatch(BATCH.decode(data)))
 
     def send(self, address: str, message: bytes) -> None:
         if self.ingress.up:
@@ -74,9 +78,11 @@ class TokenInboxes(Inboxes):
 class Ingress:
     """The process of one ingress."""
 
-    def __init__(self, cluster: Cluster, node: str):
+    def __init__(self, cluster: Cluster, node: str, process: Process | None):
         self.cluster, self.node, self.up, size = cluster, node, True, cluster.size
-        self.tasks: set[asyncio.Task[Any]] = set()  #: handlers of requests
+        self.process = process
+        self.endings: list[Callable[[], None]] = []  #: called when the process dies
+        self.tasks: dict[asyncio.Task[Any], None] = {}  #: handlers of requests, in order, since a seed is a day
         self.stats, self.ingress_stats = ModelStats(), IngressStats(node)
         self.inboxes = TokenInboxes(self, self.ingress_stats)
         self.router = Router(cluster.deployments["decode"], node, f"{node}>d", "decode")
@@ -101,19 +107,31 @@ class Ingress:
         )
         self.jobs = Jobs(open_store(cluster, node, lambda: self.up), TTL_S)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether it stands still, or has just gone on."""
+        return self.process is not None and self.process.is_behind
+
+    def go_on(self) -> None:
+        if self.up and self.process is not None and self.process.still:
+            self.process.go_on()
+
     def handle(self, answer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin to handle a request. The task is cancelled when this process dies."""
-        task = asyncio.ensure_future(answer)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task: asyncio.Task[None] = in_process(self.process, asyncio.ensure_future, answer)
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
         return task
 
     def die(self) -> None:
         """End the process at once. Its tasks are cancelled, but whatever they do then reaches nobody."""
+        self.go_on()
         self.up = False
         self.cluster.note(f"ingress {self.node} is gone")
         del self.cluster.addresses[self.inboxes.address]
         self.router.close()
+        for end in self.endings:
+            end()
         for job in list(self.jobs._live.values()):
             job.cancel()
         for task in [*self.tasks, *filter(None, [self.admission._watch])]:

@@ -15,12 +15,15 @@ from deployments.jobs.event_ids import Position, parse_event_id
 from deployments.jobs.lease import lease_key
 from deployments.jobs.record import JobRecord, job_id_of
 from deployments.jobs.source import JobSource
+from deployments.quotas.errors import BudgetSpent, QuotaExceeded
+from deployments.quotas.quotas import current
 from engine.errors import ServingError
 from engine.text.text_stream import TextChunk
 
 if TYPE_CHECKING:
     from tests.days.cluster import Cluster, Ingress
-    from tests.days.day import Ask, World
+    from tests.days.day import Ask
+    from tests.days.world import World
 
 AGAIN_S = 0.5  # after which a client connects again
 TTL_S = 1e6  # for which answers are kept
@@ -37,13 +40,14 @@ class Computation(LiveGeneration):
         self.ingress.cluster.computations.append(self)
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
-        cluster, self.running = self.ingress.cluster, True
+        cluster, self.running, process = self.ingress.cluster, True, self.ingress.process
+        num_stops = 0 if process is None else process.num_stops
         try:
             check_that_one_computes(cluster, self.key)
             async with aclosing(super().chunks()) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            self.is_complete = True
+            self.is_complete = process is None or process.num_stops == num_stops  # else it may have lost the key
         except asyncio.CancelledError:
             self.is_cancelled = True
             raise
@@ -55,7 +59,8 @@ def check_that_one_computes(cluster: Cluster, key: str) -> None:
     """Check that a key is not computed twice at a time, nor again unless the store was away when it ended."""
     of_key = [each for each in cluster.computations if each.key == key and each.ingress.up]
     cluster.seen["an answer is computed again"] += sum(each.key == key for each in cluster.computations) > 1
-    assert sum(each.running for each in of_key) <= 1, f"{key} is computed twice at a time"
+    running = sum(each.running and not each.ingress.is_behind for each in of_key)
+    assert running <= 1, f"{key} is computed twice at a time"
     if not cluster.store_fails:
         assert not any(each.is_complete for each in of_key), f"{key} is computed again, although it was complete"
 
@@ -64,7 +69,6 @@ class KeyedClient:
     """A client that sends its request until it has the whole answer."""
 
     def __init__(self, world: World, ask: Ask):
-        assert world.cluster is not None
         self._world, self._cluster, self._ask = world, world.cluster, ask
         self._known: Position | None = None
         self._tokens: list[list[int]] = [[] for _ in ask.requests]
@@ -92,6 +96,9 @@ class KeyedClient:
                 raise error
             else:
                 cluster.seen[f"key {type(error).__name__}"] += 1
+                if isinstance(error, QuotaExceeded | BudgetSpent):
+                    assert self._world.is_refusal(ask, error)
+                    return
                 if isinstance(error, AnswerDiverged):
                     assert cluster.redis.lost_at > ask.at, "a client is told of another answer"
                     return
@@ -104,6 +111,10 @@ class KeyedClient:
 
     async def _read(self, ingress: Ingress) -> None:
         """Send the request to an ingress, as IdempotentRoutes handles it, and take what is new of the answer."""
+        with current(self._world.quota_of(ingress, self._ask)):
+            await self._read_within_limits(ingress)
+
+    async def _read_within_limits(self, ingress: Ingress) -> None:
         ask, job_id = self._ask, job_id_of("", self._ask.key)
         new = JobRecord("", "/", b"", [], 0, f"{self._rng.getrandbits(128):032x}")
         while True:

@@ -51,9 +51,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> Timer:
-        timer = Timer(when, callback, args)
+        return self.add(Timer(when, callback, args))
+
+    def add(self, timer: Timer) -> Timer:
         self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        heapq.heappush(self._timers, (timer._when, self._num_timers, timer))
         return timer
 
     def call_later(  # type: ignore[override]

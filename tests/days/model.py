@@ -3,12 +3,15 @@ all tokens up to its own, so that KV of anything else is seen when it is read.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.costs.step_cost import StepWork
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
 from engine.wire.stats.engine_stats import StageStats
@@ -16,6 +19,7 @@ from engine.wire.token_delta import FinishReason, TokenDelta
 from tests.fake_runner import FakeGrammar
 
 VOCAB, EOS = 64, 0
+IMAGE = VOCAB - 1  # stands in a prompt for an embedding of an image
 MASK = 2**64 - 1
 LETTERS = [b"", *(bytes([97 + i % 26]) for i in range(1, 56))]
 LETTERS += [b"\xc3", b"\xa9", b" ", b"\n", b"ab", b"\xe2\x82", b"\xac", b"."]
@@ -25,6 +29,24 @@ def link(kv: int, token: int) -> int:
     """KV after `token`, whose predecessor has `kv`."""
     mixed = ((kv ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
     return mixed ^ mixed >> 29
+
+
+def embedding(mm_hash: bytes, index: int) -> int:
+    """Return one embedding of an image."""
+    return link(int.from_bytes(mm_hash[:8], "little"), index)
+
+
+def inputs(tokens: list[int], images: Sequence[MultiModalFeatureSpec]) -> list[int]:
+    """Return what a model takes for tokens: embeddings of images in place of their placeholders."""
+    if not images:
+        return tokens
+    found = list(tokens)
+    for image in images:
+        place = image.mm_position
+        places = [i for i in range(place.offset, min(place.end, len(tokens))) if tokens[i] == IMAGE]
+        for index, i in enumerate(places):
+            found[i] = embedding(image.mm_hash, index)
+    return found
 
 
 def chain(tokens: list[int], kv: int = 0) -> list[int]:
@@ -58,7 +80,7 @@ def alone(request: GenerateRequest, max_model_len: int) -> tuple[list[int], str,
     """Return tokens, text and finish reason of a request that runs alone, without faults."""
     params, kv = request.params, 0
     seed = seed_of(request.request_id) if params.seed is None else params.seed % 2**64
-    for token in request.prompt:
+    for token in inputs(request.prompt, request.mm_features):
         kv = link(kv, token)
     limit = max_model_len - len(request.prompt)
     limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
@@ -94,6 +116,19 @@ class StepClock:
         return self._offset + self.drift * self.world()
 
 
+class Memory(Protocol):
+    """Blocks that are read and written between engines."""
+
+    def read(self, block: int, now: float) -> list[int | None]:
+        """Return what another engine sees in a block."""
+
+    def write(self, block: int, kv: list[int | None], now: float) -> None:
+        """Put what was read from another engine into a block."""
+
+    def used_until(self, block: int) -> float:
+        """Return when the newest step ends that reads or writes a block."""
+
+
 class Runner:
     """Computes a step at once. It knows until when the step would take, and that its KV is not there before."""
 
@@ -127,7 +162,7 @@ class Runner:
         for sequence in plan.added:
             self._sequences[sequence.slot] = sequence
             self._history[sequence.slot] = []
-            for token in sequence.tokens:
+            for token in inputs(sequence.tokens, sequence.images):
                 self._append(sequence.slot, token)
         for change in plan.blocks:
             self._tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks

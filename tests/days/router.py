@@ -23,6 +23,7 @@ from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import RemoteRequest
 from tests.days.engine import Report
+from tests.days.stills import guarded
 
 if TYPE_CHECKING:
     from tests.days.cluster import Deployment, Replica
@@ -39,7 +40,7 @@ class Router(Subscriptions):
         self.deployment, self.cluster = deployment, deployment.cluster
         cluster, self.node, self.name, self.role = deployment.cluster, node, name, role
         self.address = f"router:{name}"
-        self.open = True
+        self.open, self.num_queued = True, 0
         self.replicas: dict[str, Replica] = {}
         self.balancer = Balancer(
             RoutingConfig(policy=cluster.size.routing),  # type: ignore[arg-type]
@@ -47,7 +48,8 @@ class Router(Subscriptions):
             4,
             random.Random(cluster.rng.getrandbits(64)),
         )
-        cluster.addresses[self.address] = node, self._take
+        cluster.addresses[self.address] = node, guarded(self._take)
+        self.told = guarded(self.update)
         deployment.routers.append(self)
         self._renewing = asyncio.ensure_future(self.renew())
         self.update([r for r in deployment.replicas if not r.stopping])
@@ -106,8 +108,12 @@ class Router(Subscriptions):
 
     async def _call(self, requests: list[EncodedRequest], context: RoutingContext) -> None:
         network, loop = self.cluster.network, self.cluster.loop
-        while not self.replicas:
-            await asyncio.sleep(0.05)
+        self.num_queued += 1
+        try:
+            while not self.replicas:
+                await asyncio.sleep(0.05)
+        finally:
+            self.num_queued -= 1
         roles = self.balancer.roles
         fitting = [name for name in self.replicas if roles.get(name, self.role) == self.role] or list(self.replicas)
         engines = [name for name in fitting if name not in context.avoid] or fitting
@@ -155,7 +161,7 @@ class Call:
     def arrive(self) -> None:
         if self._replica.up and not self._cancelled:
             self._task = asyncio.ensure_future(self._replica.run_requests(self._requests))
-            self._replica.calls.add(self._task)
+            self._replica.calls[self._task] = None
             self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:
@@ -164,7 +170,7 @@ class Call:
             self._task.cancel()
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._replica.calls.discard(task)
+        self._replica.calls.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, ServingError):
             self._router.cluster.loop.fail(error)
@@ -187,8 +193,13 @@ class PromptPool:
         self.routing, self.router, self._prompts = RoutingStats(), router, PromptDigester(4)
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
-        prompt = self._prompts.digest(remote_request.handoff_id, remote_request.token_ids, remote_request.cache_salt)
-        context = RoutingContext(prompt, self.routing, avoid=avoid, role="prefill")
+        prompt = self._prompts.digest(
+            remote_request.handoff_id,
+            remote_request.token_ids,
+            remote_request.cache_salt,
+            images=remote_request.mm_features,
+        )
+        context = RoutingContext(prompt, self.routing, avoid=avoid, role=self.router.role)
         await self.router.call([EncodedRequest.of(remote_request)], context)
 
     async def statuses(self) -> list[ReplicaStatus]:

@@ -11,9 +11,10 @@ import pytest
 from msgspec import structs
 
 from engine.wire.plan import StepPlan, StepResult
-from tests.days.day import Day, Fault, Outcome, World, run, shrink
+from tests.days.day import Day, Fault, shrink
 from tests.days.faults import FAULTS, ROOT
 from tests.days.model import Runner
+from tests.days.world import Outcome, World, run
 
 FAST = 16  # days in every run: some 700 simulated seconds in 3 s of CPU time
 SLOW = 150

@@ -72,7 +72,7 @@ class Tiers:
 
     def __init__(self, engine: Engine):
         self._engine, self._rng = engine, random.Random(engine.rng.getrandbits(64))
-        self._named_kv, self._seen = engine.cluster.named_kv, engine.cluster.seen
+        self._named_kv, self._seen = engine.named_kv, engine.cluster.seen
         self._block_s = engine.cluster.size.block_s
         self._host: dict[int, list[int | None]] = {}  # by slot
         self._disk: dict[bytes, list[int | None]] = {}
@@ -189,4 +189,4 @@ def check_content(engine: Engine) -> None:
         for name in tier.index(0).names:
             kv = engine.tiers.content(tier.name, tier.index(0), name)  # type: ignore[union-attr]
             if tier.has(0, name) and kv is not None:  # a disk may have lost it
-                assert kv == engine.cluster.named_kv[name], f"a block of {tier.name} has other KV than its name says"
+                assert kv == engine.named_kv[name], f"a block of {tier.name} has other KV than its name says"

@@ -55,7 +55,7 @@ STREAMS = ("completions", "chat/completions", "messages", "responses")
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     real = key_quota.KeyQuota.__init__  # no window ends during a test
-    monkeypatch.setattr(key_quota.KeyQuota, "__init__", lambda *args: real(*args, wall=lambda: 1_800_014_400.5))
+    monkeypatch.setattr(key_quota.KeyQuota, "__init__", lambda *args, wall: real(*args, wall=lambda: 1_800_014_400.5))
     monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)
     monkeypatch.setattr(inboxes, "LAST_DELTA_S", 60.0)
     monkeypatch.setattr(inboxes, "CLOSE_S", 60.0)

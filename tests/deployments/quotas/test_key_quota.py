@@ -37,7 +37,7 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
     real = KeyQuota.__init__
 
     def at_noon(self: KeyQuota, *args: Any, **more: Any) -> None:
-        real(self, *args, **more, wall=lambda: NOON)
+        real(self, *args, **more | {"wall": lambda: NOON})
 
     monkeypatch.setattr(KeyQuota, "__init__", at_noon)
     monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 30.0)

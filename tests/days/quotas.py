@@ -1,0 +1,261 @@
+"""Limits of API keys, on the real leased quotas: no window of a key has more than its limit allows."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import deployments.quotas.key_quota as key_quota_module
+import deployments.quotas.quotas as quotas_module
+from deployments.quotas.errors import BudgetSpent, QuotaExceeded
+from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, record_key
+from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
+from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.quotas import Quotas
+from deployments.quotas.record import decode
+from deployments.storage.key_value import StoreUnavailable
+from engine.errors import ServingError
+from tests.days.part import Part
+from tests.days.store import open_store
+
+if TYPE_CHECKING:
+    from tests.days.day import Ask, Day
+    from tests.days.ingress import Ingress
+    from tests.days.world import World
+
+MINUTE = 1_800_000_000.0 // 60 * 60  # when a minute begins, in seconds since 1970
+SLACK = 1e-6
+Window = tuple[str, float]  # name of a limit, and start
+
+
+class Book:
+    """What requests of one key have really used, over all ingresses."""
+
+    def __init__(self, limits: KeyLimits):
+        self.limits = {limit.name: limit for limit in limits.all()}
+        self.used = defaultdict[Window, float](float)
+        self.over = defaultdict[Window, float](float)
+        """By how much that may exceed the limit: what requests cost more than expected, what ingresses take without the
+        store, and what another ingress had admitted."""
+        self.largest = defaultdict[Window, float](float)
+        """What was expected of one request, which may be the last of a budget."""
+        self.of_dead = defaultdict[Window, float](float)
+        """Used by ingresses that are dead."""
+        self.leases: list[CountedLease] = []
+
+    def add(self, lease: CountedLease, name: str, start: float, amount: float, over: float) -> None:
+        if lease.is_dead:
+            return
+        window = name, start
+        self.used[window] += amount
+        self.over[window] += over
+        lease.used[window] += amount
+
+
+class CountedLease(LeasedQuota):
+    """One ingress's part, which counts in the book what it lets through."""
+
+    def __init__(self, book: Book, part: QuotaPart, *args: Any):
+        super().__init__(*args)
+        self.used = defaultdict[Window, float](float)
+        self._book, self._part, self.is_dead = book, part, False
+        book.leases.append(self)
+
+    def charge(self, needs: Needs, now: float) -> Charge:
+        self._roll(now)
+        before = {name: max(0.0, tally.reserve) for name, tally in self._tallies.items()}
+        charge = super().charge(needs, now)
+        for name, amount in charge.amounts.items():
+            window = name, charge.starts[name]
+            self._book.add(self, *window, amount, over=max(0.0, amount - before[name]))
+            self._book.largest[window] = max(self._book.largest[window], amount)
+            self._part.check_window(self._book, window)
+        return charge
+
+    def settle(self, charge: Charge, used: Needs, now: float) -> None:
+        super().settle(charge, used, now)
+        for name, amount in charge.amounts.items():
+            limit, start = self._known[name], self._tallies[name].start
+            more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
+            if start == charge.starts[name] or more > 0:
+                self._book.add(self, name, start, more, over=max(0.0, more))
+
+    def raise_to(self, charge: Charge, used: Needs, now: float) -> None:
+        before = dict(charge.amounts)
+        super().raise_to(charge, used, now)
+        for name, amount in charge.amounts.items():
+            more = amount - before[name]
+            self._book.add(self, name, self._tallies[name].start, more, over=more)
+
+    def go_alone(self, now: float) -> None:
+        self._roll(now)
+        before = {name: tally.reserve for name, tally in self._tallies.items()}
+        super().go_alone(now)
+        for name, tally in self._tallies.items():
+            self._book.over[name, tally.start] += tally.reserve - before[name]
+            self._part.seen["an ingress goes on without the store"] += tally.reserve > before[name]
+
+
+class CountedKey(KeyQuota):
+    def __init__(
+        self, part: QuotaPart, name: str, limits: KeyLimits, store: Any, holder: str, num_holders: int, wall: Any
+    ):
+        super().__init__(name, limits, store, holder, num_holders, wall)
+        self.leased = CountedLease(part.books[name], part, holder, self._all, num_holders, wall())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """keys: limits by name. turn_at: when the minute ends. off_s: largest error of an ingress's clock."""
+
+    keys: tuple[tuple[str, KeyLimits], ...]
+    turn_at: float
+    off_s: float
+
+    def open(self, world: World) -> Part:
+        return QuotaPart(world, self)
+
+
+class QuotaPart(Part):
+    def __init__(self, world: World, plan: Limits):
+        self._cluster, self._day, self._plan = world.cluster, world.day, plan
+        self._rng, self.seen = random.Random(f"{world.day.seed} quotas"), world.cluster.seen
+        self._limits = dict(plan.keys)
+        self.books = {name: Book(limits) for name, limits in plan.keys}
+        self._quotas: dict[Ingress, Quotas] = {}
+        world.quota_of, world.is_refusal = self.of, self.refusal
+        chance = SimpleNamespace(token_hex=lambda size: f"{self._rng.getrandbits(8 * size):0{2 * size}x}")
+        for module, name, value in (
+            (quotas_module, "secrets", chance),
+            (quotas_module, "KeyQuota", partial(CountedKey, self)),
+            (key_quota_module, "random", self._rng),
+        ):
+            world.patches.enter_context(mock.patch.object(module, name, value))
+
+    def of(self, ingress: Ingress, ask: Ask) -> NoQuota:
+        """Return the quota of a request, as the middleware of an ingress does."""
+        if not ask.api_key:
+            return NO_QUOTA
+        if ingress not in self._quotas:
+            self._quotas[ingress] = self._open(ingress)
+        quota = self._quotas[ingress].of(ask.api_key)
+        quota.check()
+        return quota
+
+    def _open(self, ingress: Ingress) -> Quotas:
+        loop, off_s = self._cluster.loop, self._rng.uniform(-1, 1) * self._plan.off_s
+        epoch = MINUTE + 60 - self._plan.turn_at + off_s
+        store = open_store(self._cluster, ingress.node, lambda: ingress.up)
+        quotas = Quotas(store, self._limits, len(self._cluster.ingresses), wall=lambda: epoch + loop.time())
+        ingress.endings.append(lambda: self._lose(quotas))
+        return quotas
+
+    def _lose(self, quotas: Quotas) -> None:
+        """The ingress has died. Engines end its requests."""
+        for key in quotas._keys.values():
+            lease = key.leased
+            assert isinstance(lease, CountedLease)
+            for window, amount in lease.used.items():
+                if self.books[key.name].limits[window[0]].duration is None:
+                    self.books[key.name].used[window] -= amount
+                else:
+                    self.books[key.name].of_dead[window] += amount
+            lease.is_dead = True
+        for task in [quotas._renewal, *(key._giving_back for key in quotas._keys.values())]:
+            if task is not None:
+                task.cancel()
+
+    def check_window(self, book: Book, window: Window) -> None:
+        """Check that a request that has just begun may."""
+        limit = book.limits[window[0]]
+        if limit.duration is None and (self._cluster.store_fails or self._cluster.stands_still):
+            return  # places of an ingress that is only silent are given away
+        most = limit.value + book.over[window] + (book.largest[window] if limit.is_cost else 0.0)
+        if self._cluster.redis.lost_at > 0:
+            most += book.of_dead[window]
+        assert book.used[window] <= most + SLACK, f"an API key exceeds its {limit.name}"
+        self.seen[f"{limit.unit} of an API key are charged"] += 1
+
+    def refusal(self, ask: Ask, error: ServingError) -> bool:
+        """Check a refusal. Returns whether the error is one."""
+        if not ask.api_key or not isinstance(error, QuotaExceeded | BudgetSpent | StoreUnavailable):
+            return False
+        self.seen[f"API key refused: {getattr(error, 'param', 'store')}"] += 1
+        match error:
+            case StoreUnavailable():
+                is_late = self._cluster.store_fails or self._day.late_s > key_quota_module.SYNC_TIMEOUT_S / 4
+                assert is_late, "a store that was always there is said to be away"
+            case QuotaExceeded() if self._day.is_calm:
+                book, name = self.books[ask.api_key], str(error.param)
+                limit = book.limits[name]
+                used = max((used for (of, _), used in book.used.items() if of == name), default=0.0)
+                others = sum(lease._tallies[name].wanted for lease in book.leases)
+                reserved = limit.value / 8 + len(book.leases)
+                enough = used + others + reserved + book.largest[name, 0.0] >= limit.value / 2
+                assert limit.is_cost or enough, f"a request is refused, but little of {name} is used"
+        return True
+
+    def check_end(self) -> None:
+        """All that was spent is written, and nothing is reserved or in flight."""
+        redis = self._cluster.redis
+        for ingress, quotas in self._quotas.items():
+            if not ingress.up:
+                continue
+            for name, key in quotas._keys.items():
+                assert not key.leased._in_flight, f"{ingress.node}: requests of {name} left"
+                assert key.leased.is_settled, f"{ingress.node}: something of {name} is not written"
+        died = any(not ingress.up for ingress in self._quotas)
+        for name, book in self.books.items():
+            stored = redis.get(record_key(name))
+            if stored is None or self._cluster.store_fails or died or self._cluster.stands_still:
+                continue
+            record = decode(stored)
+            for limit in book.limits.values():
+                newest = max((start for of, start in book.used if of == limit.name), default=None)
+                if newest is None or (window := record.find(limit.name, newest)) is None:
+                    continue
+                written, used = window.taken("nobody"), book.used[limit.name, newest]
+                assert abs(written - used) < SLACK, f"{limit.name} of {name}: {written} is written, {used} was used"
+                self.seen["what a key has used is written"] += 1
+
+
+def add(day: Day, rng: random.Random) -> Day:
+    """Give some days API keys with limits."""
+    if rng.random() < 0.8:
+        return day
+    names = ["alice", "bob"][: rng.choice([1, 2])]
+    keys = tuple((name, _limits(rng)) for name in names)
+    asks = tuple(replace(ask, api_key=rng.choice([*names, *names, ""])) for ask in day.asks)
+    by_request = {ask.requests[0].request_id: ask.api_key for ask in asks}  # one that is sent twice has one key
+    asks = tuple(replace(ask, api_key=by_request[ask.requests[0].request_id]) for ask in asks)
+    length_s = max(ask.at for ask in asks)
+    turn_at = rng.choice([50.0, rng.uniform(0.0, length_s)])
+    faults = day.faults
+    if faults and not day.only_losses:
+        from tests.days.day import Fault
+
+        kinds = rng.choice([(), ("store away",), ("store away", "kill ingress"), ("kill ingress",)])
+        faults += tuple(
+            Fault(
+                rng.uniform(0, length_s), rng.choice(kinds), rng.randrange(100), rng.randrange(100), rng.uniform(0, 6)
+            )
+            for _ in range(rng.choice([1, 3]) if kinds else 0)
+        )
+    plan = Limits(keys, turn_at, rng.choice([0.0, 0.5, 3.0]))
+    return replace(day, asks=asks, faults=faults, parts=(*day.parts, plan))
+
+
+def _limits(rng: random.Random) -> KeyLimits:
+    budget = BudgetLimit(budget_duration=rng.choice(["5s", "1m", "1d"]), max_engine_seconds=rng.choice([0.1, 0.5, 3.0]))
+    return KeyLimits(
+        rpm_limit=rng.choice([None, 2, 5, 10]),
+        tpm_limit=rng.choice([None, None, 150, 400]),
+        max_parallel_requests=rng.choice([None, 1, 3]),
+        budget_limits=(budget,) if rng.random() < 0.4 else (),
+        ends_running_requests=rng.random() < 0.5,
+    )
