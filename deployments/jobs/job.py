@@ -117,8 +117,8 @@ class Job:
     async def _run(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, leased: bool
     ) -> None:
+        was_begun, resumes = not leased, False
         try:
-            resumes = False
             if not leased:
                 leased = await self._take_over()
                 resumes = not self.record.failed  # else whoever added it has charged for its prompt
@@ -130,9 +130,9 @@ class Job:
             if leased:
                 await self._save()
         except asyncio.CancelledError:
-            await self._fail(LeaseLost())
+            await self._fail(LeaseLost(), was_begun)
         except Exception as error:  # noqa: BLE001  readers get it
-            await self._fail(error)
+            await self._fail(error, was_begun)
         finally:
             self._generation = None  # it refers to this job, and to images that should leave memory
             self._on_end(self)
@@ -177,9 +177,11 @@ class Job:
             await self._store.set(self._key, self.record.encode(), self._ttl_s)
             await self._lease.release()
 
-    async def _fail(self, error: Exception) -> None:
+    async def _fail(self, error: Exception, was_begun: bool) -> None:
         """End the log with an error, and release the lease so that other ingresses can continue. An answer that fails
-        before its first token is deleted, so that its key is free."""
+        before its first token is deleted, so that its key is free.
+
+        was_begun: whether it was begun before, so that clients may have tokens of it. Then it is kept."""
         if self._log.ended:
             logger.warning("job not stored job_id=%s error=%s", self.job_id, error)
         else:
@@ -187,7 +189,8 @@ class Job:
         try:
             if await self._lease.holds():
                 if not isinstance(error, LeaseLost):
-                    await (self._set_failed(True) if self._log.entries else self._store.delete(self._key))
+                    kept = self._log.entries or was_begun
+                    await (self._set_failed(True) if kept else self._store.delete(self._key))
                 await self._lease.release()
         except StoreUnavailable as unavailable:
             logger.warning("lease not released job_id=%s error=%s", self.job_id, unavailable)

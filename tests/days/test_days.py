@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from cluster.autoscaling import policy  # noqa: F401 - imports Ray, which sets an environment variable
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.day import Day, Fault, shrink
 from tests.days.faults import FAULTS, ROOT

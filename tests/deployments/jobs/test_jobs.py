@@ -241,6 +241,23 @@ async def test_an_answer_that_an_ingress_left_is_computed_again_with_its_seed_an
         assert len(api.engine.added) == 1
 
 
+async def test_an_answer_that_was_begun_is_kept_if_the_next_ingress_fails_before_its_first_token(shared):
+    """Seed 270 of tests.days: its client was told that it had another answer."""
+    async with fake_api(store=shared) as api:
+        whole = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+        await until(lambda: not _live(api))
+    await change_record(shared, whole[0][0][:32], outputs=None)  # as if it had died before the end
+    async with fake_api(store=shared) as api:
+        api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
+        known = KEY | {"Last-Event-ID": whole[6][0]}
+        failed = await post(api, "completions", known, **PROMPT, stream=True)
+        assert failed.status_code == 500
+        api.engine.refusal = None
+        while (rest := await post(api, "completions", known, **PROMPT, stream=True)).status_code == 500:
+            pass  # until the store knows that it has failed
+        assert events_of(rest.text) == whole[7:]
+
+
 async def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
     with redis_server() as redis:
         async with fake_api(store=StoreConfig(url=redis.url)) as api:
