@@ -133,6 +133,8 @@ class KeyQuota:
         self._store, self._wall = store, wall
         self._all = limits.all()
         self.leased = LeasedQuota(holder, self._all, num_holders, wall())
+        self.on_charge: Callable[[], None] = lambda: None
+        """Called when a request is about to be charged, which may be long after it has come."""
         self._asking = asyncio.Lock()
         self._giving_back: asyncio.Task[None] | None = None
         self._has_freed = False
@@ -165,6 +167,7 @@ class KeyQuota:
     async def take(self, needs: Needs) -> Charge:
         """Charge a request with what it probably needs. Raises QuotaExceeded, and StoreUnavailable if nothing is known
         of a limit."""
+        self.on_charge()
         reached = True
         for last in (False, False, True):
             now = self._wall()
@@ -219,6 +222,7 @@ class KeyQuota:
 
     def begin(self, needs: Needs) -> Charge:
         """Charge a request that another ingress had admitted, whatever is left of the limits."""
+        self.on_charge()
         return self.leased.charge(needs, self._wall())
 
     def check_prompt(self, tokens: int) -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, RequestQuota, _current, record_key
 from deployments.quotas.limits import KeyLimits, Limit
@@ -70,12 +71,16 @@ class Quotas:
             key = self._keys[name] = KeyQuota(
                 name, limits, self._store, self._holder, self._num_ingresses, wall=self._wall
             )
+            key.on_charge = partial(self._keep, key)
         elif key.limits is not limits:
             key.change(limits)
+        return key
+
+    def _keep(self, key: KeyQuota) -> None:
+        """Write what has been spent of a key, until nothing is left to write."""
         self._used.add(key)
         if self._renewal is None or self._renewal.done():
             self._renewal = asyncio.create_task(self._renew())
-        return key
 
     async def _renew(self) -> None:
         """Write what has been spent, as long as there is something to write or to give back."""

@@ -14,9 +14,11 @@ from deployments.billing.bill import Bill, Used
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota, leased_quota
+from deployments.quotas import quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import KeyQuota, RequestQuota, RequestSize, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.memory import MemoryStore
@@ -191,6 +193,25 @@ async def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch:
         for _ in range(5):
             await client(api).completions.create(**ASKED)
         await until(lambda: not any("_renew" in repr(task) for task in asyncio.all_tasks()))
+
+
+async def test_what_a_request_uses_is_written_although_it_waited_long_before_it_was_charged(monkeypatch):
+    """Seed 9 of tests.days: nobody wrote any more when it was charged."""
+    monkeypatch.setattr(quotas_module, "RENEW_S", 0.01)
+    store = open_store(StoreConfig())
+    quotas = Quotas(store, {"small": KeyLimits(rpm_limit=9)})
+    quota = quotas.of("small")
+    await asyncio.sleep(0.05)  # as for its images
+    async with quota.charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+        pass
+
+    async def written() -> float:
+        (window,) = decode(await store.get(record_key("small")) or b"").windows.values()
+        return sum(share.spent for share in window.shares.values())
+
+    async with asyncio.timeout(20):
+        while await written() != 1.0:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
