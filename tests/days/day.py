@@ -108,6 +108,8 @@ class Day:
             disk=rng.choice([0, 0, 0, 20, 200]),
             tier_ttl_s=rng.choice([None, None, 3.0]),
         )
+        if (size.host or size.disk) and rng.random() < 0.7:  # blocks are evicted, and quicker to load than to compute
+            size = replace(size, num_blocks=24, block_s=min(size.block_s, 0.004), step_s=max(size.step_s, 0.02))
         if size.prefill and rng.random() < 0.2:
             size = replace(size, roles=True)
         if "suspend" in kinds:  # it matters while reads outlive leases
@@ -182,7 +184,7 @@ def _fault(rng: random.Random, asks: tuple[Ask, ...], kinds: tuple[str, ...], si
 
 def _ask(rng: random.Random, number: int, length_s: float, prefixes: list[tuple[int, ...]], size: Size) -> Ask:
     prompt = [rng.randrange(1, 64) for _ in range(rng.randrange(1, 16))]
-    if rng.random() < 0.6:
+    if rng.random() < (0.9 if size.host or size.disk else 0.6):
         prompt = [*rng.choice(prefixes), *prompt]
     elif rng.random() < 0.6:
         prompt += [rng.randrange(1, 64) for _ in range(36)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,7 +107,12 @@ class CountedKey(KeyQuota):
         self, part: QuotaPart, name: str, limits: KeyLimits, store: Any, holder: str, num_holders: int, wall: Any
     ):
         super().__init__(name, limits, store, holder, num_holders, wall)
+        self._number = len(part.books[name].leases)
         self.leased = CountedLease(part.books[name], part, holder, self._all, num_holders, wall())
+
+    def __hash__(self) -> int:
+        """The same whenever the day is lived through, since sets of keys are in the order of this."""
+        return zlib.crc32(f"{self.name} {self._number}".encode())
 
 
 @dataclass(frozen=True)

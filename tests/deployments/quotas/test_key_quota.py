@@ -202,7 +202,7 @@ async def test_what_a_request_uses_is_written_although_it_waited_long_before_it_
     quotas = Quotas(store, {"small": KeyLimits(rpm_limit=9)})
     quota = quotas.of("small")
     await asyncio.sleep(0.05)  # as for its images
-    async with quota.charged(Demand(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+    async with quota.charged(RequestSize(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
         pass
 
     async def written() -> float:
