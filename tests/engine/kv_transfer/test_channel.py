@@ -118,15 +118,21 @@ def remote_request_for(decode, handoff_id="h", address=None):
     )
 
 
+def accepted(decode: Engine, prefill: Engine) -> RemoteRequest:
+    """Return a request that the decode engine has opened, and that the prefill engine computes."""
+    remote_request = remote_request_for(decode)
+    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(remote_request))
+    return remote_request
+
+
 def first_of(remote_request):
     return FirstToken(7, None, hash_prompt(remote_request, BLOCK), 0)
 
 
 def test_kv_travels_between_two_engines_while_prefill_computes(engines):
     decode, prefill = engines("d", [FakeKVWorker(rank) for rank in range(2)]), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    remote_request = accepted(decode, prefill)
     source = prefill.workers[0].memory
     source.update({5: "one", 6: "two"})
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
@@ -148,9 +154,7 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
 
 def test_the_events_of_decode_tell_what_became_of_a_request(engines):
     decode, prefill = engines("d"), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    remote_request = accepted(decode, prefill)
     prefill.channel.submit(RefusePrefill(remote_request, "out of luck"))
     decode.wait_for_event()
     assert prefill.wait_for_event() == Closed("h", "cancelled")
@@ -163,9 +167,7 @@ def test_the_events_of_decode_tell_what_became_of_a_request(engines):
 
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True)]), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    accepted(decode, prefill)
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     (info,) = decode.channel.snapshot()
@@ -192,9 +194,7 @@ def test_a_failed_read_lets_the_pair_rest(engines):
 def test_an_engine_whose_agent_does_not_stop_must_end(engines):
     impatient = HandoffConfig(role="decode", heartbeat_s=0.1, progress_s=0.5)
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], impatient), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    accepted(decode, prefill)
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.submit(CancelHandoff("h"))
@@ -212,9 +212,7 @@ def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
 
 def test_a_prefill_engine_that_ends_says_so(engines):
     decode, prefill = engines("d"), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    accepted(decode, prefill)
     decode.wait_for_stats(lambda stats: "accept" in stats.phase_seconds)
     prefill.channel.close()
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "the engine ends")
@@ -222,9 +220,7 @@ def test_a_prefill_engine_that_ends_says_so(engines):
 
 def test_a_channel_closes_though_an_agent_does_not_answer(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)]), engines("p")
-    remote_request = remote_request_for(decode)
-    decode.channel.submit(OpenHandoff(remote_request, [20, 21, 22, 23]))
-    prefill.channel.submit(AcceptPrefill(remote_request))
+    accepted(decode, prefill)
     prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.close()

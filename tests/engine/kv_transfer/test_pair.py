@@ -21,6 +21,7 @@ from tests.engine.kv_transfer.pair import Pair
 from tests.engine.spec_decode.draft_checkpoints import HEADS, VOCAB, make_drafters
 from tests.fake_drafter import draft_always
 from tests.models import make_model
+from tests.products import slow
 
 BLOCK = 16
 RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
@@ -65,14 +66,19 @@ def steps(core: EngineCore) -> Iterator[list[int]]:
         yield from (event.delta.token_ids for event in core.step())
 
 
-@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
 def pair(request, ranks) -> Iterator[Pair]:
-    if request.param == "nixl":
+    transport = getattr(request, "param", "tcp")
+    if transport == "nixl":
         pytest.importorskip("nixl")
-    handoff = {"transport": request.param}
+    handoff = {"transport": transport}
     prefill = make_config("prefill", handoff=handoff, max_num_batched_tokens=64)
     with Pair(make_config("decode", handoff=handoff), prefill, ranks) as pair:
         yield pair
+
+
+# what happens to requests does not depend on how their KV travels, so most tests have one transport
+by_both = pytest.mark.parametrize("pair", ["tcp", *slow(["nixl"])], indirect=True)
 
 
 @pytest.fixture
@@ -91,11 +97,8 @@ def results(pair: Pair, result: str = "received") -> int:
 # -- the same tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "length",
-    [1, BLOCK, BLOCK + 1, 64, 300]
-    + [pytest.param(length, marks=pytest.mark.slow) for length in (5, BLOCK - 1, 2 * BLOCK, 63, 65)],
-)
+@by_both
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 64, 300, *slow([5, BLOCK - 1, 2 * BLOCK, 63, 65])])
 def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length):
     before = results(fresh)
     fresh.ingress.add(f"greedy {length}", prompt(length))
@@ -107,6 +110,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length)
     assert fresh.prefill.ended >= {remote_request.handoff_id for remote_request in fresh.remote_requests}
 
 
+@by_both
 def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
     prefill, block_bytes = fresh.prefill.server._core, fresh.decode.server._core.runner.kv_caches[0][0].nbytes
     before, step = fresh.decode.status.handoffs, prefill.step
@@ -190,7 +194,7 @@ def test_penalties_and_logprobs_hold_for_the_first_token_too(fresh, alone):
         assert (entry.token_id, entry.rank, len(entry.top)) == (delta.token_ids[0], 1, 2)
 
 
-@pytest.mark.parametrize("pair", [pytest.param("tcp", marks=pytest.mark.slow), "nixl"], indirect=True)
+@pytest.mark.parametrize("pair", [*slow(["tcp"]), "nixl"], indirect=True)
 def test_many_prompts_at_once(fresh, alone):
     lengths = [3 + 17 * i % 90 for i in range(24)]
     for i, length in enumerate(lengths):
@@ -255,6 +259,7 @@ def test_an_abort_before_the_prefill_request_is_taken_ends_the_request_at_once(f
     fresh.settle()
 
 
+@by_both
 @pytest.mark.parametrize("after_batches", [0, 1, 2, 3])
 def test_an_abort_at_any_later_step_frees_both_engines(fresh, alone, after_batches):
     name = f"aborted after {after_batches}"

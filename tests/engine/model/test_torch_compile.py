@@ -40,6 +40,13 @@ ONE = TPGroup.single()
 # chunks and single tokens, and every number of tokens only once; 48 and 64 are widths of the models
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}, {2: [3]}, {3: list(range(48))}, {4: list(range(64))}]
 
+# those with latent attention and of Gemma 3n's layers are refused (rank_setup.check_layers)
+COMPILED = [
+    name
+    for name, (kind, fields) in FAMILIES.items()
+    if not kind.startswith(("Gemma3n", "Gemma4")) and "kv_lora_rank" not in fields
+]
+
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
@@ -87,14 +94,14 @@ def check_same_logits(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith(("gemma3n", "gemma4"))])
+@pytest.mark.parametrize("family", COMPILED)
 @pytest.mark.usefixtures("traced")
 def test_a_traced_model_has_the_logits_of_the_plain_one_for_any_number_of_tokens(family, folder_of):
     check_same_logits(folder_of(family))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v32", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("inductor")
 def test_a_compiled_model_has_the_logits_of_the_plain_one_for_any_number_of_tokens(family, folder_of):
     check_same_logits(folder_of(family))

@@ -36,15 +36,21 @@ def evicted(harness: TierHarness) -> None:
     harness.scheduler.kv_cache.clear_cache()
 
 
+def with_evicted(**options) -> TierHarness:
+    """Return an engine that has the blocks of PROMPT in its tiers only."""
+    harness = make(**options)
+    stored(harness)
+    evicted(harness)
+    return harness
+
+
 def cached(harness: TierHarness, name: str) -> int:
     return next(event.delta.num_cached_tokens for event in [harness.finished[name]])
 
 
 @pytest.mark.parametrize("tiers", [{"disk_blocks": 100}, {"host_slots": 100, "disk_blocks": 0}, {"host_slots": 2}])
 def test_a_prompt_whose_blocks_were_evicted_is_not_computed_again(tiers):
-    harness = make(**tiers)
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(**tiers)
     harness.add("again", [*PROMPT, 7], max_tokens=4)
     before = len(harness.plans)
     harness.run()
@@ -54,9 +60,7 @@ def test_a_prompt_whose_blocks_were_evicted_is_not_computed_again(tiers):
 
 
 def test_the_answer_of_a_turn_comes_up_with_its_prompt():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("next turn", PROMPT + harness.outputs["first"] + [9, 9, 9], max_tokens=2)
     before = len(harness.plans)
     harness.run()
@@ -65,9 +69,7 @@ def test_the_answer_of_a_turn_comes_up_with_its_prompt():
 
 
 def test_others_are_computed_while_a_request_waits_for_its_blocks():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("waits", [*PROMPT, 7])
     harness.add("other", [30, 31], max_tokens=2)
     assert harness.step() is not None
@@ -78,9 +80,7 @@ def test_others_are_computed_while_a_request_waits_for_its_blocks():
 
 
 def test_a_request_waits_for_blocks_that_come_for_another():
-    harness = make(num_blocks=16)
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(num_blocks=16)
     for name in ("one", "two"):
         harness.add(name, [*PROMPT, 7], max_tokens=1)
     harness.step()
@@ -90,9 +90,7 @@ def test_a_request_waits_for_blocks_that_come_for_another():
 
 
 def test_after_the_deadline_the_prompt_is_computed_and_late_blocks_are_cached():
-    harness = make(num_blocks=16)
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(num_blocks=16)
     harness.add("late", [*PROMPT, 7], max_tokens=1)
     harness.step()
     (number,) = harness.moving
@@ -105,9 +103,7 @@ def test_after_the_deadline_the_prompt_is_computed_and_late_blocks_are_cached():
 
 
 def test_a_block_that_cannot_be_read_is_computed_and_forgotten():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     lost = next(iter(harness.disk))  # tails go down first
     del harness.disk[lost]
     harness.add("again", [*PROMPT, 7], max_tokens=1)
@@ -134,9 +130,7 @@ def test_a_full_disk_is_left_alone_for_a_while():
 
 
 def test_a_hit_that_is_too_short_is_computed():
-    harness = make(min_tokens=21)
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(min_tokens=21)
     harness.add("again", [*PROMPT, 7], max_tokens=1)
     harness.run()
     assert harness.offloading.stats.hit_tokens == 0
@@ -157,9 +151,7 @@ def test_a_slow_disk_is_used_only_where_computing_is_slower():
 
 
 def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("leaves", [*PROMPT, 7])
     harness.step()
     harness.abort("leaves")
@@ -168,9 +160,7 @@ def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
 
 
 def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("moves", [*PROMPT, 7])
     harness.step()
     (event,) = harness.scheduler.move(1, harness.now)
@@ -180,9 +170,7 @@ def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
 
 
 def test_another_salt_and_another_adapter_find_nothing():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("salted", [*PROMPT, 7], max_tokens=1, cache_salt="mine")
     harness.run()
     assert harness.offloading.stats.hit_tokens == 0
@@ -211,9 +199,7 @@ def test_what_was_cleared_is_nowhere():
 def test_a_request_that_moves_here_waits_for_no_tier():
     """The engine that it left holds its KV for a lease only."""
     peer = Peer("here", "tcp://127.0.0.1:1", 1)
-    harness = make(handoffs=HandoffManager(None, peer, "print"))
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(handoffs=HandoffManager(None, peer, "print"))
     harness.add("moves", [*PROMPT, 7], kv_source=KVSource("a/1.1", peer))
     harness.step()
     (opened,) = harness.scheduler.handoffs.actions
@@ -225,9 +211,7 @@ def test_a_request_that_moves_here_waits_for_no_tier():
 
 
 def test_requests_that_wait_for_blocks_of_a_tier_count_as_waiting():
-    harness = make(max_waiting=1)
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted(max_waiting=1)
     harness.add("waits", [*PROMPT, 7])
     harness.step()
     assert harness.scheduler.queue.live["waits"].state is State.LOADING_KV
@@ -238,9 +222,7 @@ def test_requests_that_wait_for_blocks_of_a_tier_count_as_waiting():
 
 
 def test_what_is_cleared_while_it_moves_is_nowhere():
-    harness = make()
-    stored(harness)
-    evicted(harness)
+    harness = with_evicted()
     harness.add("loads", [*PROMPT, 7], max_tokens=1)
     harness.step()
     harness.scheduler.clear_cache()
