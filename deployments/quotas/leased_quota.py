@@ -153,7 +153,8 @@ class LeasedQuota:
         for name, limit in self._limits.items():
             tally = self._tallies[name]
             need = _need(limit, needs)
-            tally.wanted = max(0.0, tally.wanted + sign * need)
+            wanted = tally.wanted + sign * need
+            tally.wanted = wanted if wanted >= LEAST / 2 else 0.0  # sums of floats hardly ever come back to 0
             tally.largest = max(tally.largest, need) if tally.wanted else 0.0
 
     @property

@@ -445,6 +445,17 @@ def test_an_ingress_without_requests_gives_back_everything_and_has_nothing_more_
     assert shared.taken("max_budget/1d") == pytest.approx(0.3)
 
 
+def test_a_key_for_which_nobody_waits_any_more_is_settled_whatever_the_sums_of_costs_are():
+    """Seed 317 of tests.days: 0.1 + 0.2 + 0.3 - 0.3 - 0.2 - 0.1 is not 0, and its ingress wrote for ever."""
+    shared = Shared(KeyLimits(budget_limits=(BUDGET,)), "a")
+    quota = shared.quotas["a"]
+    for sign, amounts in ((1, (0.1, 0.2, 0.3)), (-1, (0.1, 0.2, 0.3))):
+        for amount in amounts:
+            quota.want({"engine_seconds": amount}, sign)
+    shared.exchange("a")
+    assert quota.is_settled
+
+
 def test_what_is_given_back_is_not_spent_although_the_store_has_not_answered():
     shared = Shared(KeyLimits(rpm_limit=10))
     for _ in range(3):
