@@ -283,6 +283,7 @@ class EngineCore:
     def _finish_step(self) -> list[Event]:
         """Wait for the oldest step in flight, and record its result."""
         step = self._in_flight.popleft()
+        self.tape.settle()  # while the step computes
         launched = step.launched
         result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
         went_on_at = self._launcher.went_on_at

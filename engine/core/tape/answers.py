@@ -37,7 +37,8 @@ class EndOfAnswers(Exception):
 class AnswerLog(Protocol):
     """Where answers are recorded."""
 
-    answers: bytearray
+    pending_answers: list[bytes | Sequence[int]]
+    """The newest: in bytes, or the tokens that a drafter has proposed."""
 
     def hashes(self, order: int, hashes: list[bytes]) -> None: ...
 
@@ -73,21 +74,28 @@ class Answers:
 
 
 class TapedDrafter:
-    """Records how many tokens a drafter proposes, and how many of them the vocabulary has."""
+    """Records what a drafter proposes."""
 
-    def __init__(self, drafter: SequenceDrafter, log: AnswerLog, vocab_size: int):
-        self._drafter, self._log, self._vocab_size = drafter, log, vocab_size
+    def __init__(self, drafter: SequenceDrafter, log: AnswerLog):
+        proposed, record = drafter.propose, log.pending_answers.append
 
-    def propose(self, limit: int) -> Sequence[int]:
-        found = self._drafter.propose(limit)[:MOST]
-        valid = len(found)
-        if found and not 0 <= min(found) <= max(found) < self._vocab_size:
-            valid = sum(1 for _ in takewhile(lambda token: 0 <= token < self._vocab_size, found))
-        self._log.answers += bytes((len(found), valid))
-        return found
+        def propose(limit: int) -> Sequence[int]:
+            record(found := proposed(limit))
+            return found
+
+        self.propose = propose  # a closure, since each step calls it for each sequence
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayedDrafter, ()
+
+
+def proposal(tokens: Sequence[int], vocab_size: int) -> bytes:
+    """Return how many tokens a drafter has proposed, and how many of them the vocabulary has."""
+    found = tokens[:MOST]
+    valid = len(found)
+    if found and not 0 <= min(found) <= max(found) < vocab_size:
+        valid = sum(1 for _ in takewhile(lambda token: 0 <= token < vocab_size, found))
+    return bytes((len(found), valid))
 
 
 class ReplayedDrafter:
@@ -105,11 +113,11 @@ class ReplayedDrafter:
 class DrafterWatch:
     """Makes a Speculator's new drafters TapedDrafters."""
 
-    def __init__(self, log: AnswerLog, vocab_size: int):
-        self._log, self._vocab_size = log, vocab_size
+    def __init__(self, log: AnswerLog):
+        self._log = log
 
     def __call__(self, drafter: SequenceDrafter) -> TapedDrafter:
-        return TapedDrafter(drafter, self._log, self._vocab_size)
+        return TapedDrafter(drafter, self._log)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayedWatch, ()
@@ -169,9 +177,8 @@ class TapedGrammar:
     def waits(self, in_flight: int) -> bool:
         waits = self._grammar.waits(in_flight)
         if not in_flight:
-            self._log.answers.append(0 if waits else 1)
-            if not waits:
-                self._log.answers += bytes((self._grammar.forced, len(self._grammar.drafts)))
+            told = b"\0" if waits else bytes((1, self._grammar.forced, len(self._grammar.drafts)))
+            self._log.pending_answers.append(told)
         return waits
 
     def accept(self, token: int) -> None:
@@ -217,7 +224,7 @@ class TapedLinks:
     def __call__(self) -> Collection[str]:
         found = self.quarantined()
         text = "\n".join(found).encode()[: 256 * 256 - 1]
-        self._log.answers += len(text).to_bytes(2, "big") + text
+        self._log.pending_answers.append(len(text).to_bytes(2, "big") + text)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

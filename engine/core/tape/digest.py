@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.wire.plan import StepPlan
+from engine.wire.plan import BlockChange, StepPlan
 
 NOTHING = 0
 """Digest of a step that computes nothing."""
@@ -22,11 +22,16 @@ def digest(plan: StepPlan | None) -> int:
     if plan is None:
         return NOTHING
     starts, blocks = plan.starts, plan.blocks
-    if plan.added or plan.drafts or not plan.step & WHOLE - 1:
-        rows = tuple(plan.slots), tuple(starts), tuple(plan.counts), tuple(plan.samples), _rare(plan)
-        return hash((plan.step, rows, *[(change.slot, *change.blocks) for change in blocks])) & 0x7FFFFFFF or 1
+    if not (plan.added or plan.drafts or not plan.step & WHOLE - 1):
+        return digest_of_last(len(starts), starts[-1], plan.counts[-1], blocks)
+    rows = tuple(plan.slots), tuple(starts), tuple(plan.counts), tuple(plan.samples), _rare(plan)
+    return hash((plan.step, rows, *[(change.slot, *change.blocks) for change in blocks])) & 0x7FFFFFFF or 1
+
+
+def digest_of_last(num_rows: int, start: int, count: int, blocks: list[BlockChange]) -> int:
+    """Return the digest of a step that only goes on. start, count: of its last row."""
     change = (blocks[-1].slot, *blocks[-1].blocks) if blocks else 0
-    return hash((len(starts), starts[-1], plan.counts[-1], len(blocks), change)) & 0x7FFFFFFF or 1
+    return hash((num_rows, start, count, len(blocks), change)) & 0x7FFFFFFF or 1
 
 
 def _rare(plan: StepPlan) -> object:

@@ -25,7 +25,7 @@ from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedLinks, TapedNames
-from engine.core.tape.digest import UNFINISHED, digest
+from engine.core.tape.digest import NOTHING, UNFINISHED, WHOLE, digest, digest_of_last
 from engine.core.tape.inputs import (
     Aborted,
     AdapterNumbered,
@@ -65,6 +65,7 @@ from engine.core.tape.ring import (
     Ring,
     Segment,
     hashes_entry,
+    record_entry,
 )
 from engine.core.tape.shared_copy import NoCopy, open_copy
 from engine.core.tape.snapshot import dump
@@ -74,11 +75,13 @@ from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import HeldPrompt, PrefillReplica
-from engine.wire.plan import ON_DEVICE, StepPlan, StepResult
+from engine.wire.plan import ON_DEVICE, BlockChange, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason
 
 logger = logging.getLogger(__name__)
+
+SETTLED = 16  # entries to encode at a time: some eight steps
 
 
 class NoTape:
@@ -86,6 +89,9 @@ class NoTape:
 
     def take(self) -> bytes:
         return b""
+
+    def settle(self) -> None:
+        pass
 
     def keep(self, error: Exception) -> None:
         pass
@@ -98,7 +104,8 @@ class Tape:
     """Records the calls of a scheduler in a ring, so that Replay can make them again.
 
     It puts its own methods in front of the scheduler's methods that change anything (`_attach`), on this one object.
-    Calls that the scheduler makes of its own parts are not recorded. The two calls of a step take 30 bytes.
+    Calls that the scheduler makes of its own parts are not recorded. The two calls of a step take 30 bytes. They only
+    keep plan and result, which nobody changes any more; `settle` encodes them.
     """
 
     period_s = 1.0
@@ -128,23 +135,16 @@ class Tape:
             role=role,
             segments=[],
         )
-        self._ring = Ring(max_bytes)
+        self._ring = Ring(max_bytes, scheduler.limits.vocab_size)
         self._copy = NoCopy() if shared_root is None else open_copy(self._head, shared_root)
-        self._vocab_size, self._live, self._planned = (
-            scheduler.limits.vocab_size, scheduler.queue.live, scheduler.planned
-        )  # fmt: skip
+        self._vocab_size, self._live = scheduler.limits.vocab_size, scheduler.queue.live
         self._num_others = 0  # lists of hashes that are not those of a request's blocks
         self._names: TapedNames | None = None  # of blocks in tiers
         self._with_links: list[Any] = []  # parts that ask for quarantined engines
-        #: Live holds: an idle engine ends them too, and moves them to its tiers.
-        self._held = scheduler.holds.table.by_end if isinstance(scheduler.holds, Holds) else {}
-        self._look_at = -math.inf  # time of the next update of the copy
         self._busy = False  # whether a call is under way, so that further ones come from the scheduler itself
-        self._step_s = self._draft_s = 0.0  # of the step whose commit follows
+        self._spent = 0.0, 0.0  # seconds of the step whose commit follows, and of its drafter
         self._ended: list[tuple[Request, FinishReason]] = []  # by the call that is under way
         self._covered: list[tuple[object, str]] = []
-        # of the scheduler; they are covered without arguments, since each step makes these calls
-        self._plan, self._end_step = scheduler.schedule, scheduler.commit
         #: Whether steps can yield more than one token for each sequence, or tokens for other engines.
         self._has_details = not isinstance(scheduler.speculation, NoSpeculation)
         self._attach()
@@ -154,6 +154,11 @@ class Tape:
         """Return the tape: an EngineTape in msgpack. Its hashes have no key yet (tape_with_key). Empty if the
         scheduler's state could not be written."""
         return msgspec.msgpack.encode(self._tape()) if self._ring.segments else b""
+
+    def settle(self) -> None:
+        """Encode the newest steps, once there are some. Called while a step computes, when the loop has time."""
+        if len(self._ring.pending) + len(self._ring.pending_answers) >= SETTLED:
+            self._ring.settle()
 
     def keep(self, error: Exception) -> None:
         """Write the tape to a file, because the step loop has failed. Does nothing if another rank is gone, since the
@@ -173,6 +178,7 @@ class Tape:
         self._copy.close()
 
     def _tape(self, cause: Cause = "asked", reason: str = "") -> EngineTape:
+        self._ring.settle()
         *closed, newest = self._ring.segments
         # blocks of these requests may be matched, and no entry tells their hashes yet
         told = b"".join(hashes_entry(request.order[1], request.prefix.hashes) for request in {*self._unfinished()})
@@ -189,9 +195,9 @@ class Tape:
         yield from self._live.values()
         yield from self._scheduler.handoffs.receiving.values()
 
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         """Update the copy, and begin another segment if the newest is long enough."""
-        self._look_at = now + self.period_s
+        self._ring.settle()
         if self._copy.is_open:
             self._copy.update(self._ring.entries, self._ring.answers, self._unfinished())
         if self._ring.is_due:
@@ -233,41 +239,70 @@ class Tape:
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def _schedule(self, now: float) -> StepPlan | None:
-        works = bool(self._held) or self._names is not None
-        try:
-            plan = self._plan(now)
-        except BaseException:
-            self._ring.entries += PLAN.pack(PLANNED, now, UNFINISHED)
-            raise
-        if plan is not None or works or self._scheduler.has_work:  # else the engine is idle
-            self._ring.entries += PLAN.pack(PLANNED, now, digest(plan))
-        if now >= self._look_at:
-            self._look(now)
-        return plan
+    def _cover_steps(self) -> None:
+        """Put functions in front of the two calls of a step. They have all that they need in their closures, since a
+        step has just used the CPU's caches for other things, so that each attribute of the tape would cost a miss."""
+        scheduler, ring, ended, detailed = self._scheduler, self._ring, self._ended, self._detailed
+        plan_step, end_step, planned = scheduler.schedule, scheduler.commit, scheduler.planned
+        later = ring.pending.append
+        #: Live holds: an idle engine ends them too, and moves them to its tiers.
+        held = scheduler.holds.table.by_end if isinstance(scheduler.holds, Holds) else {}
+        has_tiers, look_at, whole = self._names is not None, -math.inf, WHOLE - 1
 
-    def _commit(self, result: StepResult, now: float) -> list[Event]:
-        plan, requests = self._planned[0]
-        try:
-            events = self._end_step(result, now)
-        finally:
-            self._ring.entries += COMMIT.pack(COMMITTED, now, self._step_s)
-            if self._has_details or result.pooled:
-                self._ring.record(self._details(plan, requests, result))
-        if self._ended:
-            self._tell_ended(requests, result, events)
-        return events
+        def schedule(now: float) -> StepPlan | None:
+            nonlocal look_at
+            works = True if held else has_tiers
+            try:
+                plan = plan_step(now)
+            except BaseException:
+                later(PLAN.pack(PLANNED, now, UNFINISHED))
+                raise
+            if plan is None:
+                if works or planned or scheduler.has_work:  # else the engine is idle
+                    later((PLAN.pack, PLANNED, now, NOTHING))
+                if not planned:  # nobody calls `settle` before the next step
+                    ring.settle()
+            elif plan.added or plan.drafts or not plan.step & whole:
+                later((planned_entry, now, plan))
+            else:  # keep no more of the plan than its digest needs
+                starts = plan.starts
+                later((goes_on_entry, now, len(starts), starts[-1], plan.counts[-1], plan.blocks))
+            if now >= look_at:
+                look_at = now + self.period_s
+                self._look()
+            return plan
 
-    def _details(self, plan: StepPlan, requests: list[Request], result: StepResult) -> CommitDetails:
+        def commit(result: StepResult, now: float) -> list[Event]:
+            step = planned[0]
+            try:
+                events = end_step(result, now)
+            finally:
+                if self._has_details or result.pooled:
+                    later((detailed, step, result, now, self._spent))
+                else:
+                    later((COMMIT.pack, COMMITTED, now, self._spent[0]))
+            if ended:
+                self._tell_ended(step[1], result, events)
+            return events
+
+        scheduler.schedule, scheduler.commit = schedule, commit  # type: ignore[method-assign]
+        self._covered += [(scheduler, "schedule"), (scheduler, "commit")]
+
+    def _detailed(
+        self, step: tuple[StepPlan, list[Request]], result: StepResult, now: float, spent: tuple[float, float]
+    ) -> bytes:
+        """Return the entries of a committed step that has details."""
+        plan, requests = step
         counts = bytes(map(len, result.tokens)) if plan.drafts or result.pooled else b""
         mine = [i for i, request in enumerate(requests) if request.asked_by and result.tokens[i]]
-        return CommitDetails(
-            draft_s=self._draft_s,
+        details = CommitDetails(
+            draft_s=spent[1],
             counts=counts,
             errors={i: result.tokens[i][0] for i in mine if result.tokens[i][0] < 0},
             pooled={i: bool(pooled) for i, pooled in result.pooled.items()},
             proposed={i: [self._kind(token) for token in tokens] for i, tokens in result.drafts.items()},
         )
+        return COMMIT.pack(COMMITTED, now, spent[0]) + record_entry(details)
 
     def _kind(self, token: int) -> int:
         return token if token == ON_DEVICE else ORDINARY if 0 <= token < self._vocab_size else NO_TOKEN
@@ -286,7 +321,7 @@ class Tape:
         self._ring.record(Ended(order, request.request_id, reason, request.num_output, row, kept, token))
 
     def _observe_step(self, observe: Callable[..., None], work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
-        self._step_s, self._draft_s = seconds, draft_s
+        self._spent = seconds, draft_s
         observe(work, seconds, draft_s)
 
     def _observe_finished(
@@ -311,8 +346,6 @@ class Tape:
         of_handoffs: dict[str, Callable[..., Any]] = {
             "set_prefill_replicas": self._set_replicas, "switch": self._switch, "stuck": self._stuck
         }  # fmt: skip
-        scheduler.schedule, scheduler.commit = self._schedule, self._commit  # type: ignore[method-assign]
-        self._covered += [(scheduler, "schedule"), (scheduler, "commit")]
         self._cover(scheduler, of_scheduler)
         self._cover(scheduler.handoffs, of_handoffs)
         self._cover(scheduler.holds, {"release": self._release, "give": self._give})
@@ -335,7 +368,7 @@ class Tape:
             self._cover(images, {"set_replicas": self._set_encoders})
             self._cover(images.channel, {"events": self._image_events})
             self._with_links.append(images)
-        scheduler.speculation.watch = DrafterWatch(self._ring, self._vocab_size)
+        scheduler.speculation.watch = DrafterWatch(self._ring)
         if (policy := scheduler.handoffs.policy) is not None:
             self._with_links.append(policy)
         if isinstance(fetching, KVFetching):
@@ -343,6 +376,7 @@ class Tape:
             self._with_links.append(fetching)
         for part in self._with_links:
             part.quarantined = TapedLinks(part.quarantined, self._ring)
+        self._cover_steps()
 
     def _cover(self, part: object, methods: dict[str, Callable[..., Any]]) -> None:
         """Put these methods in front of those of an object, which they get as their first argument."""
@@ -449,7 +483,7 @@ class Tape:
         answered(found, now)
 
     def _take_commands(self, take: Callable[..., list[TierCommand]], now: float) -> list[TierCommand]:
-        self._ring.entries += TAKE.pack(COMMANDS, now)
+        self._ring.pending.append(TAKE.pack(COMMANDS, now))
         return take(now)
 
     def _update_fetches(self, update: Callable[..., None], now: float) -> None:
@@ -488,6 +522,15 @@ class Tape:
     def _loaded(self, call: Callable[..., LoRARequest | None], number: int, failed: bool) -> LoRARequest | None:
         found: LoRARequest | None = self._call(AdapterRead(number, failed), call, number, failed)
         return found
+
+
+def planned_entry(now: float, plan: StepPlan) -> bytes:
+    return PLAN.pack(PLANNED, now, digest(plan))
+
+
+def goes_on_entry(now: float, num_rows: int, start: int, count: int, blocks: list[BlockChange]) -> bytes:
+    """Return the entry of a step that only goes on. The arguments are those of digest_of_last."""
+    return PLAN.pack(PLANNED, now, digest_of_last(num_rows, start, count, blocks))
 
 
 @cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from struct import Struct
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from engine.core.tape.answers import proposal
 from engine.core.tape.inputs import Record
 from engine.core.tape.snapshot import hashes_with_key, with_key
 
@@ -21,6 +23,7 @@ TAKE = Struct("<Bd")  # kind, time
 SIZES = {PLANNED: PLAN.size, COMMITTED: COMMIT.size, COMMANDS: TAKE.size}  # of entries without a HEAD
 REQUEST = Struct("<q")  # number of arrival; then the hashes
 SEGMENTS = 8  # in a full ring
+ENCODE = msgspec.msgpack.Encoder().encode
 SNAPSHOT_SHARE = 4  # a segment is this many times as long as the state at its beginning
 
 Cause = Literal["asked", "failed", "ended", "late"]
@@ -56,16 +59,24 @@ class EngineTape(msgspec.Struct, kw_only=True):
 
 
 class Ring:
-    """The newest segments. Segments are dropped as a whole, the oldest first."""
+    """The newest segments. Segments are dropped as a whole, the oldest first.
 
-    def __init__(self, max_bytes: int):
+    Entries are `pending` until `settle` encodes them, so that a step only leaves references to what it has made.
+    """
+
+    def __init__(self, max_bytes: int, vocab_size: int = 0):
+        """vocab_size: of the model, for what drafters propose."""
+        self._vocab_size = vocab_size
         self.segments: deque[Segment] = deque()
         self.entries = self.answers = bytearray()  # of the newest segment
+        #: Its further entries: each in bytes, or a function that returns the bytes, and arguments that never change.
+        self.pending: list[bytes | tuple[Any, ...]] = []
+        self.pending_answers: list[bytes | Sequence[int]] = []
         self.max_bytes, self._closed_bytes, self.limit = max_bytes, 0, 0
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, state: bytes, now: float) -> None:
         """Begin a segment. `limit` is then the number of its bytes from which the next one is due."""
+        self.settle()
         self._closed_bytes += len(self.entries) + len(self.answers)
         self.entries, self.answers = bytearray(), bytearray()
         self.segments.append(Segment(now, state, self.entries, self.answers))  # type: ignore[arg-type]  # they grow
@@ -84,14 +95,30 @@ class Ring:
         """Drop everything."""
         self.segments.clear()
         self.entries = self.answers = bytearray()
+        self.pending.clear()
+        self.pending_answers.clear()
+
+    def settle(self) -> None:
+        """Encode what is pending."""
+        entries, answers = self.entries, self.answers
+        for entry in self.pending:
+            entries += entry if isinstance(entry, bytes) else entry[0](*entry[1:])
+        for answer in self.pending_answers:
+            answers += answer if isinstance(answer, bytes) else proposal(answer, self._vocab_size)
+        self.pending.clear()
+        self.pending_answers.clear()
 
     def record(self, record: Record) -> None:
-        data = self._encode(record)
-        self.entries += HEAD.pack(RECORD, len(data)) + data
+        self.pending.append(record_entry(record))
 
     def hashes(self, order: int, hashes: list[bytes]) -> None:
         """Record the hashes of a request's blocks."""
-        self.entries += hashes_entry(order, hashes)
+        self.pending.append(hashes_entry(order, hashes))
+
+
+def record_entry(record: Record) -> bytes:
+    data = ENCODE(record)
+    return HEAD.pack(RECORD, len(data)) + data
 
 
 def hashes_entry(order: int, hashes: list[bytes]) -> bytes:

@@ -15,7 +15,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.tape import replay as replay_module
 from engine.core.tape import snapshot
 from engine.core.tape.answers import Answers
-from engine.core.tape.recorder import NoTape
+from engine.core.tape.recorder import SETTLED, NoTape
 from engine.core.tape.replay import Diverged, Failed, Replay
 from engine.core.tape.ring import EngineTape, Ring, tape_with_key
 from engine.spec_decode.ngram import NgramDrafter
@@ -195,6 +195,19 @@ def test_grammars_and_stop_tokens_end_requests_again(make_core):
     go(core)
     found = replayed(core)
     assert found.scheduler.totals.finished["stop"] >= 1
+
+
+def test_steps_are_encoded_some_at_a_time_and_an_idle_engine_has_none_left(make_core):
+    core = make_core()
+    add(core, "a", [5, 6, 7, 8, 9], max_tokens=60)
+    pending, most = core.tape._ring.pending, 0
+    while core.has_work:
+        core.step()
+        most = max(most, len(pending))
+    assert 4 < most < 2 * SETTLED
+    core.step()
+    assert not pending
+    replayed(core)
 
 
 def test_a_tape_taken_while_requests_run_replays_up_to_there(make_core):
