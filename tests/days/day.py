@@ -151,6 +151,7 @@ class Day:
     def only_losses(self) -> bool:
         """Whether nothing is wrong but a few lost messages, all of which are sent again."""
         own_will = all(fault.kind in ("move", "reset cache", "switch role") for fault in self.faults)
+        own_will &= not any(isinstance(plan, autoscaler.Scaling) for plan in self.parts)  # which ends replicas
         return own_will and 0 < self.loss <= FEW and self.late_s < self.size.lease_s / 20
 
     @property
