@@ -147,6 +147,12 @@ def test_no_rank_adopts_more_experts_of_one_engine_than_is_foreseen(layer):
                 assert max(adopted) <= most_adopted(size, len(placement), lost, slots if movable else 0)
 
 
+def test_an_engine_may_hold_the_only_copies_of_all_its_experts():
+    after = adopt([[4, 5, 6, 7]] * 3, 8, equal=True)  # four are so popular that each other rank has copies of them
+    assert max(len(now) - now.count(EMPTY) - 4 for now in after) == most_adopted(8, 4, 1, 4) == 2
+    assert most_adopted(8, 4, 1) == 1, "if each rank holds its own"
+
+
 def test_experts_that_are_adopted_go_to_ranks_with_few_slots_and_neighbours_stay_together():
     assert adopt([[0, 1], [4, 5]], 6) == [[0, 1, 2], [4, 5, 3]]
     assert adopt([[0, 1, 2, 3], [6, 7]], 8) == [[0, 1, 2, 3], [6, 7, 4, 5]]

@@ -24,8 +24,10 @@ from engine.model.expert_parallel import check_experts, choose_backend
 from engine.model.expert_split import split_experts
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
+from engine.runner.rank_setup import RankSetup
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.test_expert_parallel import MIXTURES, QUICK
+from tests.late_device import LateDevice
 from tests.models import make_model
 from tests.products import each_once, in_turns, pairwise, slow
 from tests.ranks import make_ranks, on_all
@@ -176,6 +178,14 @@ def test_what_data_parallel_engines_do_not_support_is_refused_by_name(options, e
 def test_auto_takes_the_exchange_with_fewest_bytes_where_their_number_matters_most(ranks, graphs, backend, why):
     assert choose_backend("auto", 256, 8, ranks, graphs=graphs) == (backend, why)
     assert choose_backend("alltoall", 256, 8, ranks, graphs=graphs) == ("alltoall", "it is configured")
+
+
+def test_stages_of_engines_on_gpus_are_refused_since_they_could_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: LateDevice())
+    config = EngineConfig(data_parallel=2, expert_parallel=True, pipeline_parallel=2)
+    model = ModelConfig.from_folder(make_model(tmp_path, "qwen3_moe"))
+    with pytest.raises(ConfigError, match="pipeline_parallel must be 1 on a GPU with data_parallel above 1"):
+        RankSetup.of(config, model, tmp_path, TPGroup.single())
 
 
 def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():
