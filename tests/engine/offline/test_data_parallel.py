@@ -138,7 +138,7 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"dtype": "float32", "determinism": None}),
     ("qwen3_moe", {"dtype": "float32", "speculative": NGRAM}),
     ("qwen3_moe", {"dtype": "float32", "overlap": False}),
-    ("qwen3_moe", {"dtype": "float32", "tensor_parallel": 2}),
+    ("qwen3_moe", {"dtype": "float32", "tensor_parallel": 2, "all2all_backend": "alltoall"}),
     ("qwen3_moe", {"dtype": "float32", "pipeline_parallel": 3}),
     ("deepseek_v3", {"dtype": "bfloat16"}),
     ("qwen3_next", {"dtype": "bfloat16"}),
