@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from functools import cache
 from math import inf
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -23,13 +24,24 @@ T = TypeVar("T")
 
 def check_choices(config: Any, section: str = "") -> None:
     """Raise ConfigError for a field whose value is not among the choices of its Literal type."""
-    for key, hint in get_type_hints(type(config)).items():
-        value, kinds = getattr(config, key), (hint, *get_args(hint))
-        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        if choices and value not in choices and not (value is None and NoneType in kinds):
-            left_out = ", or left out" if NoneType in kinds else ""
+    for key, choices, may_be_left_out in _choices(type(config)):  # type: ignore[arg-type]  # a type is hashable
+        value = getattr(config, key)
+        if value not in choices and not (value is None and may_be_left_out):
+            left_out = ", or left out" if may_be_left_out else ""
             limit = f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{left_out}"
             raise ConfigError(f"{section}{key}", value, limit)
+
+
+@cache
+def _choices(config: type) -> list[tuple[str, list[str], bool]]:
+    """Return the fields of a Literal type: name, choices, and whether it may be None."""
+    found = []
+    for key, hint in get_type_hints(config).items():
+        kinds = hint, *get_args(hint)
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if choices:
+            found.append((key, choices, NoneType in kinds))
+    return found
 
 
 def check_limits(config: Any, limits: dict[str, str], section: str = "") -> None:
