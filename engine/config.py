@@ -221,9 +221,9 @@ class EngineConfig:
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
     tape_mib: int = option(
-        0,
+        8,
         "MiB of memory for the newest part of the tape, from which `manta replay` shows every decision of the "
-        "scheduler, such as 16; 0 for none (docs/replay.md).",
+        "scheduler, and as much of `/dev/shm`; 0 for none (docs/replay.md).",
     )
     tape_dir: str | None = option(
         None,
