@@ -272,6 +272,7 @@ def _engine_options(section: ModelSection) -> Json:
     options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
         options |= {"tensor_parallel": 1, "data_parallel": 1, "enable_eplb": False}
+        options |= {"enable_elastic_ep": False, "all2all_backend": "auto"}
     return options
 
 

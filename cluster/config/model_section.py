@@ -219,7 +219,8 @@ class ModelSection(Section):
         if role == "encode":  # not as in the other pools
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
             options["pipeline_parallel"], options["pipeline_layers"], options["data_parallel"] = 1, None, 1
-            options["enable_lora"] = options["enable_eplb"] = False
+            options["enable_lora"] = options["enable_eplb"] = options["enable_elastic_ep"] = False
+            options["all2all_backend"] = "auto"
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **self._handoff_options)
         return EngineConfig(model=self.model, handoff=self._handoff_config(role), **options)

@@ -230,6 +230,10 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
     (model,) = AppConfig.parse({"models": [{**MODEL, "encode": {}, "handoff": {"lease_s": 9}}]}).models
     assert list(model.pools) == ["decode", "encode"]
     assert model.engine_config().handoff is None and model.engine_config().encode.lease_s == 9
+    shared = {"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, "all2all_backend": "alltoall"}
+    (model,) = AppConfig.parse({"models": [{**MODEL, "engine": shared, "encode": {}}]}).models
+    encode = model.engine_config("encode")
+    assert (encode.data_parallel, encode.enable_elastic_ep, encode.all2all_backend) == (1, False, "auto")
 
 
 def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_both():

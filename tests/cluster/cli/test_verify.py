@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from cluster.cli.verify import differences
+from cluster.cli.verify import _engine_options, differences
 from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
+from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.real_api import real_api
 from tests.models import make_model
@@ -150,3 +151,10 @@ def test_a_server_with_another_model_is_told_and_nothing_is_computed(model, answ
 def test_what_cannot_be_computed_again_is_no_difference(model, answers, tmp_path, request_body, reason):
     code, output = verify(model, tmp_path, answers[0], request_body)
     assert code == 2 and reason in output
+
+
+def test_answers_of_engines_that_share_experts_with_strict_determinism_are_computed_by_one_engine():
+    shared = {"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, "all2all_backend": "alltoall"}
+    section = ModelSection(name="mixture", model="mixture", engine=shared | {"determinism": "strict"})
+    config = EngineConfig(**_engine_options(section))
+    assert (config.determinism, config.num_ranks, config.data_parallel) == ("strict", 1, 1)
