@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from cluster.vllm.flags import NAMES, VALUES, Row, find, takes
+from cluster.vllm.flags import ALL2ALL, NAMES, VALUES, Row, find, takes
 from engine.errors import ConfigError, InvalidParameter, RequestError
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
@@ -205,10 +205,15 @@ def _add_images(command: Command, limits: dict[str, Any]) -> None:
 
 def _share_experts(command: Command) -> None:
     """Let the engines of --data-parallel-size share the experts of one replica if vLLM would distribute experts over
-    them. Otherwise they are independent replicas."""
+    them. Otherwise they are independent replicas, and no tokens travel between them."""
     size = next((command.seen[name] for name in ("--data-parallel-size", "-dp") if name in command.seen), None)
-    if size is not None and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args):
+    shares = size is not None and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args)
+    if shares:
         command.args[command.args.index(f"--num-replicas={size}")] = f"--data-parallel={size}"
+    if (not shares or size == "1") and ALL2ALL in command.args:
+        at = command.args.index(ALL2ALL)
+        del command.args[at : at + 2]
+        command.ignored[ALL2ALL] = "tokens travel only between engines that share experts"
 
 
 def _with_file(args: list[str]) -> list[str]:

@@ -297,8 +297,9 @@ SPECIAL = {  # flags handled by the command line itself
     "--model=": "give the model as the first argument, without a flag",
     "--config=": "the flags in the YAML file are read",
 }
+ALL2ALL = "--all2all-backend"
 VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the same name; None drops the flag
-    "--all2all-backend": dict.fromkeys(
+    ALL2ALL: dict.fromkeys(
         (
             *("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"),
             *("mori_high_throughput", "mori_low_latency", "flashinfer_all2allv", "flashinfer_nvlink_two_sided"),

@@ -131,6 +131,13 @@ def test_tokens_travel_to_experts_as_in_vllm_or_as_manta_chooses():
     assert "all2all_backend" not in model["engine"]
 
 
+@pytest.mark.parametrize("flags", [["-tp", "2", "-ep"], ["-dp", "4"], ["-dp", "1", "-ep"]], ids=" ".join)
+def test_the_way_of_tokens_to_experts_is_ignored_where_no_engines_share_experts(flags):
+    flags = ["pocket", "--all2all-backend", "allgather_reducescatter", *flags]
+    assert "all2all_backend" not in configured(*flags)["models"][0].get("engine", {})
+    assert list(translated(flags).ignored) == ["--all2all-backend"]
+
+
 def test_experts_are_spread_over_ranks_or_over_engines_that_share_them_and_not_over_replicas():
     assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
     assert (
