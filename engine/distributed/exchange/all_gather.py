@@ -53,7 +53,9 @@ class AllGather:
     def __init__(self, members: Members):
         self._members = members
 
-    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> GatheredRows:
+    def dispatch(
+        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
+    ) -> GatheredRows:
         members, rows = self._members, pack(x, places, weights)
         share = rows[share_of(members, counts)]
         padded = rows.new_zeros(share_size(members, counts), rows.shape[1])

@@ -83,4 +83,4 @@ class ExpertExchange:
             yield start, [min(at_once, max(0, count - start)) for count in counts]
 
     def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> Dispatched:
-        return self._exchange.dispatch(x, places, weights, counts)
+        return self._exchange.dispatch(x, places, weights, counts, everywhere=self._counts is None)

@@ -26,6 +26,8 @@ from engine.distributed.exchange.members import PER_RANK, Counts, Members, Ranks
 from engine.errors import ConfigError
 
 NOWHERE = -1  # place of an expert in a row that no rank has sent
+MOST_RANKS = 64  # kMaxRanks of moeAlltoAllKernels.h
+TOP_K = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # experts per token for which moeAlltoAllKernels.cu has kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,16 @@ class OneSided:
     can_be_captured = True
 
     def __init__(self, members: Members, sizes: RowSizes):
-        """Every rank has to call this at the same time. Raises ConfigError if FlashInfer is not installed."""
+        """Every rank has to call this at the same time. Raises ConfigError if FlashInfer is not installed, or has no
+        kernels for these sizes."""
         if importlib.util.find_spec("flashinfer") is None:
             raise ConfigError("all2all_backend", ONE_SIDED, "another one, because flashinfer is not installed")
+        if (size := members.ranks.size) > MOST_RANKS:
+            why = f"between at most {MOST_RANKS} ranks, not {size}"
+            raise ConfigError("all2all_backend", ONE_SIDED, f"another one, because flashinfer exchanges rows {why}")
+        if sizes.k not in TOP_K:
+            why = f"with {', '.join(map(str, TOP_K))} experts per token, not {sizes.k}"
+            raise ConfigError("all2all_backend", ONE_SIDED, f"another one, because flashinfer exchanges rows {why}")
         comm, mnnvl = (importlib.import_module(f"flashinfer.comm{name}") for name in ("", ".mnnvl"))
         kernels = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
         ranks, tokens = members.ranks, -(-sizes.tokens // members.width)
@@ -115,7 +124,9 @@ class OneSided:
             mnnvl_config=mnnvl.MnnvlConfig(comm_backend=Communicator(ranks)),
         )
 
-    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> WrittenRows:
+    def dispatch(
+        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
+    ) -> WrittenRows:
         share, size = share_of(self._members, counts), share_size(self._members, counts)
         sent = places[share].int().contiguous()
         payloads = [x[share].contiguous(), sent, weights[share].to(x.dtype).contiguous()]

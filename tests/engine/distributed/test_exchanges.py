@@ -22,7 +22,7 @@ from engine.errors import ConfigError, EngineUnavailable
 from tests.rank_pool import RankPool
 from tests.ranks import ThreadGroup, make_ranks, on_all
 
-K, HIDDEN, SLOTS = 3, 16, 4
+K, HIDDEN, SLOTS = 4, 16, 4
 TIMEOUT_S = 30.0
 LAYOUTS = [(2, 1), (4, 1), (2, 2), (1, 4)]  # engines, and ranks of each
 COUNTS = [[5, 3, 0, 9], [0, 0, 0, 1], [0, 0, 0, 0], [40, 40, 40, 40]]
@@ -175,6 +175,28 @@ def test_all_ranks_know_the_sizes_of_all_steps_and_what_each_rank_tells():
     assert not any(on_all(groups, lambda rank: exchanges[rank].begin(None)))
 
 
+@pytest.mark.parametrize("engines", [2, 4])
+def test_while_memory_is_measured_all_rows_go_to_all_ranks_with_the_results_of_those_that_need_them(engines):
+    groups = make_ranks(engines)
+    exchanges = [ExpertExchange(group, open_exchange=AllToAll) for group in groups]
+    counts, x = [5] * engines, torch.randn(5, HIDDEN)
+    places = torch.arange(K).repeat(5, 1)  # all on the first rank, as of the equal tokens of a dummy step
+
+    def exchanged(rank: int) -> tuple[int, Tensor, Tensor]:
+        rows = exchanges[rank].dispatch(x, places, torch.ones(5, K), counts)
+        pairs = products(rows.x, rows.places.long()) * (rank == 0)
+        return len(rows.x), rows.combine(pairs.sum(1)), rows.combine_pairs(pairs[None])
+
+    def begin(rank: int) -> bool:
+        return exchanges[rank].begin(StepSize(5))
+
+    measured, _, real = on_all(groups, exchanged), on_all(groups, begin), on_all(groups, exchanged)
+    assert [rows for rows, *_ in measured] == [5 * engines] * engines
+    assert [rows for rows, *_ in real] == [5 * engines, *[0] * (engines - 1)]
+    for (_, *before), (_, *after) in zip(measured, real, strict=True):
+        assert all(map(torch.equal, before, after))
+
+
 class FakeAlltoall:
     """FlashInfer's MoeAlltoAll as its documentation describes it, between threads."""
 
@@ -254,6 +276,20 @@ def test_flashinfers_exchange_gets_the_rows_of_its_experts_and_adds_up_what_come
     )
     for own, expected in zip(one_sided, gathered, strict=True):
         torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("ranks", "k", "limit"),
+    [
+        (65, 8, "another one, because flashinfer exchanges rows between at most 64 ranks, not 65"),
+        (2, 5, "another one, because flashinfer exchanges rows with 1, 2, 4, .* experts per token, not 5"),
+    ],
+)
+def test_flashinfers_exchange_is_refused_if_its_kernels_know_no_such_sizes(ranks, k, limit):
+    group: Any = SimpleNamespace(size=ranks, rank=0)
+    with pytest.raises(ConfigError, match=f"all2all_backend must be {limit}"):
+        OneSided(Members(group, 1), RowSizes(1, 1, k, 1))
 
 
 def test_flashinfers_exchange_is_refused_without_flashinfer(monkeypatch):
