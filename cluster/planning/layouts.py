@@ -220,7 +220,7 @@ def judge(
     backend = ""
     if data > 1:
         experts, k = model.num_experts, model.experts_per_token
-        backend, _ = choose_backend(load.all2all_backend, experts, k, ranks, graphs=True)
+        backend, _ = choose_backend(load.all2all_backend, ranks, on_gpu=True)
         routed = 2 * remote_ranks(experts, k, ranks) / tensor * row * model.expert_layers
         sent = 2 * (data - 1 / tensor) * row * model.expert_layers if backend == GATHERED else routed
     nodes = -(-ranks * pipeline // machines.devices)

@@ -11,8 +11,6 @@ from engine.model.config import ModelConfig
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
-MOST_GATHERED = 8  # ranks up to which fewer exchanges save more time than fewer bytes
-
 
 def check_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError if the experts of a model cannot be spread over its ranks. The experts of a model that
@@ -64,18 +62,12 @@ def remote_ranks(num_experts: int, experts_per_token: int, ranks: int) -> float:
     return (ranks - 1) * (1 - none)
 
 
-def choose_backend(
-    asked: str, num_experts: int, experts_per_token: int, ranks: int, *, graphs: bool
-) -> tuple[str, str]:
-    """Return a value of `all2all_backend` other than `auto`, and why it is chosen. asked: the configured one. graphs:
-    whether steps could run as CUDA graphs."""
+def choose_backend(asked: str, ranks: int, *, on_gpu: bool) -> tuple[str, str]:
+    """Return a value of `all2all_backend` other than `auto`, and why it is chosen. asked: the configured one."""
     if asked != "auto":
         return asked, "it is configured"
-    remote = remote_ranks(num_experts, experts_per_token, ranks)
-    if ranks <= MOST_GATHERED:
-        return "allgather_reducescatter", f"it takes fewest exchanges, and there are at most {MOST_GATHERED} ranks"
-    if graphs:
-        return "allgather_reducescatter", "CUDA graphs can hold it"
-    if remote > (ranks - 1) / 2:
-        return "allgather_reducescatter", f"most of the {ranks} ranks have an expert of a token"
-    return "alltoall", f"only {remote:.1f} of {ranks - 1} other ranks have an expert of a token"
+    if on_gpu:
+        return "allgather_reducescatter", "the host need not wait for the GPU, and CUDA graphs can hold it"
+    if ranks == 2:
+        return "allgather_reducescatter", "two ranks would send as much by all-to-all, in more exchanges"
+    return "alltoall", "tokens go only to the ranks that have their experts"

@@ -309,12 +309,11 @@ def choose_exchange(
     ConfigError."""
     moe, ranks = model.moe, exchange.members.ranks.size
     assert moe is not None, "check_experts has refused this model"
-    on_gpu, k = device.type == "cuda", moe.experts_per_token
-    graphs = on_gpu and not config.enforce_eager
-    backend, why = choose_backend(config.all2all_backend, moe.num_experts, k, ranks, graphs=graphs)
+    on_gpu = device.type == "cuda"
+    backend, why = choose_backend(config.all2all_backend, ranks, on_gpu=on_gpu)
     if backend == ONE_SIDED and not on_gpu:
         raise ConfigError("all2all_backend", backend, "another one on a CPU")
-    sizes = RowSizes(config.max_num_batched_tokens, model.hidden_size, k, dtype.itemsize)
+    sizes = RowSizes(config.max_num_batched_tokens, model.hidden_size, moe.experts_per_token, dtype.itemsize)
     exchange.choose(exchange_named(backend, sizes))
     logger.info("experts exchanged by all2all_backend=%s ranks=%d, because %s", backend, ranks, why)
 
