@@ -24,6 +24,7 @@ class ThreadGroup(TPGroup):
         super().__init__(rank, size)
         self.barrier, self.values = barrier, values
         self.sent_bytes = 0  #: to other ranks, except by `all_reduce`
+        self.scattered_bytes = 0  #: those of them that `reduce_scatter` has sent
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
@@ -34,6 +35,7 @@ class ThreadGroup(TPGroup):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self.sent_bytes += (self.size - 1) * x[0].nbytes
+        self.scattered_bytes += (self.size - 1) * x[0].nbytes
         first, *others = [other[self.rank] for other in self._exchange(x)]
         return sum(others, first)  # in the order of ranks, as through shared memory
 
