@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
-from engine.model.batch import Batch, Chunk, KVGroup, row_tiles, split_rows
+from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
 from engine.model.state import StateBatch, States
 
 logger = logging.getLogger(__name__)
@@ -170,9 +170,8 @@ class UnpaddedStep:
         """Tokens, sequences, and tokens of the longest sequence."""
         return len(self.positions), len(self.slots), int(self.counts.max())
 
-    def pad(self, shape: StepShape) -> NDArray[np.int32]:
-        """Return the buffer of `pad_step`."""
-        single, chunks = split_rows(self.counts, self.kv_len, all_chunks=shape.verified > 0)
+    def pad(self, shape: StepShape, single: NDArray[np.int32], chunks: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the buffer of `pad_step`. single, chunks: from `split_rows`."""
         columns = self.token_index, self.positions, self.slot_mappings, self.slots, self.kv_len, self.query_start
         return pad_step(shape, *columns, single, chunks, self.saves)
 

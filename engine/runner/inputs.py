@@ -132,7 +132,8 @@ class StepInputs:
     def as_graph(self, shape: StepShape) -> StepInputs:
         """Return the inputs of the same step for a graph of this shape. Call it before `staged` is sent."""
         assert self.unpadded is not None, "no graph can compute this step"
-        return replace(self, graph=(shape, self.staged.add(self.unpadded.pad(shape))))
+        rows = split_rows(self.unpadded.counts, self.unpadded.kv_len, all_chunks=shape.verified > 0)
+        return replace(self, graph=(shape, self.staged.add(self.unpadded.pad(shape, *rows))))
 
 
 class InputBuilder:
@@ -258,12 +259,12 @@ class InputBuilder:
         """
         graph = None
         shape = None if unpadded is None else self._shape_for(*unpadded.size)
-        if unpadded is not None and shape is not None:
-            graph = shape, staged.add(unpadded.pad(shape))
-            if not self._drafts:
-                return None, graph
         verifies = shape is not None and shape.verified > 0
         single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
+        if unpadded is not None and shape is not None:
+            graph = shape, staged.add(unpadded.pad(shape, single, chunks))
+            if not self._drafts:
+                return None, graph
         first, *others = [
             KVGroup(
                 slot_mapping=staged.add(slot_mapping),

@@ -28,14 +28,11 @@ class GatheredRows:
 
     def combine(self, sums: Tensor) -> Tensor:
         members, counts = self.members, self.counts
-        padded = sums.new_zeros(members.engines, members.width * share_size(members, counts), *sums.shape[1:])
+        padded = sums.new_zeros(members.engines, members.width * members.share_size(counts), *sums.shape[1:])
         for part, found in zip(padded, sums.split(list(counts)), strict=True):
             part[: len(found)] = found
-        out = share = members.ranks.reduce_scatter(padded.view(members.ranks.size, -1, *sums.shape[1:]))
-        if members.width > 1:
-            out = sums.new_zeros(padded.shape[1:])
-            out[share_of(members, counts)] = share
-        return out[: counts[members.engine]]
+        share = members.ranks.reduce_scatter(padded.view(members.ranks.size, -1, *sums.shape[1:]))
+        return members.of_engine(share, counts)
 
     def combine_pairs(self, parts: Tensor) -> Tensor:
         members, counts = self.members, self.counts
@@ -57,19 +54,9 @@ class AllGather:
         self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
     ) -> GatheredRows:
         members, rows = self._members, pack(x, places, weights)
-        share = rows[share_of(members, counts)]
-        padded = rows.new_zeros(share_size(members, counts), rows.shape[1])
+        share = rows[members.share_of(counts)]
+        padded = rows.new_zeros(members.share_size(counts), rows.shape[1])
         padded[: len(share)] = share
         found = members.ranks.all_gather(padded.flatten()).view(members.engines, -1, rows.shape[1])
         every = torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
         return GatheredRows(*unpack(every, places.shape[1], x.dtype), members, counts)
-
-
-def share_size(members: Members, counts: Counts) -> int:
-    return -(-max(counts) // members.width)
-
-
-def share_of(members: Members, counts: Counts) -> slice:
-    """Return which of the engine's rows this rank sends, and gets results for."""
-    size = share_size(members, counts)
-    return slice(members.place * size, (members.place + 1) * size)

@@ -28,7 +28,7 @@ class SentRows:
     members: Members
     holders: Tensor  #: [engine's rows, k], the rank of each expert
     here: Tensor  #: [rows, k], whether an expert is on this rank
-    sent: list[Tensor]  #: the engine's rows that this rank has sent to each rank
+    sent: Sequence[Tensor]  #: the engine's rows that this rank has sent to each rank
     rows: list[list[int]]  #: numbers of rows, by sender and receiver
     pairs: list[list[int]]  #: numbers of pairs of a row and an expert, likewise
 
@@ -82,8 +82,7 @@ class AllToAll:
         packed = pack(x, places, weights)[rows]
         found = unpack(ranks.all_to_all(packed, num_rows), places.shape[1], x.dtype)
         here = found[1] // PER_RANK == ranks.rank
-        sent = list(rows.split(num_rows[ranks.rank]))
-        return SentRows(*found, members, holders, here, sent, num_rows, num_pairs)
+        return SentRows(*found, members, holders, here, rows.split(num_rows[ranks.rank]), num_rows, num_pairs)
 
 
 def check(numbers: list[list[int]], most: int) -> None:

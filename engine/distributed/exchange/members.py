@@ -53,6 +53,25 @@ class Members:
         """The number of this rank in its engine."""
         return self.ranks.rank % self.width
 
+    def share_size(self, counts: Counts) -> int:
+        """Return how many rows a rank sends for its engine at most."""
+        return -(-max(counts) // self.width)
+
+    def share_of(self, counts: Counts) -> slice:
+        """Return which of the engine's rows this rank sends, and gets results for."""
+        size = self.share_size(counts)
+        return slice(self.place * size, (self.place + 1) * size)
+
+    def of_engine(self, share: Tensor, counts: Counts) -> Tensor:
+        """Return results for all rows of the engine: those of this rank's share, perhaps with padding behind them, and
+        0 for the others."""
+        if self.width == 1:
+            return share[: counts[self.engine]]
+        out = share.new_zeros(counts[self.engine], *share.shape[1:])
+        own = out[self.share_of(counts)]
+        own.copy_(share[: len(own)])
+        return out
+
 
 class Dispatched(Protocol):
     """The rows that have come to this rank, and the way back for its results."""

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from engine.config import ONE_SIDED
-from engine.distributed.exchange.all_gather import share_of, share_size
 from engine.distributed.exchange.members import PER_RANK, Counts, Members, Ranks
 from engine.errors import ConfigError
 
@@ -78,13 +77,8 @@ class WrittenRows:
     alltoall: Any
 
     def combine(self, sums: Tensor) -> Tensor:
-        members, size = self.members, share_size(self.members, self.counts)
-        found = self.alltoall.combine(sums.view(members.ranks.size, size, -1), size)
-        if members.width == 1:
-            return found
-        out = sums.new_zeros(self.counts[members.engine], sums.shape[1])
-        out[share_of(members, self.counts)] = found
-        return out
+        members, size = self.members, self.members.share_size(self.counts)
+        return members.of_engine(self.alltoall.combine(sums.view(members.ranks.size, size, -1), size), self.counts)
 
     def combine_pairs(self, parts: Tensor) -> Tensor:
         raise NotImplementedError(f"{ONE_SIDED} adds up the products of a row")
@@ -127,7 +121,7 @@ class OneSided:
     def dispatch(
         self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
     ) -> WrittenRows:
-        share, size = share_of(self._members, counts), share_size(self._members, counts)
+        share, size = self._members.share_of(counts), self._members.share_size(counts)
         sent = places[share].int().contiguous()
         payloads = [x[share].contiguous(), sent, weights[share].to(x.dtype).contiguous()]
         found = self._alltoall.dispatch(
