@@ -25,11 +25,9 @@ class LeftTapes:
         """Write the tapes to files, because the engines have ended or hang for this reason (docs/replay.md)."""
         if not self._config.tape_mib:
             return
-        from engine.core.tape.kept_tapes import KeptTapes  # replicas start without them
-        from engine.core.tape.shared_copy import keep_copies_of, shared_root
+        from engine.core.tape.shared_copy import keep_copies_of, shared_root  # replicas start without it
 
-        kept = KeptTapes.of(self._config)
-        keeping = asyncio.to_thread(keep_copies_of, self._engine_ids, reason, shared_root(), kept)
+        keeping = asyncio.to_thread(keep_copies_of, self._engine_ids, reason, shared_root())
         try:
             await asyncio.wait_for(keeping, KEEP_S)
         except TimeoutError:

@@ -381,9 +381,8 @@ def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id:
     if not config.tape_mib:
         return NoTape()
     role = scheduler.handoffs.role or ("" if handoff is None else handoff.role)
-    kept, root = KeptTapes.of(config), shared_root()
-    keep_orphans(root, kept)
-    size = config.tape_mib * 2**20
+    keep_orphans(root := shared_root())
+    kept, size = KeptTapes.of(config), config.tape_mib * 2**20
     return Tape(
         scheduler, times, engine_id=engine_id, role=role, max_bytes=size, clock=clock, kept=kept, shared_root=root
     )

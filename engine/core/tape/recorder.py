@@ -136,7 +136,7 @@ class Tape:
             segments=[],
         )
         self._ring = Ring(max_bytes, scheduler.limits.vocab_size)
-        self._copy = NoCopy() if shared_root is None else open_copy(self._head, shared_root)
+        self._copy = NoCopy() if shared_root is None else open_copy(self._head, shared_root, kept)
         self._vocab_size, self._live = scheduler.limits.vocab_size, scheduler.queue.live
         self._num_others = 0  # lists of hashes that are not those of a request's blocks
         self._names: TapedNames | None = None  # of blocks in tiers

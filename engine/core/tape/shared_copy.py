@@ -30,8 +30,16 @@ SHARED_MEMORY = Path("/dev/shm")
 STATE, ENTRIES, ANSWERS, MORE_HASHES = range(4)  # kinds of the parts of a segment's file
 STARTED = Struct("<d")
 MORE = Struct("<qI")  # number of arrival of a request, and how many more of its hashes follow
-HEAD_FILE = "head"  # an EngineTape without segments; its lock is held as long as the engine lives
+HEAD_FILE = "head"  # a CopyHead; its lock is held as long as the engine lives
 KILLED = "the process of the engine was killed"
+
+
+class CopyHead(msgspec.Struct, array_like=True):
+    tape: EngineTape
+    """Without segments."""
+    folder: str
+    """Where the tape is to be kept, as in KeptTapes, whoever finds the copy."""
+    max_files: int
 
 
 def shared_root() -> Path:
@@ -57,7 +65,7 @@ class NoCopy:
 class SharedCopy(NoCopy):
     """The copy of one engine. If shared memory is full, it ends."""
 
-    def __init__(self, head: EngineTape, root: Path):
+    def __init__(self, head: EngineTape, root: Path, kept: KeptTapes):
         """head: the tape without its segments. Raises OSError."""
         _make_private(root)
         self.is_open = True
@@ -65,7 +73,7 @@ class SharedCopy(NoCopy):
         self._folder.mkdir(mode=0o700)
         self._lock = _create(self._folder / HEAD_FILE)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.write(self._lock, msgspec.msgpack.encode(head))
+        os.write(self._lock, msgspec.msgpack.encode(CopyHead(head, str(kept.folder.absolute()), kept.max_files)))
         self._file = -1
         self._number = 0  # of the newest segment
         self._num_entries = self._num_answers = 0  # bytes of it that are copied
@@ -132,10 +140,10 @@ class SharedCopy(NoCopy):
             self._file = -1
 
 
-def open_copy(head: EngineTape, root: Path) -> NoCopy:
-    """Return a copy in this folder, or none if there cannot be one."""
+def open_copy(head: EngineTape, root: Path, kept: KeptTapes) -> NoCopy:
+    """Return a copy in this folder, or none if there cannot be one. kept: where its file goes if the engine is gone."""
     try:
-        return SharedCopy(head, root)
+        return SharedCopy(head, root, kept)
     except OSError as error:
         logger.warning("the tape of engine %s will be lost if it is killed: %s", head.engine_id, error)
         return NoCopy()
@@ -144,7 +152,7 @@ def open_copy(head: EngineTape, root: Path) -> NoCopy:
 # -- copies of engines that are gone -----------------------------------------------------------------------
 
 
-def keep_orphans(root: Path, kept: KeptTapes) -> None:
+def keep_orphans(root: Path) -> None:
     """Keep the tapes of engines that are gone, and that nobody has removed."""
     for folder in _folders(root):
         with suppress(OSError):  # another process looks at it, or its engine lives
@@ -152,15 +160,15 @@ def keep_orphans(root: Path, kept: KeptTapes) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_size:  # else it is just being made
-                    keep_copy(folder, KILLED, kept)
+                    keep_copy(folder, KILLED)
             finally:
                 os.close(lock)
 
 
-def keep_copies_of(engine_ids: Iterable[str], reason: str, root: Path, kept: KeptTapes) -> None:
+def keep_copies_of(engine_ids: Iterable[str], reason: str, root: Path) -> None:
     """Keep the tapes of these engines on this machine, which have ended or hang."""
     for folder in _folders_of(engine_ids, root):
-        keep_copy(folder, reason, kept)
+        keep_copy(folder, reason)
 
 
 def remove_copies_of(engine_ids: Iterable[str], root: Path) -> None:
@@ -169,12 +177,13 @@ def remove_copies_of(engine_ids: Iterable[str], root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep_copy(folder: Path, reason: str, kept: KeptTapes) -> None:
-    """Make a file of a copy, and remove the copy."""
+def keep_copy(folder: Path, reason: str) -> None:
+    """Make a file of a copy, where its engine would have made it, and remove the copy."""
     try:
-        tape = read_copy(folder, reason)
+        head, tape = _head(folder), read_copy(folder, reason)
         if tape.segments:
-            logger.error("%s: `manta replay %s` shows its last steps", reason, kept.keep(tape))
+            path = KeptTapes(Path(head.folder), head.max_files).keep(tape)
+            logger.error("%s: `manta replay %s` shows its last steps", reason, path)
     except (OSError, msgspec.MsgspecError):
         logger.exception("the tape in %s cannot be kept", folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +191,6 @@ def keep_copy(folder: Path, reason: str, kept: KeptTapes) -> None:
 
 def read_copy(folder: Path, reason: str) -> EngineTape:
     """Return the tape in a copy. Raises OSError and MsgspecError."""
-    head = msgspec.msgpack.decode((folder / HEAD_FILE).read_bytes(), type=EngineTape)
     hashes: dict[int, bytes] = {}
     segments: list[Segment] = []
     for file in _segments(folder):
@@ -203,7 +211,11 @@ def read_copy(folder: Path, reason: str) -> EngineTape:
             hashes |= of_segment
     if segments:  # at the start, so that later entries with all hashes of a request replace these
         segments[0].entries = b"".join(map(_entry, hashes.items())) + segments[0].entries
-    return msgspec.structs.replace(head, segments=segments, cause="ended", reason=reason)
+    return msgspec.structs.replace(_head(folder).tape, segments=segments, cause="ended", reason=reason)
+
+
+def _head(folder: Path) -> CopyHead:
+    return msgspec.msgpack.decode((folder / HEAD_FILE).read_bytes(), type=CopyHead)
 
 
 def _entry(known: tuple[int, bytes]) -> bytes:

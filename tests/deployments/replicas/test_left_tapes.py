@@ -10,9 +10,9 @@ from deployments.replicas.left_tapes import LeftTapes
 from engine.config import EngineConfig
 from engine.core.tape.file import read_tapes
 from engine.core.tape.ring import EngineTape
-from tests.engine.core.tape.test_shared_copy import harness_in, root, work
+from tests.engine.core.tape.test_shared_copy import harness_in, kept, root, work
 
-__all__ = ["root"]
+__all__ = ["kept", "root"]
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def config(tmp_path, root, monkeypatch) -> EngineConfig:
     return EngineConfig(model="m", tape_mib=1, tape_dir=str(tmp_path / "kept"))
 
 
-def test_a_replica_keeps_what_its_engine_has_left_and_says_why(root, config, tmp_path):
-    harness = harness_in(root)
+def test_a_replica_keeps_what_its_engine_has_left_and_says_why(root, kept, config, tmp_path):
+    harness = harness_in(root, kept)
     work(harness)
     asyncio.run(LeftTapes(config, ["e"]).keep("rank 0 died"))
     (tape,) = read_tapes(*(tmp_path / "kept").iterdir())
@@ -46,8 +46,8 @@ def test_a_kept_tape_whose_file_has_just_gone_is_not_listed_and_hides_no_other(c
     assert [asyncio.run(tapes.read(name)) for name in ("a.tape", "b.tape")] == [b"", b"b"]
 
 
-def test_a_replica_that_ends_as_it_should_or_records_nothing_leaves_nothing(root, config, tmp_path):
-    harness = harness_in(root)
+def test_a_replica_that_ends_as_it_should_or_records_nothing_leaves_nothing(root, kept, config, tmp_path):
+    harness = harness_in(root, kept)
     work(harness)
     without = LeftTapes(replace(config, tape_mib=0), ["e"])
     asyncio.run(without.keep("rank 0 died"))

@@ -32,13 +32,15 @@ class FixedCost:
         return self.seconds
 
 
-def attach(harness: Harness, max_bytes: int = 2**20, shared_root: Path | None = None) -> Tape:
+KEPT = KeptTapes(Path(tempfile.gettempdir(), "kept tapes of tests"), 1)
+
+
+def attach(harness: Harness, max_bytes: int = 2**20, shared_root: Path | None = None, kept: KeptTapes = KEPT) -> Tape:
     """shared_root: folder for a copy, which is up to date after each step."""
     speculation = harness.scheduler.speculation
     if hasattr(speculation, "_step_cost"):
         speculation._step_cost = FixedCost(*speculation._step_cost(1))  # a lambda has no name by which to find it again
     clock = Clock(lambda: harness.now, lambda: harness.now)
-    kept = KeptTapes(Path(tempfile.gettempdir(), "kept tapes of tests"), 1)
     tape = Tape(
         harness.scheduler, StepTimes(), engine_id="e", role="", max_bytes=max_bytes, clock=clock, kept=kept,
         shared_root=shared_root,

@@ -44,9 +44,9 @@ def kept(tmp_path) -> KeptTapes:
     return KeptTapes(tmp_path / "kept", 3)
 
 
-def harness_in(root: Path, **options) -> Harness:
-    harness = Harness(num_blocks=64, max_model_len=120, **options)
-    harness.tape = attach(harness, shared_root=root)
+def harness_in(root: Path, kept: KeptTapes) -> Harness:
+    harness = Harness(num_blocks=64, max_model_len=120)
+    harness.tape = attach(harness, shared_root=root, kept=kept)
     return harness
 
 
@@ -59,9 +59,11 @@ def work(harness: Harness, name: str = "a", steps: int = 5, prompt: list[int] = 
 VICTIM = """
 import sys, time
 from pathlib import Path
+from engine.core.tape.kept_tapes import KeptTapes
 from tests.engine.core.tape.test_shared_copy import HALF, harness_in, work
 
-harness = harness_in(Path(sys.argv[1]))
+root, kept = map(Path, sys.argv[1:])
+harness = harness_in(root, KeptTapes(kept, 3))
 work(harness)
 work(harness, "b", prompt=HALF)
 print("ready", flush=True)
@@ -69,15 +71,17 @@ time.sleep(600)
 """
 
 
-def test_the_tape_of_a_killed_process_is_kept_by_the_next_engine_and_replays(root, kept):
-    victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(root)], stdout=subprocess.PIPE, text=True)
+def test_the_tape_of_a_killed_process_is_kept_in_its_own_folder_by_the_next_engine_and_replays(root, kept):
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, str(root), str(kept.folder)], stdout=subprocess.PIPE, text=True
+    )
     assert victim.stdout.readline() == "ready\n"
-    keep_orphans(root, kept)
+    keep_orphans(root)
     assert not kept.folder.exists(), "its process lives"
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     victim.stdout.close()
-    keep_orphans(root, kept)
+    keep_orphans(root)
     (file,) = kept.folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     (tape,) = read_tapes(file)
@@ -90,11 +94,11 @@ def test_the_tape_of_a_killed_process_is_kept_by_the_next_engine_and_replays(roo
 
 
 def test_an_engine_that_hangs_has_its_tape_kept_by_its_replica(root, kept):
-    harness = harness_in(root)
+    harness = harness_in(root, kept)
     work(harness)
-    keep_copies_of(["another"], "no step", root, kept)
+    keep_copies_of(["another"], "no step", root)
     assert not kept.folder.exists()
-    keep_copies_of(["e"], "no step ended for 11 s", root, kept)
+    keep_copies_of(["e"], "no step ended for 11 s", root)
     (tape,) = read_tapes(*kept.folder.iterdir())
     assert tape.reason == "no step ended for 11 s"
     assert replay_whole(tape).scheduler.totals.steps == harness.scheduler.totals.steps
@@ -103,7 +107,7 @@ def test_an_engine_that_hangs_has_its_tape_kept_by_its_replica(root, kept):
 
 @pytest.mark.parametrize("end", ["engine", "replica"])
 def test_an_engine_that_ends_as_it_should_leaves_nothing(root, kept, end):
-    harness = harness_in(root)
+    harness = harness_in(root, kept)
     work(harness)
     if end == "engine":
         harness.tape.close()
@@ -116,9 +120,9 @@ def test_an_engine_that_ends_as_it_should_leaves_nothing(root, kept, end):
 
 def test_only_the_newest_tapes_are_kept(root, kept):
     for number in range(5):
-        harness = harness_in(root)
+        harness = harness_in(root, kept)
         work(harness, str(number))
-        keep_copies_of(["e"], str(number), root, kept)
+        keep_copies_of(["e"], str(number), root)
         harness.tape.close()
     assert sorted(read_tapes(file)[0].reason for file in kept.folder.iterdir()) == ["2", "3", "4"]
 
@@ -130,8 +134,8 @@ def test_tapes_of_late_tokens_do_not_push_out_that_of_a_failure(kept):
     assert set(kept.folder.iterdir()) == {failed, *late[2:]}
 
 
-def test_without_room_in_shared_memory_the_copy_ends_and_the_engine_goes_on(root, monkeypatch, caplog):
-    harness = harness_in(root)
+def test_without_room_in_shared_memory_the_copy_ends_and_the_engine_goes_on(root, kept, monkeypatch, caplog):
+    harness = harness_in(root, kept)
     work(harness)
 
     def full(file: int, data: bytes) -> int:
@@ -146,18 +150,18 @@ def test_without_room_in_shared_memory_the_copy_ends_and_the_engine_goes_on(root
     assert replay_whole(msgspec.msgpack.decode(harness.tape.take(), type=EngineTape)).scheduler.totals.steps
 
 
-def test_nothing_is_written_where_others_can_read(root, caplog):
+def test_nothing_is_written_where_others_can_read(root, kept, caplog):
     head = EngineTape(engine_id="e", version="", wall_s=0.0, role="", segments=[])
     root.chmod(0o755)
-    assert type(open_copy(head, root)) is shared_copy.NoCopy
+    assert type(open_copy(head, root, kept)) is shared_copy.NoCopy
     link = root / "link"
     link.symlink_to(tempfile.gettempdir())
-    assert type(open_copy(head, link)) is shared_copy.NoCopy
+    assert type(open_copy(head, link, kept)) is shared_copy.NoCopy
     assert caplog.text.count("others can read the folder") == 2
 
 
 def test_a_file_that_was_being_written_is_read_as_far_as_it_is_whole(root, kept):
-    harness = harness_in(root)
+    harness = harness_in(root, kept)
     work(harness)
     (folder,) = root.iterdir()
     newest = max(file for file in folder.iterdir() if file.name.isdecimal())
