@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,8 +70,7 @@ class SharedCopy(NoCopy):
         """head: the tape without its segments. Raises OSError."""
         _make_private(root)
         self.is_open = True
-        self._folder = root / f"{file_name(head.engine_id)}.{os.getpid()}"
-        self._folder.mkdir(mode=0o700)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{file_name(head.engine_id)}.", dir=root))  # only for this user
         self._lock = _create(self._folder / HEAD_FILE)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.write(self._lock, msgspec.msgpack.encode(CopyHead(head, str(kept.folder.absolute()), kept.max_files)))

@@ -254,7 +254,7 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
         "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
         "mtp": (glm, {"method": "mtp"}),
         "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
-        "hybrid_ngram": (hybrid, {"method": "ngram"}),
+        "hybrid_ngram": (hybrid, {"method": "ngram", "prompt_lookup_min": 1}),
         "hybrid_model": (hybrid, {"method": "draft_model", "model": str(small)}),
         "hybrid_mtp": (hybrid, {"method": "mtp"}),
     }

@@ -118,6 +118,14 @@ def test_an_engine_that_ends_as_it_should_leaves_nothing(root, kept, end):
     harness.tape.close()
 
 
+def test_engines_of_a_process_may_have_the_same_name(root, kept):
+    one, other = harness_in(root, kept), harness_in(root, kept)
+    one.tape.close()
+    assert len(list(root.iterdir())) == 1
+    other.tape.close()
+    assert list(root.iterdir()) == []
+
+
 def test_only_the_newest_tapes_are_kept(root, kept):
     for number in range(5):
         harness = harness_in(root, kept)
