@@ -25,6 +25,8 @@ from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
 
 pytestmark = needs_haproxy
+# without the header, HAProxy may send the next request over a connection that is about to close, and then answers nothing
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
 
 
 def test_haproxy_that_knows_no_application_yet_asks_clients_to_try_again():
@@ -89,10 +91,9 @@ def test_ingresses_stay_while_serve_names_none(tmp_path):
 
 def test_requests_tell_ingresses_which_server_and_node_they_were_sent_to():
     heads: list[bytes] = []
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
     with (
         subprocess.Popen([sys.executable, "-c", "input()", "--node_id=1a2b"], stdin=subprocess.PIPE) as raylet,
-        ingress_that(lambda connection: connection.sendall(answer), heads=heads) as port,
+        ingress_that(lambda connection: connection.sendall(ANSWER), heads=heads) as port,
         running(
             {"a": application("a", port)}, environment={SERVER_VARIABLE: "ours", "RAY_RAYLET_PID": str(raylet.pid)}
         ) as (url, _, _),
@@ -150,10 +151,9 @@ def ingress_that(
 def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certificate):
     https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     https.load_cert_chain(certificate.certfile, certificate.keyfile)
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
     environment = tls_environment({"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)})
     with (
-        ingress_that(lambda connection: connection.sendall(answer), https) as port,
+        ingress_that(lambda connection: connection.sendall(ANSWER), https) as port,
         running({"a": application("a", port)}, environment=environment) as (url, _, _),
     ):
         trusting = ssl.create_default_context(cafile=str(certificate.certfile))

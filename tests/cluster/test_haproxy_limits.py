@@ -16,13 +16,12 @@ import httpx
 import pytest
 
 from tests.cluster.haproxy_process import needs_haproxy, running
-from tests.cluster.test_haproxy import application, ingress_that
+from tests.cluster.test_haproxy import ANSWER, application, ingress_that
 from tests.serve.serve_run import wait_until
 
 pytestmark = needs_haproxy
 
 SOCKETS = str(Path(__file__).with_name("waiting_sockets.py"))
-ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 EVENT_S, STREAMS = 0.02, 16
 
 
