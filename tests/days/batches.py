@@ -200,6 +200,14 @@ class BatchPart(Part):
 
     async def _client(self, job: Job) -> None:
         await asyncio.sleep(job.at)
+        try:
+            await self._follow(job)
+        except ObjectNotFound:
+            assert self._cluster.redis.lost_at > job.at, "a batch or a file of it is lost"
+            self.seen["a batch is lost with the store"] += 1
+
+    async def _follow(self, job: Job) -> None:
+        """Create a batch, and look at it until it has ended. Raises ObjectNotFound if the store has lost it."""
         batch_id = await self._ask(job, self._create, job)
         self._lines[batch_id] = {f"line {i}": request for i, request in enumerate(job.lines)}
         if job.cancels_after is not None:
@@ -208,21 +216,13 @@ class BatchPart(Part):
                 await self._ask(job, self._cancel, batch_id)
         while True:
             await asyncio.sleep(LOOK_S)
-            try:
-                batch: Batch = await self._ask(job, self._get, batch_id)
-            except ObjectNotFound:
-                assert self._cluster.redis.lost_at > job.at, "a batch is lost"
-                self.seen["a batch is lost with the store"] += 1
-                return
+            batch: Batch = await self._ask(job, self._get, batch_id)
             if batch.status in ENDED:
                 break
             if self._is_forgotten(batch):
                 self.seen["a batch is lost with the store"] += 1
                 return
-        try:
-            await self._check_answers(job, batch)
-        except ObjectNotFound:
-            assert self._cluster.redis.lost_at > job.at, "the file of a batch is lost"
+        await self._check_answers(job, batch)
 
     def _is_forgotten(self, batch: Batch) -> bool:
         """Return whether the store has lost a batch, whose record was just written again by its client."""
