@@ -46,10 +46,13 @@ class Computation(LiveGeneration):
             check_that_one_computes(cluster, self.key)
             async with aclosing(super().chunks()) as chunks:
                 async for chunk in chunks:
+                    if self.computed_again:
+                        cluster.loop.fail(AssertionError(f"{self.key} is computed by an ingress that has lost it"))
                     yield chunk
             self.is_complete = process is None or process.num_stops == num_stops  # else it may have lost the key
         except asyncio.CancelledError:
             self.is_cancelled = True
+            cluster.seen["an answer is left to another ingress"] += self.computed_again
             raise
         finally:
             self.running = False

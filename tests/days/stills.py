@@ -145,4 +145,9 @@ def add(day: Day, rng: random.Random) -> Day:
         )
         for _ in range(rng.choice([1, 2, 4]))
     ]
+    if has_keys:  # it goes on with answers that another one has taken over meanwhile
+        for fault in [fault for fault in faults if rng.random() < 0.7]:
+            at, seconds = rng.uniform(0, length_s), rng.uniform(10.5, 16.0)
+            faults.append(replace(fault, at=at, seconds=seconds, moment="computes a key"))
+            faults.append(Fault(at + rng.uniform(0, 8.0), "kill engine", rng.randrange(100), 0, 0.0, "runs"))
     return replace(day, faults=(*day.faults, *faults), parts=(*day.parts, Stills()))

@@ -38,15 +38,17 @@ PATIENCE_S, LOOK_S = 3.0, 0.005  # for how long a fault waits for its moment, an
 def strike(world: World, fault: Fault) -> None:
     """Let a fault strike, now or at its moment."""
     cluster, loop = world.cluster, world.loop
-    replicas = [r for d in cluster.deployments.values() for r in d.replicas]
-    if fault.moment:
+    replicas, ingresses = [r for d in cluster.deployments.values() for r in d.replicas], cluster.ingresses
+    if fault.moment == "computes a key":
+        ingresses = [each.ingress for each in cluster.computations if each.running and each.ingress.up]
+    elif fault.moment:
         replicas = [replica for replica in replicas if _is_at(fault.moment, replica)]
-        if not replicas and loop.time() < fault.at + PATIENCE_S:
+    if not (replicas and ingresses):
+        if fault.moment and loop.time() < fault.at + PATIENCE_S:
             loop.call_later(LOOK_S, strike, world, fault)
-    if not replicas:
         return
     replica, other = replicas[fault.number % len(replicas)], replicas[fault.other % len(replicas)]
-    ingress = cluster.ingresses[fault.other % len(cluster.ingresses)]
+    ingress = ingresses[fault.other % len(ingresses)]
     cluster.note(f"FAULT {fault.kind} {replica.engine_id} {other.engine_id} {fault.seconds:.2f} s {fault.moment}")
     cluster.seen[f"fault {fault.kind}{fault.moment and ' while it '}{fault.moment}"] += 1
     engine, later = replica.engine, loop.call_later
