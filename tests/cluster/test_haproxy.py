@@ -25,7 +25,7 @@ from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
 
 pytestmark = needs_haproxy
-# without the header, HAProxy may send the next request over a connection that is about to close, and then answers nothing
+# without the header, HAProxy may send another request over a connection that is about to close, and answer nothing
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
 
 

@@ -47,6 +47,10 @@ class Book:
         """What was expected of one request, which may be the last of a budget."""
         self.of_dead = defaultdict[Window, float](float)
         """Used by ingresses that are dead."""
+        self.forgotten = defaultdict[Window, float](float)
+        """Used by ingresses when the store forgot it. They write it again within seconds, or with their next request of
+        the key if they have nothing to write."""
+        self.lost_at = float("-inf")
         self.leases: list[CountedLease] = []
 
     def add(self, lease: CountedLease, name: str, start: float, amount: float, over: float) -> None:
@@ -69,6 +73,7 @@ class CountedLease(LeasedQuota):
 
     def charge(self, needs: Needs, now: float) -> Charge:
         self._roll(now)
+        self._part.note_loss(self._book)
         before = {name: max(0.0, tally.reserve) for name, tally in self._tallies.items()}
         charge = super().charge(needs, now)
         for name, amount in charge.amounts.items():
@@ -176,6 +181,14 @@ class QuotaPart(Part):
             if task is not None:
                 task.cancel()
 
+    def note_loss(self, book: Book) -> None:
+        """Note what others may not know, if the store has lost its values since the last charge."""
+        if self._cluster.redis.lost_at > book.lost_at:
+            book.lost_at = self._cluster.redis.lost_at
+            for lease in [lease for lease in book.leases if not lease.is_dead]:
+                for window, amount in lease.used.items():
+                    book.forgotten[window] += amount
+
     def check_window(self, book: Book, window: Window) -> None:
         """Check that a request that has just begun may."""
         limit = book.limits[window[0]]
@@ -183,7 +196,7 @@ class QuotaPart(Part):
             return  # places of an ingress that is only silent are given away
         most = limit.value + book.over[window] + (book.largest[window] if limit.is_cost else 0.0)
         if self._cluster.redis.lost_at > 0:
-            most += book.of_dead[window]
+            most += book.of_dead[window] + book.forgotten[window]
         assert book.used[window] <= most + SLACK, f"an API key exceeds its {limit.name}"
         self.seen[f"{limit.unit} of an API key are charged"] += 1
 
