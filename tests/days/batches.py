@@ -294,7 +294,8 @@ class BatchPart(Part):
                 if not batch.request_counts.total:
                     return
             case "expired":
-                assert self._cluster.loop.time() >= job.at + job.hours * WINDOW_HOUR_S, "a batch expires early"
+                expires_at = int(job.at) + job.hours * WINDOW_HOUR_S  # times of batches are whole seconds
+                assert self._cluster.loop.time() >= expires_at, "a batch expires early"
             case "cancelled":
                 assert job.cancels_after is not None, "nobody has cancelled it"
         found: Counter[str] = Counter()
