@@ -10,7 +10,6 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
 from deployments.replicas.pairing import pair
-from deployments.replicas.serve_pool import ServeRemotePool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
@@ -23,10 +22,8 @@ class Decode(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: deployments that can compute prompts or encode images for this one."""
-        size, tape_mib = config.shared_block_size, config.tape_mib
-        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in peers.items()}
         async with self._starting():
-            await self._start_engine(config, spec, pools)
+            pools = await self._start_engine(config, spec, peers)
             if "prefill" in pools:
                 limit_s = spec.startup_timeout_s
                 await asyncio.gather(*(pair(engine, pools["prefill"], limit_s) for engine in self._engines.all))

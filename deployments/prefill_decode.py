@@ -11,10 +11,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.decode import Decode
-from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.engine_deployment import own_handle
 from deployments.replicas.role_follower import RoleFollower
-from deployments.replicas.serve_pool import ServeRemotePool
-from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.wire.messages import PeerPool
 from engine.wire.stats.handoff_stats import Role
@@ -29,23 +27,14 @@ class PrefillDecode(Decode):
         self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: deployments that can encode images for this one."""
-        own = serve.get_replica_context()
-        handles = {**peers, "prefill": serve.get_deployment_handle(own.deployment, own.app_name)}
-        size, tape_mib = config.shared_block_size, config.tape_mib
-        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in handles.items()}
         async with self._starting():
-            await self._start_engine(config, spec, pools)
+            await self._start_engine(config, spec, {**peers, "prefill": own_handle()})
             await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
         moves = config.handoff is not None and config.handoff.move_requests
         follower = RoleFollower(self._engines, self._read_role, partial(self._leave, config) if moves else None)
         self._tasks = [*self._tasks, asyncio.create_task(follower.run())]
-
-    async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:
-        """Run a RemoteRequest of another replica, and return when its handoff has ended. The context has only what this
-        deployment's router has added."""
-        await self._engines.choose(context.engine).run_request(request)
 
     async def _read_role(self) -> Role | None:
         """Return the role that the policy has chosen; None if it has chosen none, or if the table is lost."""

@@ -68,8 +68,7 @@ class EngineControl:
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._num_answers = 0
         self._call_ids = count()
-        self._loads: dict[str, asyncio.Future[ErrorInfo | None]] = {}
-        self._lists: dict[str, asyncio.Future[Any]] = {}
+        self._questions: dict[str, asyncio.Future[Any]] = {}
         self._broken: str | None = None
         self._lost = False  # whether it alone has died, of several
         self._refuses: str | None = None
@@ -137,24 +136,17 @@ class EngineControl:
     async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
         """Make the engine read an adapter, and wait until it has. Returns the error if it cannot, else None. Raises
         EngineUnavailable."""
-        if self._broken is not None:
-            raise EngineUnavailable(self._broken)
-        call_id = str(next(self._call_ids))
-        loaded = self._loads[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(LoadAdapter(call_id, lora))
-            return await loaded
-        finally:
-            del self._loads[call_id]
+        loaded: AdapterLoaded = await self._ask(lambda call_id: LoadAdapter(call_id, lora), None)
+        return loaded.error
 
     async def hot_prefixes(self, limit: int, timeout_s: float) -> HotPrefixes:
         """Return the engine's most used cached prefixes. Raises EngineUnavailable."""
-        found: HotPrefixes = await self._listed(lambda call_id: ListHotPrefixes(call_id, limit), timeout_s)
+        found: HotPrefixes = await self._ask(lambda call_id: ListHotPrefixes(call_id, limit), timeout_s)
         return found
 
     async def give_holds(self, limit: int, timeout_s: float) -> HeldPrompts:
         """Return holds of the engine, for another engine (GiveHolds). Raises EngineUnavailable."""
-        found: HeldPrompts = await self._listed(lambda call_id: GiveHolds(call_id, limit), timeout_s)
+        found: HeldPrompts = await self._ask(lambda call_id: GiveHolds(call_id, limit), timeout_s)
         return found
 
     async def tape(self, key: bytes, timeout_s: float) -> bytes:
@@ -162,23 +154,24 @@ class EngineControl:
         Raises EngineUnavailable."""
         from engine.core.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
 
-        found: TapeTaken = await self._listed(TakeTape, timeout_s)
+        found: TapeTaken = await self._ask(TakeTape, timeout_s)
         return await asyncio.to_thread(tape_with_key, found.tape, key) if found.tape else b""
 
-    async def _listed(self, command: Callable[[str], Command], timeout_s: float) -> Any:
-        """Send a command that asks for a list, and return the answer. command: returns it for the id of a call."""
+    async def _ask(self, command: Callable[[str], Command], timeout_s: float | None) -> Any:
+        """Send a command, and return its answer. command: returns it for the id of a call. timeout_s: None to wait as
+        long as the engine lives."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         call_id = str(next(self._call_ids))
-        listed = self._lists[call_id] = asyncio.get_running_loop().create_future()
+        answer = self._questions[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(command(call_id))
             async with asyncio.timeout(timeout_s):
-                return await listed
+                return await answer
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered within {timeout_s:g} s") from None
         finally:
-            del self._lists[call_id]
+            del self._questions[call_id]
 
     @property
     def num_answers(self) -> int:
@@ -224,7 +217,7 @@ class EngineControl:
         other engines of the replica go on; then the error is EngineLost."""
         self._broken, self._lost = reason, alone
         self.close()
-        open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._loads.values(), *self._lists.values()]
+        open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._questions.values()]
         for ended in open_calls:
             if not ended.done():
                 ended.set_exception(EngineLost(reason) if alone else EngineUnavailable(reason))
@@ -269,12 +262,9 @@ class EngineControl:
     def handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
-        elif isinstance(notice, AdapterLoaded):
-            if (loaded := self._loads.get(notice.call_id)) is not None and not loaded.done():
-                loaded.set_result(notice.error)
-        elif isinstance(notice, HotPrefixes | HeldPrompts | TapeTaken):
-            if (listed := self._lists.get(notice.call_id)) is not None and not listed.done():
-                listed.set_result(notice)
+        elif isinstance(notice, AdapterLoaded | HotPrefixes | HeldPrompts | TapeTaken):
+            if (answer := self._questions.get(notice.call_id)) is not None and not answer.done():
+                answer.set_result(notice)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:
             self._dispatchers[notice.pool].dispatch(notice.request)
         elif isinstance(notice, CancelDispatch) and self._dispatchers:

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
-from deployments.replicas.departure import POLL_INTERVAL_S, Statuses, depart
+from deployments.replicas.departure import POLL_INTERVAL_S, depart
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.hold_moves import move_holds
 from deployments.replicas.left_tapes import LeftTapes
@@ -45,6 +47,12 @@ TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken bac
 ASK_TIMEOUT_S = 2.0  # for an engine to list its prefixes
 TAPE_TIMEOUT_S = 20.0  # for an engine to send its tape
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
+
+
+def own_handle() -> DeploymentHandle:
+    """Return a handle of the deployment to which this replica belongs."""
+    own = serve.get_replica_context()
+    return serve.get_deployment_handle(own.deployment, own.app_name)
 
 
 class EngineDeployment:
@@ -77,24 +85,27 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, ServeRemotePool] | None = None
-    ) -> None:
-        """Start the engines, and return once the model is loaded. Raises StartupError or EngineUnavailable.
+        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, DeploymentHandle]
+    ) -> dict[PeerPool, ServeRemotePool]:
+        """Start the engines, and return the pools of `peers` once the model is loaded. Raises StartupError or
+        EngineUnavailable.
 
-        peers: pools that can compute prompts or encode images for this engine.
+        peers: deployments that can compute prompts or encode images for this one.
         """
+        size, tape_mib = config.shared_block_size, config.tape_mib
+        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in peers.items()}
         replica = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
         log_to_console(replica, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
         host, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         engines = {
-            engine_id: EngineReplica(host, spec.stall_timeout_s, peers, key, node)
+            engine_id: EngineReplica(host, spec.stall_timeout_s, pools, key, node)
             for engine_id in ray_compat.engine_ids(replica, config.data_parallel)
         }
         self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]
         self._left_tapes = LeftTapes(config, self._engines.ids)
-        self._choices = [pool.choices for pool in (peers or {}).values()]
+        self._choices = [pool.choices for pool in pools.values()]
         self._ranks = ranks = RankGroup(spec)
         tasks = [EngineTask(engine_id, engine.status_to) for engine_id, engine in engines.items()]
         self._commands_to = await ranks.start(config, replica, tasks, key)
@@ -103,6 +114,12 @@ class EngineDeployment:
         self._model = await asyncio.to_thread(lambda: ModelIdentity.of(engine_folder(config)))
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
         self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(config, ranks))]
+        return pools
+
+    async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:
+        """Run a RemoteRequest, and return when its handoff has ended, so that a stopping replica waits for it. The
+        context has only what this deployment's router has added."""
+        await self._engines.choose(context.engine).run_request(request)
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Return what all routers need to know about this replica (routing/router.py). Serve calls it once."""
@@ -146,8 +163,7 @@ class EngineDeployment:
         """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""
         if config.handoff is None or not config.handoff.enable_warm_start:
             return
-        own = serve.get_replica_context()
-        pool = ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name))
+        pool = ServeRemotePool(own_handle())
         key = await asyncio.to_thread(ray_compat.cluster_key)
         starts = (
             warm_start(
@@ -216,21 +232,15 @@ class EngineDeployment:
 
     def _rebalance(self, slots: int) -> list[Coroutine[Any, Any, None]]:
         """Move requests from each engine to idle ones, of this or other replicas, whenever it is out of KV blocks."""
-        statuses = self._statuses_of_pool()
+        statuses = ServeRemotePool(own_handle()).statuses
         return [rebalance(engine, statuses, slots) for engine in self._engines.all]
-
-    def _statuses_of_pool(self) -> Statuses:
-        """Return a function that asks all replicas of this deployment for the statuses of their engines."""
-        own = serve.get_replica_context()
-        return ServeRemotePool(serve.get_deployment_handle(own.deployment, own.app_name)).statuses
 
     async def _leave(self, config: EngineConfig, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Move requests and holds to other replicas. goes_on: as for `depart`."""
         leaving: list[Coroutine[Any, Any, None]] = []
-        own = serve.get_replica_context()
-        pool = ServePool(serve.get_deployment_handle(own.deployment, own.app_name), block_size=config.shared_block_size)
+        pool = ServePool(own_handle(), block_size=config.shared_block_size)
         host, key = ray.util.get_node_ip_address(), await asyncio.to_thread(ray_compat.cluster_key)
-        statuses = self._engines.others(self._statuses_of_pool())
+        statuses = self._engines.others(ServeRemotePool(own_handle()).statuses)
         for engine in self._engines.all:
             leaving += [
                 depart(engine, statuses, config.max_num_seqs, goes_on),

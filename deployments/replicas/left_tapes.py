@@ -6,11 +6,15 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from deployments.replicas.pools import KeptTape
 from engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.core.tape.kept_tapes import KeptTapes
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,12 @@ KEEP_S = 5.0  # at most, before the replica ends
 class LeftTapes:
     def __init__(self, config: EngineConfig, engine_ids: Sequence[str]):
         self._config, self._engine_ids = config, engine_ids
+
+    @property
+    def _kept(self) -> KeptTapes:
+        from engine.core.tape.kept_tapes import KeptTapes  # replicas start without them
+
+        return KeptTapes.of(self._config)
 
     async def keep(self, reason: str) -> None:
         """Write the tapes to files, because the engines have ended or hang for this reason (docs/replay.md)."""
@@ -39,10 +49,9 @@ class LeftTapes:
             await asyncio.to_thread(self._write, tapes, reason)
 
     def _write(self, tapes: Sequence[bytes], reason: str) -> None:
-        from engine.core.tape.kept_tapes import KeptTapes
         from engine.core.tape.ring import EngineTape
 
-        kept = KeptTapes.of(self._config)
+        kept = self._kept
         for data in tapes:
             tape = msgspec.structs.replace(msgspec.msgpack.decode(data, type=EngineTape), cause="late", reason=reason)
             logger.warning("%s: the tape is in %s", reason, kept.keep(tape))
@@ -52,19 +61,15 @@ class LeftTapes:
         return await asyncio.to_thread(self._files)
 
     def _files(self) -> list[KeptTape]:
-        from engine.core.tape.kept_tapes import KeptTapes
-
         found = []
-        for file in KeptTapes.of(self._config).files:
+        for file in self._kept.files:
             with suppress(FileNotFoundError):  # a newer tape takes its place
                 found.append(KeptTape(file.name, file.stat().st_size, file.stat().st_mtime))
         return found
 
     async def read(self, name: str) -> bytes:
         """Return the content of such a file; empty if there is none with this name."""
-        from engine.core.tape.kept_tapes import KeptTapes
-
-        for file in KeptTapes.of(self._config).files:
+        for file in self._kept.files:
             with suppress(FileNotFoundError):
                 if file.name == name:
                     return await asyncio.to_thread(file.read_bytes)
