@@ -10,12 +10,12 @@ from pydantic import Field
 from deployments.adapters.errors import AdapterNotLoaded
 from deployments.adapters.registry import AdapterRegistry
 from deployments.http.body import RequestBody
-from deployments.http.context import key_name
+from deployments.http.context import check_admin
 from deployments.http.json_body import read_body
 from deployments.http.route import Route
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
-from engine.errors import InvalidParameter, NotPermitted, RequestError
+from engine.errors import InvalidParameter, RequestError
 
 MAX_NAME = 256
 
@@ -53,7 +53,7 @@ class AdapterRoutes:
         ]
 
     async def load(self, request: Request) -> Response:
-        self._check_key(request)
+        check_admin(request, self._admin_keys, "load and unload adapters")
         body = await read_body(request, LoadAdapterBody, self._unknown_fields)
         if not body.lora_name or not body.lora_path:
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.")
@@ -66,7 +66,7 @@ class AdapterRoutes:
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
-        self._check_key(request)
+        check_admin(request, self._admin_keys, "load and unload adapters")
         body = await read_body(request, UnloadAdapterBody, self._unknown_fields)
         if not body.lora_name:
             raise RequestError("either 'lora_name' and 'lora_int_id' needs to be provided.")
@@ -74,10 +74,6 @@ class AdapterRoutes:
             if await registry.unload(body.lora_name):
                 return _success(body.lora_name, "removed")
         raise AdapterNotLoaded(body.lora_name)
-
-    def _check_key(self, request: Request) -> None:
-        if self._admin_keys and key_name(request) not in self._admin_keys:
-            raise NotPermitted("only keys of ingress.admin_keys may load and unload adapters")
 
     def _registry(self, base: str | None) -> AdapterRegistry:
         registries = self._models.registries

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -63,19 +63,15 @@ def http_app(
     jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
-    channels = {model.frontend.channel for model in models.values()}
-    ended = [channel.all_ended for channel in channels]
-    app.router.lifespan_context = _then(app.router.lifespan_context, jobs.close, *ended, quotas.close, values.close)
-    app.router.lifespan_context = _inside(app.router.lifespan_context, telemetry.usage_files.written)
+    running = [telemetry.usage_files.written]
     stored = ResponseStore(values, store.response_ttl_s)
     page = ConsoleRoutes(served, telemetry, console, auth.admin_keys)
     if console.enabled:
-        app.router.lifespan_context = _inside(app.router.lifespan_context, page.engine_hours.watched)
-        app.router.lifespan_context = _inside(app.router.lifespan_context, page.tape_viewer.served)
+        running += [page.engine_hours.watched, page.tape_viewer.served]
     key_routes: list[Route] = []
     if api_keys is not None and auth.allow_key_updating:
         managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
-        app.router.lifespan_context = _inside(app.router.lifespan_context, managed.followed)
+        running.append(managed.followed)
         key_routes = KeyRoutes(managed, quotas, auth.admin_keys).routes()
     routes = [
         *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
@@ -90,6 +86,19 @@ def http_app(
         *OperatorRoutes(served, telemetry, auth.admin_keys).routes(),
         *(page.routes() if console.enabled else []),
     ]
+    batches_running = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+        async with AsyncExitStack() as stack:
+            for block in running:
+                await stack.enter_async_context(block())
+            ended = [channel.all_ended for channel in {model.frontend.channel for model in models.values()}]
+            for close in (values.close, quotas.close, *ended, jobs.close):  # called in reverse
+                stack.push_async_callback(close)
+            yield await stack.enter_async_context(batches_running(app))
+
+    app.router.lifespan_context = lifespan
     add_routes(app, routes)
     document = partial(openapi_document, routes, VERSION, with_keys=api_keys is not None)
     app.openapi = cache(document)  # type: ignore[method-assign]  # the way FastAPI's manual gives
@@ -109,33 +118,3 @@ def http_app(
     # added last, so outermost: the other middleware sees requests without the root path
     app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
     return app
-
-
-def _inside(
-    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], block: Callable[[], AbstractAsyncContextManager[None]]
-) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-    """Return the lifespan of an application inside this block."""
-
-    @asynccontextmanager
-    async def both(app: FastAPI) -> AsyncGenerator[Any]:
-        async with block(), lifespan(app) as state:
-            yield state
-
-    return both
-
-
-def _then(
-    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], *closes: Callable[[], Awaitable[None]]
-) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-    """Return the lifespan of an application, extended by these calls at its end, in this order."""
-
-    @asynccontextmanager
-    async def both(app: FastAPI) -> AsyncGenerator[Any]:
-        try:
-            async with lifespan(app) as state:
-                yield state
-        finally:
-            for close in closes:
-                await close()
-
-    return both

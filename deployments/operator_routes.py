@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fastapi import Request, Response
 
-from deployments.http.context import key_name
+from deployments.http.context import check_admin
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
@@ -17,7 +17,6 @@ from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.served_models import ServedModels
-from engine.errors import NotPermitted
 
 
 class OperatorRoutes:
@@ -77,8 +76,7 @@ class OperatorRoutes:
 
     async def tape(self, request: Request) -> Response:
         """Return the tapes of all engines and routers, as a file of tapes."""
-        if self._admin_keys and key_name(request) not in self._admin_keys:
-            raise NotPermitted("only keys of ingress.admin_keys may fetch the tape")
+        check_admin(request, self._admin_keys, "fetch the tape")
         data = await cluster_tapes(self._models.pools().values(), self._telemetry)
         return Response(data, media_type="application/octet-stream")
 

@@ -20,7 +20,7 @@ from deployments.console.costs_view import CostsView
 from deployments.console.engine_hours import EngineHours
 from deployments.console.feed import ClusterFeed
 from deployments.console.tape_viewer import TapeQuestion, TapeViewer
-from deployments.http.context import key_name
+from deployments.http.context import check_admin
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
 from deployments.http.route import Route
@@ -29,7 +29,6 @@ from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
 from deployments.replicas.pools import KeptTape
-from engine.errors import NotPermitted
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -114,18 +113,14 @@ class ConsoleRoutes:
         return EventStream(self._feed.events())
 
     async def costs(self, request: Request) -> Response:
-        self._check_admin(request, "see what all keys have used")
+        check_admin(request, self._admin_keys, "see what all keys have used")
         lines, _ = await asyncio.gather(self._telemetry.all_usage(), self.engine_hours.look())
         hours, rates = self.engine_hours.hours, self.engine_hours.prompt_token_s
         return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
 
-    def _check_admin(self, request: Request, what: str) -> None:
-        if self._admin_keys and key_name(request) not in self._admin_keys:
-            raise NotPermitted(f"only keys of ingress.admin_keys may {what}")
-
     async def tapes(self, request: Request) -> Response:
         """Return the files of kept tapes on the machines of all replicas."""
-        self._check_admin(request, "see tapes")
+        check_admin(request, self._admin_keys, "see tapes")
         kept = await asyncio.gather(*(pool.kept_tapes() for pool in self._models.pools().values()))
         newest_first = sorted({each for some in kept for each in some}, key=lambda each: -each.written_at)
         return json_response(TapeList(newest_first))
@@ -135,7 +130,7 @@ class ConsoleRoutes:
     ) -> Response:
         """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
         have when this name is first asked for."""
-        self._check_admin(request, "see tapes")
+        check_admin(request, self._admin_keys, "see tapes")
         question = TapeQuestion(engine, seconds, position)
         answer = await self.tape_viewer.look(name, question, partial(self._file_of_tapes, name))
         return Response(answer, media_type="application/json")

@@ -20,7 +20,7 @@ from deployments.frontend.availability import Availability
 from deployments.frontend.calibration import Calibration, ForecastRequest
 from deployments.frontend.first_token import LIMIT_HEADER, FirstTokenDeadline, FirstTokenLate
 from deployments.frontend.latency_forecast import LatencyForecast
-from deployments.frontend.slo_alarm import slo_alarm
+from deployments.frontend.slo_alarm import SloAlarm
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
@@ -69,7 +69,7 @@ class Admission:
         self._watch: asyncio.Task[None] | None = None
         self.forecast = LatencyForecast()  #: costs and load of the engines at the last report
         self._calibration = Calibration(stats)
-        self._alarm, self._keeping = slo_alarm(limits.ttft_s), set[asyncio.Task[None]]()
+        self._alarm, self._keeping = SloAlarm(limits.ttft_s), set[asyncio.Task[None]]()
         self._forecasts: dict[QueuedRequest, ForecastRequest] = {}  # of running requests
         self._uncomputed_tokens = 0  # prompt tokens of running requests without a token
 

@@ -73,7 +73,7 @@ class ManagedKeys:
             table.keys = {name: key for name, key in table.keys.items() if (key.deleted_at or since) >= since}
             table.version += 1
             new = sealed(msgspec.json.encode(table))
-            if await self._written(stored, new):
+            if await self._store.replace(STORED, stored, new, TTL_S):
                 self._use(new)
                 return
         raise StoreUnavailable("other ingresses change the keys all the time")
@@ -113,14 +113,9 @@ class ManagedKeys:
         stored = await self._store.get(STORED)
         known = self._value
         if known is not None and self._decoded(stored).version < self.table.version:
-            await self._written(stored, known)
+            await self._store.replace(STORED, stored, known, TTL_S)
             stored = await self._store.get(STORED)
         return stored
-
-    async def _written(self, stored: bytes | None, new: bytes) -> bool:
-        if stored is None:
-            return await self._store.add(STORED, new, TTL_S)
-        return await self._store.replace(STORED, stored, new, TTL_S)
 
     def _decoded(self, stored: bytes | None) -> KeyTable:
         return KeyTable() if stored is None else self._store.unsealed(STORED, stored, _decode)

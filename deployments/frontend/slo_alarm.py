@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 NEWEST = 100  # requests that are looked at
@@ -9,19 +10,14 @@ LATE, WELL = 10, 5  # of them: late ones from which there is an alarm, and down 
 PAUSE_S = 600.0  # between two alarms, at least
 
 
-class NoAlarm:
-    def observe(self, first_token_s: float, now: float) -> str:
-        """Record the time to a request's first token. Returns what is wrong if that has just begun, else nothing."""
-        return ""
-
-
-class SloAlarm(NoAlarm):
-    def __init__(self, target_s: float):
-        self._target_s = target_s
+class SloAlarm:
+    def __init__(self, target_s: float | None):
+        self._target_s = math.inf if target_s is None else target_s
         self._late: deque[bool] = deque(maxlen=NEWEST)
         self._is_on, self._next_at = False, 0.0
 
     def observe(self, first_token_s: float, now: float) -> str:
+        """Record the time to a request's first token. Returns what is wrong if that has just begun, else nothing."""
         self._late.append(first_token_s > self._target_s)
         late = sum(self._late)
         if late <= WELL:
@@ -30,7 +26,3 @@ class SloAlarm(NoAlarm):
             return ""
         self._is_on, self._next_at = True, now + PAUSE_S
         return f"{late} of the newest {len(self._late)} first tokens came after more than {self._target_s:g} s"
-
-
-def slo_alarm(target_s: float | None) -> NoAlarm:
-    return NoAlarm() if target_s is None else SloAlarm(target_s)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from deployments.http.body import EngineBody
 from deployments.jobs.source import GenerationSource, LiveSource
-from engine.errors import InvalidParameter
+from engine.errors import InvalidParameter, NotPermitted
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 SESSION_HEADER = "x-session-id"  # by this header, Serve's HAProxy also sends a session to one ingress
@@ -78,6 +79,12 @@ def key_name(request: Request) -> str | None:
     """Return the name of the request's API key; None on a server without keys."""
     name: str | None = getattr(request.state, API_KEY_NAME, None)
     return name
+
+
+def check_admin(request: Request, admin_keys: Collection[str], what: str) -> None:
+    """Raise NotPermitted unless the request's API key is one of these; if there are none, all keys may do `what`."""
+    if admin_keys and key_name(request) not in admin_keys:
+        raise NotPermitted(f"only keys of ingress.admin_keys may {what}")
 
 
 def key_client(request: Request) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.pools import EnginePool, ModelReplicas
@@ -14,16 +14,7 @@ from engine.wire.stats.engine_stats import EngineStats
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over all engines that answer, since the start of each."""
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
+TOTALS = ("prompt_tokens", "generation_tokens", "prefix_queried_tokens", "prefix_hit_tokens")
 
 
 class TotalsLog:
@@ -32,7 +23,7 @@ class TotalsLog:
     def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
         """pools: by model name."""
         self._pools, self._telemetry = pools, telemetry
-        self._before = Totals()
+        self._before = Counter[str]()
 
     async def run(self) -> None:
         """Log until cancelled."""
@@ -55,25 +46,18 @@ class TotalsLog:
 
     async def log(self) -> None:
         totals, stats = await self._poll()
-        before, self._before = self._before, totals
-        queried = max(0, totals.queried_tokens - before.queried_tokens)
+        new, self._before = totals - self._before, totals  # without those that a restart of an engine made smaller
         logger.info(
             "totals prompt_tokens_per_s=%.1f output_tokens_per_s=%.1f running=%d waiting=%d kv_use=%.3f hit_rate=%.3f",
-            max(0, totals.prompt_tokens - before.prompt_tokens) / INTERVAL_S,
-            max(0, totals.output_tokens - before.output_tokens) / INTERVAL_S,
+            new["prompt_tokens"] / INTERVAL_S,
+            new["generation_tokens"] / INTERVAL_S,
             sum(s.running for s in stats),
             sum(s.waiting for s in stats) + sum(m.waiting for m in self._telemetry.stats.models.values()),
             sum(s.blocks_used for s in stats) / max(1, sum(s.blocks_total for s in stats)),
-            max(0, totals.hit_tokens - before.hit_tokens) / queried if queried else 0.0,
+            new["prefix_hit_tokens"] / max(1, new["prefix_queried_tokens"]),
         )
 
-    async def _poll(self) -> tuple[Totals, list[EngineStats]]:
-        """Return the totals of the decode engines, and the statistics from which they were computed."""
+    async def _poll(self) -> tuple[Counter[str], list[EngineStats]]:
+        """Return the totals of the decode engines since the start of each, and the statistics that they are from."""
         stats = [status.stats for model in await ModelReplicas.of_all(self._pools) for status in model.answering]
-        totals = Totals(
-            prompt_tokens=sum(s.prompt_tokens for s in stats),
-            output_tokens=sum(s.generation_tokens for s in stats),
-            queried_tokens=sum(s.prefix_queried_tokens for s in stats),
-            hit_tokens=sum(s.prefix_hit_tokens for s in stats),
-        )
-        return totals, stats
+        return Counter({name: sum(getattr(each, name) for each in stats) for name in TOTALS}), stats

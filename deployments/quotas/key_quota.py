@@ -264,12 +264,7 @@ class KeyQuota:
             async with asyncio.timeout(SYNC_TIMEOUT_S):
                 for _ in range(TRIES):
                     stored = await self._store.get(key)
-                    new = self._propose(stored, leaving)
-                    if stored is None:
-                        written = await self._store.add(key, new, ttl_s)
-                    else:
-                        written = await self._store.replace(key, stored, new, ttl_s)
-                    if written:
+                    if await self._store.replace(key, stored, self._propose(stored, leaving), ttl_s):
                         self.leased.commit(self._wall())
                         return True
                     lost = True

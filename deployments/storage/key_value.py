@@ -78,13 +78,14 @@ class KeyValueStore(ABC):
     @abstractmethod
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
-    @abstractmethod
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Set a value unless the key already has one. Returns whether it was set."""
+        return await self.replace(key, None, value, ttl_s)
 
     @abstractmethod
-    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
-        """Set a value if the key has the expected one. Returns whether it was set."""
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        """Set a value if the key has the expected one, or no value if `expected` is None. Returns whether it was
+        set."""
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...

@@ -34,25 +34,17 @@ class MemoryStore(KeyValueStore):
         while self._bytes > self._max_bytes or len(self._values) > MAX_VALUES or self._oldest_expired():
             await self.delete(next(iter(self._values)))
 
-    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return await self._set_if(key, None, value, ttl_s)
-
-    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
-        return await self._set_if(key, expected, value, ttl_s)
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        if await self.get(key) != expected:
+            return False
+        await self.set(key, value, ttl_s)
+        return True
 
     async def delete(self, key: str) -> None:
         _, value = self._values.pop(key, (0.0, b""))
         self._bytes -= len(value)
 
     async def close(self) -> None: ...
-
-    async def _set_if(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
-        """Set a value if the key has the expected one, or no value if `expected` is None. Returns whether it was
-        set."""
-        if await self.get(key) != expected:
-            return False
-        await self.set(key, value, ttl_s)
-        return True
 
     def _oldest_expired(self) -> bool:
         return bool(self._values) and next(iter(self._values.values()))[0] <= time.monotonic()

@@ -35,10 +35,9 @@ class RedisStore(KeyValueStore):
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._run("set", key, value, px=_ms(ttl_s))
 
-    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return await self._run("set", key, value, px=_ms(ttl_s), nx=True) is not None
-
-    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        if expected is None:
+            return await self._run("set", key, value, px=_ms(ttl_s), nx=True) is not None
         return bool(await self._run("eval", REPLACE, 1, key, expected, value, _ms(ttl_s)))
 
     async def delete(self, key: str) -> None:

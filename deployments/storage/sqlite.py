@@ -53,11 +53,8 @@ class SqliteStore(KeyValueStore):
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._run(lambda database: _set(database, key, value, ttl_s))
 
-    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        return await self._run(lambda database: _set_if(database, key, None, value, ttl_s))
-
-    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
-        return await self._run(lambda database: _set_if(database, key, expected, value, ttl_s))
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        return await self._run(lambda database: _replace(database, key, expected, value, ttl_s))
 
     async def delete(self, key: str) -> None:
         await self._run(lambda database: database.execute("delete from stored where key = ?", (key,)))
@@ -142,8 +139,7 @@ def _set(database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> 
     database.execute("insert or replace into stored values (?, ?, ?)", (key, value, time.time() + ttl_s))
 
 
-def _set_if(database: sqlite3.Connection, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
-    """Set a value if the key has the expected one, or no value if `expected` is None. Returns whether it was set."""
+def _replace(database: sqlite3.Connection, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
     if _get(database, key) != expected:
         return False
     _set(database, key, value, ttl_s)

@@ -73,10 +73,7 @@ class Names:
         while not changed:
             found = await self._store.get(self._key)
             ids = " ".join(sorted(change(set((found or b"").decode().split())))).encode()
-            if found is None:
-                changed = await self._store.add(self._key, ids, NAMES_TTL_S)
-            else:
-                changed = await self._store.replace(self._key, found, ids, NAMES_TTL_S)
+            changed = await self._store.replace(self._key, found, ids, NAMES_TTL_S)
 
 
 class Records(Generic[R]):

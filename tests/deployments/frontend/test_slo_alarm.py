@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deployments.frontend.slo_alarm import LATE, NEWEST, PAUSE_S, SloAlarm, slo_alarm
+from deployments.frontend.slo_alarm import LATE, NEWEST, PAUSE_S, SloAlarm
 
 
 def alarms(alarm: SloAlarm, seconds: list[float], now: float = PAUSE_S) -> list[str]:
@@ -27,4 +27,4 @@ def test_the_next_alarm_comes_after_it_was_well_and_after_a_pause():
 
 
 def test_without_a_target_there_is_no_alarm():
-    assert slo_alarm(None).observe(1e9, 0.0) == ""
+    assert SloAlarm(None).observe(1e9, 0.0) == ""

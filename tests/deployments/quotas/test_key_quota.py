@@ -374,11 +374,8 @@ class SlowStore(MemoryStore):
         self.answers, self.ttl_s = asyncio.Event(), 0.0
         self.answers.set()
 
-    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
         self.ttl_s = ttl_s
-        return await super().add(key, value, ttl_s)
-
-    async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
         replaced = await super().replace(key, expected, value, ttl_s)
         await self.answers.wait()
         return replaced
@@ -419,8 +416,8 @@ async def test_an_ingress_that_others_were_always_ahead_of_asks_again_at_once():
     class BusyStore(SlowStore):
         busy = True
 
-        async def replace(self, key: str, expected: bytes, value: bytes, ttl_s: float) -> bool:
-            return not self.busy and await super().replace(key, expected, value, ttl_s)
+        async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+            return not (self.busy and expected) and await super().replace(key, expected, value, ttl_s)
 
     store = BusyStore()
     one, two = (KeyQuota("small", KeyLimits(rpm_limit=5), store, name, 2) for name in "ab")
