@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Protocol
 
 from engine.errors import AdapterError
 from engine.lora.adapter_config import CONFIG_FILE
@@ -21,55 +20,40 @@ Version = tuple[str, ...]
 """A value that changes whenever an adapter's files change."""
 
 
-class AdapterPlace(Protocol):
-    fresh_s: float
+class AdapterPlace:
+    """A place without adapters, and the methods of all places."""
+
+    fresh_s = 0.0
     """Seconds for which a version counts as current."""
 
     def version(self, name: str) -> Version | None:
         """Return the version of an adapter, or None if there is no adapter of this name. Raises AdapterError."""
+        return None
 
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: str) -> bool:
+        return self.version(name) is not None
 
     def read(self) -> None:
         """Update the names that `in` finds. Raises AdapterError."""
 
     def names(self) -> list[str]:
         """Return all names in alphabetical order. Raises AdapterError."""
-
-    def path_of(self, name: str) -> str: ...
-
-
-def place_of(folder: str | None) -> AdapterPlace:
-    """Return the place of a folder; None means no adapters. Raises AdapterError for a bucket whose library is
-    missing."""
-    if folder is None:
-        return NoPlace()
-    return BucketPlace(folder) if is_bucket(folder) else LocalPlace(folder)
-
-
-class NoPlace:
-    fresh_s = 0.0
-
-    def version(self, name: str) -> Version | None:
-        return None
-
-    def __contains__(self, name: str) -> bool:
-        return False
-
-    def read(self) -> None:
-        pass
-
-    def names(self) -> list[str]:
         return []
 
     def path_of(self, name: str) -> str:
         raise KeyError(name)
 
 
-class LocalPlace:
-    """A folder on a disk. Names and links that lead out of the folder count as missing."""
+def place_of(folder: str | None) -> AdapterPlace:
+    """Return the place of a folder; None means no adapters. Raises AdapterError for a bucket whose library is
+    missing."""
+    if folder is None:
+        return AdapterPlace()
+    return BucketPlace(folder) if is_bucket(folder) else LocalPlace(folder)
 
-    fresh_s = 0.0
+
+class LocalPlace(AdapterPlace):
+    """A folder on a disk. Names and links that lead out of the folder count as missing."""
 
     def __init__(self, folder: str):
         self._root = Path(folder).expanduser().resolve()
@@ -85,12 +69,6 @@ class LocalPlace:
             return None
         return tuple(f"{found.st_mtime_ns} {found.st_size} {found.st_ino}" for found in map(Path.stat, files))
 
-    def __contains__(self, name: str) -> bool:
-        return self.version(name) is not None
-
-    def read(self) -> None:
-        pass
-
     def names(self) -> list[str]:
         return sorted(path.name for path in self._root.iterdir() if path.name in self) if self._root.is_dir() else []
 
@@ -98,7 +76,7 @@ class LocalPlace:
         return str(self._root / name)
 
 
-class BucketPlace:
+class BucketPlace(AdapterPlace):
     """A folder of a bucket. `in` answers from the last list of names, since a look into the bucket takes long."""
 
     fresh_s = BUCKET_S

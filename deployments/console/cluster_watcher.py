@@ -81,12 +81,7 @@ class ClusterWatcher:
         )
 
     def _compare_replicas(self, models: list[ModelReplicas], now: float) -> None:
-        up = {
-            status.engine_id: model.model
-            for model in models
-            for statuses in model.by_role.values()
-            for status in statuses
-        }
+        up = {status.engine_id: model.model for model in models for status in model.all}
         known = up if self._replicas is None else self._replicas
         for replica in up.keys() - known.keys():
             self._events.append(ClusterEvent(now, "up", up[replica], replica))

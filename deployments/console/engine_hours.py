@@ -46,11 +46,10 @@ class EngineHours:
         """Count what all engines have spent since they were seen the last time."""
         now = self._wall()
         for model in replicas:
-            statuses = [status for found in model.by_role.values() for status in found]
-            costs = [s.stats.prompt_seconds_per_token for s in statuses if s.stats.prompt_seconds_per_token]
+            costs = [s.stats.prompt_seconds_per_token for s in model.all if s.stats.prompt_seconds_per_token]
             if costs:
                 self.prompt_token_s[model.model] = sum(costs) / len(costs)
-            for status in statuses:
+            for status in model.all:
                 self._count(status, now)
         self.hours = {start: seconds for start, seconds in self.hours.items() if start > now - KEEP_S - HOUR_S}
         self._seen = {engine: seen for engine, seen in self._seen.items() if seen[0] > now - KEEP_S}

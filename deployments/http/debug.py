@@ -42,8 +42,7 @@ async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
     handoffs = [
         LiveHandoff(replicas.model, status.engine_id, handoff)
         for replicas in await ModelReplicas.of_all(pools)
-        for statuses in replicas.by_role.values()
-        for status in statuses
+        for status in replicas.all
         for handoff in status.live_handoffs
     ]
     return LiveHandoffs(sorted(handoffs, key=lambda live: -live.handoff.age_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.first_token import BOUND_HEADER, LIMIT_HEADER, FirstTokenDeadline, current
@@ -33,8 +33,7 @@ class FirstTokenMiddleware:
 
         async def with_bound(message: Message) -> None:
             if message["type"] == "http.response.start" and math.isfinite(deadline.bound_s):
-                bound_ms = str(math.ceil(1000 * deadline.bound_s)).encode()
-                message = {**message, "headers": [*message["headers"], (BOUND_HEADER.encode(), bound_ms)]}
+                MutableHeaders(scope=message)[BOUND_HEADER] = str(math.ceil(1000 * deadline.bound_s))
             await send(message)
 
         with current(deadline):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Scope, Send
 
 
 @dataclass(slots=True)
@@ -26,13 +26,7 @@ async def post(
 ) -> InProcessResponse:
     """Send JSON to a route. state: state of the request, which clients cannot set."""
     response = InProcessResponse()
-    request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     chunks: list[bytes] = []
-
-    async def receive() -> Message:
-        if not request:
-            await asyncio.Event().wait()  # no client can disconnect
-        return request.pop()
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -40,8 +34,7 @@ async def post(
         else:
             chunks.append(message.get("body", b""))
 
-    with suppress(Exception):  # it has become a response, and the log has it
-        await app(_scope(path, body, headers, state), receive, send)
+    await _run(app, path, body, headers, state, send)
     response.body = b"".join(chunks)
     return response
 
@@ -67,18 +60,10 @@ async def events(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict
     """Yield the JSON of each event of the stream that `body` asks for. Closing the generator ends the request. Raises
     RefusedInProcess."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    encoded = msgspec.json.encode(body)
-    request: list[Message] = [{"type": "http.request", "body": encoded, "more_body": False}]
-
-    async def receive() -> Message:
-        if not request:
-            await asyncio.Event().wait()  # cancelled when the client leaves
-        return request.pop()
 
     async def run() -> None:
         try:
-            with suppress(Exception):  # it has become a response, and the log has it
-                await app(_scope(path, encoded, headers, {}), receive, messages.put)
+            await _run(app, path, msgspec.json.encode(body), headers, {}, messages.put)
         finally:
             messages.put_nowait(None)
 
@@ -99,6 +84,20 @@ async def events(app: ASGIApp, path: str, body: Mapping[str, Any], headers: dict
             raise RefusedInProcess(status, buffer.decode())
     finally:
         running.cancel()
+
+
+async def _run(
+    app: ASGIApp, path: str, body: bytes, headers: dict[str, str], state: dict[str, Any], send: Send
+) -> None:
+    request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not request:
+            await asyncio.Event().wait()  # no client can disconnect; whoever sends the request cancels it
+        return request.pop()
+
+    with suppress(Exception):  # it has become a response, and the log has it
+        await app(_scope(path, body, headers, state), receive, send)
 
 
 def _scope(path: str, body: bytes, headers: dict[str, str], state: dict[str, Any]) -> Scope:

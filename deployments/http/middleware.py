@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -178,9 +178,7 @@ def _with_headers(quota: NoQuota, anthropic: bool, send: Send) -> Send:
 
     async def with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            more = quota.headers(anthropic=anthropic)
-            pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in more.items()]
-            message = {**message, "headers": [*message["headers"], *pairs]}
+            MutableHeaders(scope=message).update(quota.headers(anthropic=anthropic))
         await send(message)
 
     return with_headers

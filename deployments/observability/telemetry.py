@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.billing.bill import Bill, cost_headers
@@ -176,9 +177,7 @@ class MetricsMiddleware:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if more := cost_headers(request.bills):
-                    pairs = [(name.encode(), value.encode()) for name, value in more.items()]
-                    message = {**message, "headers": [*message["headers"], *pairs]}
+                MutableHeaders(scope=message).update(cost_headers(request.bills))
             else:
                 sent += len(message.get("body", b""))
             await send(message)

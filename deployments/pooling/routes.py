@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
 from fastapi import Request, Response
 
 from deployments.http.context import RequestContext
@@ -11,9 +14,10 @@ from deployments.http.streaming import run_while_connected
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
-from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
+from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList
 
+B = TypeVar("B", bound=PoolingBody)
 SCORE_PATHS = ("/v1/score", "/score")
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
@@ -32,22 +36,22 @@ class PoolingRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        body = await read_body(request, EmbeddingBody, self._unknown_fields)
-        model = PooledModel(await self._models.find(body.model, request))
-        context = RequestContext.of(request, body, "embd")
-        answer = await run_while_connected(request, model.embed(body, context))
-        return with_warning(body.ignored, json_response(answer))
+        return await self._answer(request, EmbeddingBody, "embd", PooledModel.embed)
 
     async def score(self, request: Request) -> Response:
-        body = await read_body(request, ScoreBody, self._unknown_fields)
-        model = PooledModel(await self._models.find(body.model, request))
-        context = RequestContext.of(request, body, "score")
-        answer = await run_while_connected(request, model.score(body, context))
-        return with_warning(body.ignored, json_response(answer))
+        return await self._answer(request, ScoreBody, "score", PooledModel.score)
 
     async def rerank(self, request: Request) -> Response:
-        body = await read_body(request, RerankBody, self._unknown_fields)
+        return await self._answer(request, RerankBody, "rerank", PooledModel.rerank)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[B],
+        id_prefix: str,
+        compute: Callable[[PooledModel, B, RequestContext], Coroutine[Any, Any, Any]],
+    ) -> Response:
+        body = await read_body(request, kind, self._unknown_fields)
         model = PooledModel(await self._models.find(body.model, request))
-        context = RequestContext.of(request, body, "rerank")
-        answer = await run_while_connected(request, model.rerank(body, context))
+        answer = await run_while_connected(request, compute(model, body, RequestContext.of(request, body, id_prefix)))
         return with_warning(body.ignored, json_response(answer))

@@ -139,6 +139,10 @@ class ModelReplicas(msgspec.Struct, frozen=True):
         return {"encode": self.encode, "prefill": self.prefill, "decode": self.decode}
 
     @property
+    def all(self) -> list[ReplicaStatus]:
+        return [*self.encode, *self.prefill, *self.decode]
+
+    @property
     def answering(self) -> list[ReplicaStatus]:
         """Replicas that answer requests, and those whose role can change, because these may have answered some."""
         return [*self.decode, *(status for status in self.prefill if status.role is not None)]
