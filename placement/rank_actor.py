@@ -30,8 +30,6 @@ RAYLET_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineTask:
-    """One engine of a replica."""
-
     engine_id: str
     status_to: str  #: ZMQ address to which the engine reports
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from deployments.routing.config import Role
 
 METRICS_PERIOD_S = 1.0  # between reports of replicas and handles
@@ -60,13 +62,7 @@ class PoolSettings:
     @classmethod
     def parse(cls, kwargs: dict[str, Any]) -> PoolSettings | None:
         """Return the settings that `autoscaling_config` wrote; None for the ingress, which is not a pool."""
-        if not kwargs:
-            return None
-        roles = kwargs["roles"]
-        if roles is not None:
-            roles = RoleSettings(**roles | {"prefill": Limits(**roles["prefill"])})
-        slo, limits = Slo(**kwargs["slo"]), Limits(**kwargs["limits"])
-        return cls(kwargs["model"], kwargs["role"], slo, limits, roles, kwargs["replica_hour"])
+        return msgspec.convert(kwargs, cls) if kwargs else None
 
 
 def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None = None) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
     if report.costs is not None:
         rows += cost_rows(report.costs)
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
-    show(title, totals(rows), _latencies(report), _pools(report), _goal(slo), *_never_up(report))
+    show(title, totals(rows), _latencies(report), _pools(report), str(slo), *_never_up(report))
 
 
 def show_plan(plan: Plan, slo: GoodputSlo) -> None:
@@ -151,7 +151,7 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
             figure(report.tpot_ms.p90 if report.tpot_ms else None, 2),
             busy,
         )
-    show("what was tried", table, _goal(slo))
+    show("what was tried", table, str(slo))
     if priced := {c.name: c.report.costs for c in tried if c.report.costs is not None}:
         show("what it costs", cost_table(priced))
     show(f"one pool: {_found(plan.shared)}")
@@ -204,7 +204,3 @@ def _never_up(report: Report) -> list[str]:
         for role, use in report.pools.items()
         if use.scaled is not None and use.scaled.wanted > use.scaled.max
     ]
-
-
-def _goal(slo: GoodputSlo) -> str:
-    return f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"

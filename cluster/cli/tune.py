@@ -18,7 +18,7 @@ from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
     from cluster.simulator.recorded.what_if import Baseline, Figures
-    from cluster.simulator.spec import ClusterSpec, GoodputSlo
+    from cluster.simulator.spec import ClusterSpec
     from cluster.simulator.trace import Trace
     from cluster.simulator.tuning.search import Trial
 
@@ -142,7 +142,7 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     """Return where the search begins. Raises ServingError."""
     from cluster.simulator.recorded.recording import Recording
     from cluster.simulator.recorded.what_if import Baseline
-    from cluster.simulator.spec import find_trace, make_cluster
+    from cluster.simulator.spec import GoodputSlo, find_trace, make_cluster
 
     given = options.given()
     for flag in ("--autoscale", "--switch-roles"):
@@ -156,7 +156,7 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     for flag, value in given.items():
         if flag not in (WITH_TRACE if options.trace else WITH_TAPE):
             raise InvalidParameter(flag, value, "left out with --tape, which tells it")
-    baseline = Baseline(Recording.of_files(tapes), slo_of(options))
+    baseline = Baseline(Recording.of_files(tapes), GoodputSlo.of(options))
     if options.trace:
         return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)
     trace = baseline.trace if options.rate is None else baseline.trace.at_rate(options.rate)
@@ -166,12 +166,6 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
 def whole_file(options: TuneOptions) -> TuneOptions:
     """Return the options with all requests of a trace's file, of which the busiest are chosen later."""
     return replace(options, requests=sys.maxsize) if Path(options.trace).is_file() else options
-
-
-def slo_of(options: TuneOptions) -> GoodputSlo:
-    from cluster.simulator.spec import GoodputSlo
-
-    return GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good)
 
 
 def parse_values(text: str) -> list[tuple[str, Any]]:
@@ -190,13 +184,12 @@ def simulated(spec: ClusterSpec, trace: Trace) -> Figures:
 
 
 def show_result(result: Result) -> None:
-    start, slo = result.start, result.start.spec.slo
-    goal = f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"
+    start = result.start
     from cluster.cli.tape.prediction import cautions, told
 
     if start.baseline is not None:
         show(*told(start.baseline.recording))
-    show(f"{len(start.trace)} requests; {result.tried} clusters simulated", effects(result), goal)
+    show(f"{len(start.trace)} requests; {result.tried} clusters simulated", effects(result), str(start.spec.slo))
     if start.baseline is None:
         show("without a tape, the error is not known; docs/measurements/simulator.md has some that were measured")
     else:

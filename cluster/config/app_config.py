@@ -62,7 +62,6 @@ class AppConfig(Section):
 
     @property
     def autoscales(self) -> bool:
-        """Whether any pool is autoscaled."""
         return any(model.autoscales for model in self.models)
 
     @classmethod
@@ -106,7 +105,6 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of the section at `location`."""
     section: Any = AppConfig
     is_name = False  # of an entry of a mapping
     for part in location:

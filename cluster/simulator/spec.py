@@ -41,6 +41,13 @@ class GoodputSlo:
     tpot_s: float = 0.05  #: mean time between its tokens
     fraction: float = 0.9  #: fraction of all requests that must be good
 
+    @classmethod
+    def of(cls, options: SimulationOptions) -> GoodputSlo:
+        return cls(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good)
+
+    def __str__(self) -> str:
+        return f"good: first token within {1000 * self.ttft_s:g} ms, and {1000 * self.tpot_s:g} ms per token after it"
+
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
@@ -185,7 +192,7 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         kv_bytes=model.kv_bytes,
         max_model_len=longest,
         bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,
-        slo=GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good),
+        slo=GoodputSlo.of(options),
         limits=_limits(options),
         move_requests=options.move_requests,
         switch_roles=options.switch_roles,

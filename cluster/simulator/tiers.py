@@ -121,7 +121,6 @@ class TierTraffic:
 
 
 def tier_of(block: TierBlock) -> str:
-    """Return the tier from which a block is loaded."""
     return "store" if block.in_store else "disk" if block.on_disk else "host"
 
 

@@ -94,7 +94,6 @@ class TapeViewer:
                 await process.wait()
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()

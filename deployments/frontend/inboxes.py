@@ -81,7 +81,6 @@ class Inboxes:
         self._all_ended.set()
 
     def send(self, address: str, message: bytes) -> None:
-        """Send a command to the engine at this address."""
         raise NotImplementedError
 
     def open(self, request_ids: Iterable[str]) -> Inbox:

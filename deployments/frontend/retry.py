@@ -54,7 +54,6 @@ class RetryState:
 
     @property
     def request_id(self) -> str:
-        """Request id of the current attempt."""
         return f"{self.request.request_id}.{self.num_retries}" if self.num_retries else self.request.request_id
 
     @property

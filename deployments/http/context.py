@@ -29,8 +29,6 @@ SOURCE = "source"
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The context of one HTTP request."""
-
     response_id: str
     """`id` of the response and of all its chunks."""
     created: int
@@ -70,7 +68,6 @@ class RequestContext:
 
 
 def source_of(request: Request) -> GenerationSource:
-    """Return the source of the tokens that answer a request."""
     source: GenerationSource | None = getattr(request.state, SOURCE, None)
     return source or LiveSource()
 

@@ -28,8 +28,6 @@ _ID = re.compile(rf"([0-9a-f]{{32}}):(\d{{1,9}})\.(\d{{1,2}})\.(\d{{1,9}})\.({_C
 
 @dataclass(frozen=True, slots=True)
 class ChoicePosition:
-    """A client's position in one choice."""
-
     tokens: int = 0
     ended: bool = False
     checksum: int = 0

@@ -77,5 +77,4 @@ def job_id_of(owner: str, key: str) -> str:
 
 
 def record_key(job_id: str) -> str:
-    """Return the store key of a job's record."""
     return f"manta:job:{job_id}"

@@ -34,43 +34,35 @@ class GenerationSource(Protocol):
     @property
     def created(self) -> int:
         """Seconds since 1970."""
-        ...
 
     @property
     def started(self) -> bool:
         """Whether the answer exists or is being computed."""
-        ...
 
     @property
     def admitted(self) -> bool:
         """Whether an ingress has begun the answer, so that it needs no admission."""
-        ...
 
     @property
     def adapter(self) -> Adapter | None:
         """Adapter with which the answer was begun; None if it was begun without one, or has not begun."""
-        ...
 
     @property
     def job_id(self) -> str | None:
         """Id by which the answer's job can be found later; None if the answer is not kept."""
-        ...
 
     @property
     def event_ids(self) -> NoEventIds:
         """Ids of a stream's events, valid after `start`."""
-        ...
 
     def hex_id(self, name: str) -> str:
         """Return a 32-digit hexadecimal id for a part of the answer."""
-        ...
 
     async def start(
         self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> Generation:
         """Start the generation. prompts: for each prompt, the requests of its sequences. fingerprint: fingerprint of
         the model that would compute it."""
-        ...
 
 
 class LiveSource:

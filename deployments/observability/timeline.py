@@ -49,7 +49,6 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
 
     @property
     def attempts(self) -> list[str]:
-        """Request ids of all its attempts."""
         return [self.request_id, *(f"{self.request_id}.{n}" for n in range(1, self.replays + 1))]
 
     @property

@@ -108,8 +108,6 @@ class Tracing:
 
 
 class RequestTrace:
-    """The trace of one HTTP request."""
-
     def __init__(self, tracer: Tracer, span: Span, started_ns: int, method: str, operation: str):
         """operation: as from operation_of."""
         self._tracer, self._span, self._started_ns = tracer, span, started_ns

@@ -66,14 +66,13 @@ class RequestCost(NamedTuple):
     details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, usage: Usage) -> RequestCost:
+    def of(cls, usage: Usage, *, asked: bool) -> RequestCost:
+        if not asked:
+            return cls()
         cost, prices = usage.cost, usage.prices
         money = msgspec.UNSET if prices == FREE else prices.of(cost)
         below = cost.tier_gib_s or msgspec.UNSET
         return cls(money, CostDetails(cost.compute_s, cost.kv_gib_s, cost.wasted_s, below))
-
-
-NOT_ASKED = RequestCost()
 
 
 class UsageBody(msgspec.Struct):
@@ -95,7 +94,7 @@ class UsageBody(msgspec.Struct):
             details = CompletionTokensDetails(
                 reasoned, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
             )
-        cost = RequestCost.of(usage) if with_cost else NOT_ASKED
+        cost = RequestCost.of(usage, asked=with_cost)
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

@@ -101,7 +101,6 @@ class ServedModels(Mapping[str, ServedModel]):
                     yield name, self[base], path, base
 
     async def adapters_of(self, base: str) -> list[str]:
-        """Return the names of a model's adapters."""
         return [name for name, _ in await self.registries[base].listed()] if base in self.registries else []
 
     def pools(self) -> dict[str, EnginePool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from deployments.frontend.sequence import Usage
-from deployments.openai.response_bodies import NOT_ASKED, CostDetails, RequestCost
+from deployments.openai.response_bodies import CostDetails, RequestCost
 
 
 class PoolingUsage(msgspec.Struct):
@@ -16,7 +16,7 @@ class PoolingUsage(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage, *, with_cost: bool) -> PoolingUsage:
-        cost = RequestCost.of(usage) if with_cost else NOT_ASKED
+        cost = RequestCost.of(usage, asked=with_cost)
         return cls(usage.prompt_tokens, usage.prompt_tokens, cost.cost, cost.details)
 
 

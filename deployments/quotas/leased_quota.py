@@ -185,7 +185,6 @@ class LeasedQuota:
         return min(limit.value, max(0.0, free + tally.reserve))
 
     def ends_at(self, limit: Limit) -> float:
-        """Return when the window of a limit ends."""
         return self._tallies[limit.name].end
 
     @property

@@ -78,7 +78,6 @@ class EngineControl:
         self._generation = 0  # of engines that share experts, with which the pause ends
 
     def send(self, command: bytes) -> None:
-        """Send a command to the engine."""
         raise NotImplementedError
 
     def start(self) -> None:

@@ -127,7 +127,6 @@ class ModelReplicas(msgspec.Struct, frozen=True):
         return cls(model, decode, prefill, peers.get("encode", []), asleep)
 
     def on(self, node: str) -> ModelReplicas:
-        """Return the replicas on one node."""
         decode, prefill, encode = (
             [status for status in pool if status.node == node] for pool in (self.decode, self.prefill, self.encode)
         )

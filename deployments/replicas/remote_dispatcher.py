@@ -67,7 +67,6 @@ class RemoteDispatcher:
         self._watching = asyncio.create_task(self._watch(own))
 
     def close(self) -> None:
-        """End all calls."""
         for task in (self._watching, *self._calls.values()):
             if task is not None:
                 task.cancel()

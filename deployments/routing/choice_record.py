@@ -111,8 +111,6 @@ class ChosenAgain:
 
 
 class RecordedNumbers:
-    """Draws the recorded numbers."""
-
     def __init__(self, numbers: Iterable[int]):
         self._numbers = iter(numbers)
 

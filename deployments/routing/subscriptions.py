@@ -27,11 +27,9 @@ class Subscriptions:
         self._engines: dict[str, str] = {}  # engine id -> address on which it takes commands
 
     def send(self, address: str, message: bytes) -> None:
-        """Send a command to the engine at this address."""
         raise NotImplementedError
 
     def forget(self, address: str) -> None:
-        """Close the connection to this address."""
         raise NotImplementedError
 
     def subscribe(self, engines: Mapping[str, str]) -> None:

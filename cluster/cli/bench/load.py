@@ -32,7 +32,6 @@ class OfflineLoad:
     warmup: int = flag(1, "Repetitions before the measured ones.", min=0)
 
     def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
-        """Return the prompts of one repetition."""
         if self.workload:
             return preset(self.workload, model, number)
         return random_jobs(self.requests, self.input_len, self.output_len, vocab_size, self.seed, number)

@@ -94,7 +94,6 @@ class Group:
 
     @cached_property
     def ports(self) -> Mapping[str, int]:
-        """Named container ports."""
         entries = [entry for container in self.pod["containers"] for entry in container.get("ports") or []]
         return {entry["name"]: entry["containerPort"] for entry in entries if "name" in entry}
 

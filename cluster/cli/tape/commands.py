@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -180,7 +181,7 @@ def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices,
     outcomes, routed = [replay_whole(one, prices) for one in tapes], [choose_all_again(one) for one in routers]
     found: list[Outcome | RouterOutcome] = [*outcomes, *routed]
     if as_json:
-        print(json.dumps([outcome.figures() for outcome in found]))
+        print(json.dumps([asdict(outcome) for outcome in found]))
     else:
         table = make_table("engine", "role", "seconds", "requests", "steps", "plans equal")
         for engine in outcomes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from cluster.simulator.billing.costs import Costs
 from cluster.simulator.recorded.metered_replay import MeteredReplay
@@ -30,9 +29,6 @@ class Outcome:
     @property
     def name(self) -> str:
         return self.engine_id
-
-    def figures(self) -> dict[str, Any]:
-        return asdict(self)
 
     def row(self) -> tuple[str, ...]:
         share = f"{self.equal} of {self.plans}"
@@ -66,14 +62,10 @@ def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
 
 def told(replay: Replay, error: Diverged) -> str:
     """Return a sentence about the moment of an error."""
-    what = (
-        "a plan" if error.moment.digest is not None else "the end of a step" if error.moment.commits else name_of(error)
-    )
-    return f"at #{error.index} ({clock_time(replay, error.moment.at)}), {what}: {error}"
-
-
-def name_of(error: Diverged) -> str:
-    return type(error.moment.input).__name__
+    moment = error.moment
+    kind = "the end of a step" if moment.commits else type(moment.input).__name__
+    what = kind if moment.digest is None else "a plan"
+    return f"at #{error.index} ({clock_time(replay, moment.at)}), {what}: {error}"
 
 
 def clock_time(replay: Replay, at: float) -> str:

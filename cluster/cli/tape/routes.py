@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -33,9 +32,6 @@ class RouterOutcome:
     @property
     def differs(self) -> bool:
         return self.equal < self.choices
-
-    def figures(self) -> dict[str, Any]:
-        return asdict(self)
 
     def row(self) -> tuple[str, ...]:
         return self.router, self.pool, f"{self.seconds:.1f}", f"{self.equal} of {self.choices}"

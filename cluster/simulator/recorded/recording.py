@@ -173,7 +173,6 @@ class Recording:
 
     @cached_property
     def fit(self) -> Fit:
-        """The cost of the steps."""
         engines, starts, ends = (np.array(column) for column in zip(*self._steps, strict=True))
         others = np.zeros(len(starts), dtype=np.int64)  # engines that compute as a step begins
         for engine in range(self.decode + self.prefill):

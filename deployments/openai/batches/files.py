@@ -48,7 +48,6 @@ class Files:
         self._folder = folder
 
     async def upload(self, content: BinaryIO, owner: str | None, filename: str, expires_after_s: int) -> File:
-        """Store an upload."""
         path = self._path(file_id := new_id(PREFIX))
         try:
             await in_thread(self._copy, content, path)

@@ -120,8 +120,6 @@ class InputFile:
 
 @dataclass(slots=True)
 class _LineCheck:
-    """Checks the lines of a batch."""
-
     endpoint: str
     models: Container[str]
     model: str | None

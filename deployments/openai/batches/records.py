@@ -48,7 +48,6 @@ def age_s(object_id: str, prefix: str) -> float:
 
 
 def object_key(object_id: str) -> str:
-    """Return the store key of an object."""
     return f"manta:object:{object_id}"
 
 

@@ -88,7 +88,6 @@ class ToolGrammar:
 
     @property
     def _tools(self) -> list[Tool]:
-        """Tools that may be called."""
         choice = self.body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         return [tool for tool in self.body.offered_tools if name in (None, tool.function.name)]

@@ -15,7 +15,6 @@ class MarkedText:
         self._word = secrets.token_hex(8)
 
     def word(self, number: int) -> str:
-        """Return the word for mark `number`."""
         return f"{self._word}:{number:03}"
 
     def offsets(self, text: str, numbers: Sequence[int], render: Callable[[Sequence[int]], str]) -> dict[int, int]:

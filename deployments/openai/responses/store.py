@@ -62,7 +62,6 @@ class ResponseStore:
         await self._values.set(_key(owner, stored.response.id), sealed(value), self._ttl_s)
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response. Raises StoreUnavailable."""
         await self._values.delete(_key(owner, response_id))
 
     async def resolve(self, owner: str, items: list[Item]) -> list[Item]:
