@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.lora import make_adapter
 from benchmarks.routing import START_S, scrape
 from cluster.arrivals import arrival_times
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
 from deployments.routing.config import PolicyName
 from engine.model.config import ModelConfig
 from engine.pocket import PATH
@@ -50,14 +50,14 @@ def start(folder: Path, adapters: Path, policy: PolicyName) -> ServeRun:
     return ServeRun(folder, {"models": [model], "ingress": {"allow_runtime_lora_updating": True}})
 
 
-async def ask_all(url: str, args: argparse.Namespace) -> list[Outcome]:
+async def ask_all(url: str, args: argparse.Namespace) -> list[RequestResult]:
     chance = random.Random(args.seed)
     weights = [1 / rank**EXPONENT for rank in range(1, ADAPTERS + 1)]
     names = chance.choices([str(i) for i in range(ADAPTERS)], weights, k=args.requests)
     prompts = [[chance.randrange(100, 4000) for _ in range(PROMPT)] for _ in names]
     async with OpenAIClient(url, None, timeout_s=300) as client:
 
-        async def ask(name: str, prompt: list[int], at_s: float) -> Outcome:
+        async def ask(name: str, prompt: list[int], at_s: float) -> RequestResult:
             await asyncio.sleep(at_s)
             body = {"model": name, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
             return await client.send("/v1/completions", msgspec.json.encode(body))
@@ -66,7 +66,7 @@ async def ask_all(url: str, args: argparse.Namespace) -> list[Outcome]:
         return await asyncio.gather(*map(ask, names, prompts, times))
 
 
-def failures(outcomes: list[Outcome]) -> list[str]:
+def failures(outcomes: list[RequestResult]) -> list[str]:
     return [outcome.error for outcome in outcomes if outcome.error]
 
 

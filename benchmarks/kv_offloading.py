@@ -74,7 +74,7 @@ class Promises:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TierResult:
     tier: str
     resumed_tokens: int  #: prompt tokens of all turns but the first ones
     cached_tokens: int  #: of these
@@ -90,7 +90,7 @@ class OffloadReport:
     model: str
     load: Load
     cache_tokens: int
-    outcomes: list[Outcome]
+    outcomes: list[TierResult]
     equal_answers: bool
 
 
@@ -111,7 +111,7 @@ def order_of_turns(load: Load) -> list[tuple[float, int]]:
     return order
 
 
-def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
+def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
     draw, vocab_size = random.Random(2), core.model_config.vocab_size
     contexts = [draw.choices(range(3, vocab_size), k=load.first) for _ in range(load.agents)]
     resumed = cached = 0
@@ -151,7 +151,7 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> Outcome:
             resumed, cached = resumed + len(prompt), cached + hit
     tiers = core.stats().kv_offload
     errors = {} if tiers is None else {f"{t} {k}": n for t, s in tiers.tiers.items() for k, n in s.errors.items()}
-    return Outcome(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
+    return TierResult(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
 
 
 def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:

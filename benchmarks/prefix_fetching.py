@@ -40,7 +40,7 @@ ANSWER_S = 120.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class PolicyResult:
     policy: str
     fetching: bool
     resumed_tokens: int = 0  #: prompt tokens of all turns but the first ones
@@ -57,7 +57,7 @@ class FetchReport:
     replicas: int
     load: Load
     pause_s: float
-    outcomes: list[Outcome]
+    outcomes: list[PolicyResult]
     equal_answers: bool
 
 
@@ -124,10 +124,10 @@ class Replicas:
 
 async def drive(
     replicas: Replicas, load: Load, pause_s: float, policy: PolicyName, fetching: bool
-) -> tuple[Outcome, list[list[int]]]:
+) -> tuple[PolicyResult, list[list[int]]]:
     """Let all agents take their turns. Returns the contexts at the end, too. pause_s: mean between the turns of an
     agent, exponential."""
-    outcome = Outcome(policy, fetching)
+    outcome = PolicyResult(policy, fetching)
     await replicas.reset(policy)
     before = replicas.stats()
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)

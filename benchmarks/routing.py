@@ -21,7 +21,7 @@ import httpx
 import msgspec
 
 from cluster.arrivals import arrival_times
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
 from deployments.routing.config import PolicyName
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun, wait_until
@@ -45,10 +45,10 @@ def prompts() -> list[list[int]]:
     return [chance.choice(prefixes) + [chance.randrange(100, 4000) for _ in range(REST)] for _ in range(REQUESTS)]
 
 
-async def ask_all(url: str) -> list[Outcome]:
+async def ask_all(url: str) -> list[RequestResult]:
     async with OpenAIClient(url, None, timeout_s=300) as client:
 
-        async def ask(prompt: list[int], at_s: float) -> Outcome:
+        async def ask(prompt: list[int], at_s: float) -> RequestResult:
             await asyncio.sleep(at_s)
             body = {"model": "pocket", "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
             return await client.send("/v1/completions", msgspec.json.encode(body))

@@ -27,7 +27,7 @@ import psutil
 import typer
 
 from benchmarks.simulator.traffic import grouped_trace
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome, fetch
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, fetch
 from cluster.cli.bench.prompts import trace_prompts
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.cluster import simulate
@@ -175,7 +175,7 @@ def warm_up() -> Trace:
     return lengths_of((100, 200, 500), (10, 20, 50))(1.0, 0)
 
 
-async def send(url: str, trace: Trace, seed: int, *, at_once: bool = False) -> list[Outcome]:
+async def send(url: str, trace: Trace, seed: int, *, at_once: bool = False) -> list[RequestResult]:
     """Stream at the times of the trace, however slow the answers are."""
     bodies = [
         json.dumps({"model": "pocket", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True,
@@ -185,7 +185,7 @@ async def send(url: str, trace: Trace, seed: int, *, at_once: bool = False) -> l
     times = [0.0] * len(trace) if at_once else trace.arrivals_s.tolist()
     async with OpenAIClient(url, None, REQUEST_S) as client:
 
-        async def one(body: bytes) -> Outcome:
+        async def one(body: bytes) -> RequestResult:
             return await client.send("/v1/completions", body)
 
         outcomes = await send_all(one, bodies, times, None)
@@ -194,7 +194,7 @@ async def send(url: str, trace: Trace, seed: int, *, at_once: bool = False) -> l
     return outcomes
 
 
-def client_figures(outcomes: list[Outcome]) -> dict[str, Any]:
+def client_figures(outcomes: list[RequestResult]) -> dict[str, Any]:
     done = [outcome for outcome in outcomes if outcome.error is None]
     tpot = [outcome.tpot_s for outcome in done if outcome.tpot_s is not None]
     found = {"requests": len(outcomes), "failed": len(outcomes) - len(done)}

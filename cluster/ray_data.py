@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MapRow = Callable[[Row], Row]
-Answer = Row | Exception
-Done = Callable[[Answer], object]
+RowResult = Row | Exception
+Done = Callable[[RowResult], object]
 
 ERROR = "__inference_error__"  # same column as in ray.data.llm
 PROMPTS = ("messages", "prompt", "tokenized_prompt")
@@ -129,7 +129,7 @@ class _Engine:
         """Return the preprocessed rows of a batch, a pyarrow table."""
         return [self._preprocess(row) for row in batch.to_pylist()]
 
-    def columns(self, rows: list[Row], answers: list[Answer]) -> dict[str, list[Any]]:
+    def columns(self, rows: list[Row], answers: list[RowResult]) -> dict[str, list[Any]]:
         """Return the rows with their answers, as columns. Raises the first error, unless `should_continue_on_error` is
         set."""
         found: list[Row] = []
@@ -151,7 +151,7 @@ class _Embed(_Engine):
         rows = self.rows(batch)
         return self.columns(rows, self._embeddings([_prompt(row) for row in rows]))
 
-    def _embeddings(self, prompts: list[Any]) -> list[Answer]:
+    def _embeddings(self, prompts: list[Any]) -> list[RowResult]:
         try:
             outputs = self.llm.embed(prompts, progress=False)
         except RequestError as error:  # raised before any of them is computed
@@ -224,7 +224,7 @@ class _Generate(_Engine):
         return self.llm.request(prompt, params, request_id=name), params
 
 
-def _set_result(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], answer: Answer) -> None:
+def _set_result(loop: asyncio.AbstractEventLoop, future: asyncio.Future[RowResult], answer: RowResult) -> None:
     loop.call_soon_threadsafe(future.set_result, answer)
 
 
@@ -238,7 +238,7 @@ def _prompt(row: Row) -> Any:
     return row[given[0]]
 
 
-def _answer(output: RequestOutput) -> Answer:
+def _answer(output: RequestOutput) -> RowResult:
     first = output.outputs[0]
     if first.error:
         return RequestError(first.error)

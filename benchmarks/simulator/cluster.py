@@ -23,7 +23,7 @@ import psutil
 from benchmarks.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
 from benchmarks.simulator.slow_calls import SlowCalls
 from benchmarks.simulator.traffic import grouped_trace, small_trace
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.results import Latencies, Report
@@ -49,7 +49,7 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PoolSizes:
     """prefill: replicas for prompts only. decode: that answer. kv_bytes: of a token."""
 
     name: str
@@ -72,7 +72,7 @@ class Layout:
         return small_trace(REQUESTS, rate, seed) if self.prefill else grouped_trace(REQUESTS, rate, seed, GROUPS)
 
 
-LAYOUTS = (Layout("two replicas", 0, 2), Layout("1 prefill + 1 decode", 1, 1))
+LAYOUTS = (PoolSizes("two replicas", 0, 2), PoolSizes("1 prefill + 1 decode", 1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def larger() -> None:
         compare([replace(layout, model=str(model), kv_bytes=kv_bytes) for layout in LAYOUTS])
 
 
-def compare(layouts: Iterable[Layout]) -> None:
+def compare(layouts: Iterable[PoolSizes]) -> None:
     request_s = 0.0
     print(f"other programs use {psutil.cpu_percent(5.0):.0f}% of {psutil.cpu_count()} cores", flush=True)
     for layout in layouts:
@@ -132,7 +132,7 @@ def compare(layouts: Iterable[Layout]) -> None:
 
 
 @contextmanager
-def serving(layout: Layout) -> Iterator[ServeRun]:
+def serving(layout: PoolSizes) -> Iterator[ServeRun]:
     with (
         tempfile.TemporaryDirectory() as folder,
         ServeRun(Path(folder), {"models": [layout.section]}, manta=True) as server,
@@ -144,13 +144,13 @@ def serving(layout: Layout) -> Iterator[ServeRun]:
         yield server
 
 
-async def probe(server: ServeRun, layout: Layout, rounds: int = ROUNDS) -> list[Observation]:
+async def probe(server: ServeRun, layout: PoolSizes, rounds: int = ROUNDS) -> list[Observation]:
     async with OpenAIClient(server.url, None, timeout_s=60) as client:
         budget, apart = CONFIG.max_num_batched_tokens, bool(layout.prefill)
         return await observe(client, "pocket", layout.decode, budget, apart=apart, rounds=rounds)
 
 
-async def replay(server: ServeRun, layout: Layout, trace: Trace) -> Figures:
+async def replay(server: ServeRun, layout: PoolSizes, trace: Trace) -> Figures:
     """Streams at the times of the trace, however slow the answers are."""
     salt = f"{trace.arrivals_s[0]}-{trace.duration_s}"  # what other runs computed is in no cache
     bodies = [
@@ -160,7 +160,7 @@ async def replay(server: ServeRun, layout: Layout, trace: Trace) -> Figures:
     before = hits(server)
     async with OpenAIClient(server.url, None, timeout_s=60) as client:
 
-        async def send(one: bytes) -> Outcome:
+        async def send(one: bytes) -> RequestResult:
             return await client.send("/v1/completions", one)
 
         outcomes = await send_all(send, bodies, trace.arrivals_s.tolist(), None)
@@ -200,7 +200,7 @@ def hits(server: ServeRun) -> tuple[float, float]:
 # -- simulated ---------------------------------------------------------------------------------------------
 
 
-def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -> Report:
+def simulation(layout: PoolSizes, found: HttpFit, request_s: float, trace: Trace) -> Report:
     """request_s: of a request to one pool. With two, what a request takes beyond that is due to its handoff; the call
     to the prefill replica is as long as that to a decode replica. What the loopback device takes per token of KV is not
     told apart from what computing it takes."""
@@ -223,7 +223,7 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
     return cluster.report()
 
 
-def rate_of(layout: Layout, found: HttpFit, load: float) -> float:
+def rate_of(layout: PoolSizes, found: HttpFit, load: float) -> float:
     """Requests per second at which the busier pool computes for so much of the time."""
     low, high = 0.5, 100.0
     for _ in range(8):
@@ -233,7 +233,7 @@ def rate_of(layout: Layout, found: HttpFit, load: float) -> float:
     return low
 
 
-def figures(layout: Layout, report: Report) -> Figures:
+def figures(layout: PoolSizes, report: Report) -> Figures:
     assert report.itl_p50_ms is not None and report.itl_p99_ms is not None
     found = percentiles({"TTFT": report.ttft_ms, "E2E": report.e2e_ms, "TPOT": report.tpot_ms})
     found |= {"ITL p50": report.itl_p50_ms, "ITL p99": report.itl_p99_ms}
@@ -247,7 +247,7 @@ def percentiles(latencies: dict[str, Latencies | None]) -> Figures:
     return {f"{name} {p}": getattr(found, p) for name, found in latencies.items() for p in ("p50", "p90", "p99")}
 
 
-def show(layout: Layout, found: list[Compared]) -> None:
+def show(layout: PoolSizes, found: list[Compared]) -> None:
     print(f"| {layout.name} | " + " | ".join(f"{each.title}: real | simulated | error" for each in found) + " |")
     print("| --- |" + " --- |" * 3 * len(found))
     for name in found[0].real[0]:

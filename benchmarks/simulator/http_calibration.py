@@ -23,7 +23,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.command import run
-from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, StreamChunk, StreamFailed
 from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.cost_model import LinearCostModel, Work
 from cluster.simulator.recorded.cost_fit import non_negative
@@ -212,18 +212,18 @@ async def _beside(
         raise EngineUnavailable(str(error)) from None
 
 
-async def _started(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[Chunk]:
+async def _started(chunks: AsyncGenerator[StreamChunk]) -> AsyncGenerator[StreamChunk]:
     """Returns when the first token has come."""
     await anext(chunks)
     return chunks
 
 
-async def _drain(chunks: AsyncGenerator[Chunk]) -> None:
+async def _drain(chunks: AsyncGenerator[StreamChunk]) -> None:
     async for _ in chunks:
         pass
 
 
-async def _send(client: OpenAIClient, body: bytes) -> Outcome:
+async def _send(client: OpenAIClient, body: bytes) -> RequestResult:
     outcome = await client.send(PATH, body)
     if outcome.error is not None:
         raise EngineUnavailable(outcome.error)
@@ -241,7 +241,7 @@ def completion(model: str, prompt: list[int], output: int, **options: str) -> by
     return msgspec.json.encode(asked | shown | options)
 
 
-def _in_the_middle(outcome: Outcome) -> list[float]:
+def _in_the_middle(outcome: RequestResult) -> list[float]:
     """Times between tokens while all streams of a probe run; none where chunks are not tokens."""
     gaps = outcome.itl_s
     return gaps[len(gaps) // 4 : -(len(gaps) // 4)] if len(gaps) == outcome.output_tokens - 1 else []

@@ -30,7 +30,7 @@ from benchmarks.simulator.cluster import TOKENIZER, VOCABULARY
 from benchmarks.simulator.http_calibration import HttpFit, completion, fit_observations, observe
 from benchmarks.simulator.slow_calls import SlowCalls
 from cluster.autoscaling.slo import Limits
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.spec import ClusterSpec, GoodputSlo
@@ -56,7 +56,7 @@ START_S, STARTUP_S = 180.0, 12.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RolePools:
     """prefill, decode: replicas at the start. most: of each pool; None for a fixed number."""
 
     prefill: int
@@ -82,10 +82,10 @@ class Layout:
 
 
 LAYOUTS = {
-    "1P + 2D": Layout(1, 2),
-    "2P + 1D": Layout(2, 1),
-    "roles change": Layout(1, 2, switch=True),
-    "from zero": Layout(0, 1, most=2),
+    "1P + 2D": RolePools(1, 2),
+    "2P + 1D": RolePools(2, 1),
+    "roles change": RolePools(1, 2, switch=True),
+    "from zero": RolePools(0, 1, most=2),
 }
 
 
@@ -125,7 +125,7 @@ def shares(trace: Trace, ttft_s: np.ndarray, tpot_s: np.ndarray) -> list[float]:
 
 
 @contextmanager
-def serving(layout: Layout, model: str) -> Iterator[ServeRun]:
+def serving(layout: RolePools, model: str) -> Iterator[ServeRun]:
     with (
         tempfile.TemporaryDirectory() as folder,
         ServeRun(Path(folder), {"models": [layout.section(model)]}, manta=True) as server,
@@ -134,7 +134,7 @@ def serving(layout: Layout, model: str) -> Iterator[ServeRun]:
         yield server
 
 
-def is_up(server: ServeRun, layout: Layout) -> bool:
+def is_up(server: ServeRun, layout: RolePools) -> bool:
     try:
         metrics = Scrape(httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text)
     except httpx.HTTPError:
@@ -147,7 +147,7 @@ def is_up(server: ServeRun, layout: Layout) -> bool:
     return decode == layout.decode and len(up) == layout.prefill + layout.decode
 
 
-async def calibrate(server: ServeRun, layout: Layout) -> HttpFit:
+async def calibrate(server: ServeRun, layout: RolePools) -> HttpFit:
     async with OpenAIClient(server.url, None, timeout_s=60) as client:
         await observe(client, "m", layout.decode, CONFIG.max_num_batched_tokens, apart=True, rounds=1)
         found = await observe(client, "m", layout.decode, CONFIG.max_num_batched_tokens, apart=True, rounds=2)
@@ -162,7 +162,7 @@ async def replay(server: ServeRun, trace: Trace) -> list[float]:
     ]
     async with OpenAIClient(server.url, None, timeout_s=120) as client:
 
-        async def send(one: bytes) -> Outcome:
+        async def send(one: bytes) -> RequestResult:
             return await client.send("/v1/completions", one)
 
         outcomes = await send_all(send, bodies, trace.arrivals_s.tolist(), None)
@@ -175,7 +175,7 @@ async def replay(server: ServeRun, trace: Trace) -> list[float]:
 # -- simulated ---------------------------------------------------------------------------------------------
 
 
-def simulate(layout: Layout, found: HttpFit, trace: Trace) -> list[float]:
+def simulate(layout: RolePools, found: HttpFit, trace: Trace) -> list[float]:
     """The simulator's pools never scale to zero: the prefill pool keeps one replica."""
     total = layout.prefill + layout.decode
     limits = Limits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.planning.layouts import Layout, Link, Machines, ModelSizes, Workload, plan, why
+from cluster.planning.layouts import Link, Machines, ModelSizes, ParallelLayout, Workload, plan, why
 from cluster.simulator.cost_model import Card, ModelShape
 from engine.model.config import DTYPES
 
@@ -59,11 +59,11 @@ def machines_of(card: Card, nodes: int, devices: int, network_gbit: float | None
     )
 
 
-def lines(found: Sequence[Layout], load: Workload) -> list[str]:
+def lines(found: Sequence[ParallelLayout], load: Workload) -> list[str]:
     """Return what to say about layouts, the best first: it, why it is the best, and the next ones."""
     best, *others = found
     return [f"best: {best}", f"because {why(best, found, load)}", *(f"also: {layout}" for layout in others[:SHOWN])]
 
 
-def find_layouts(shape: ModelShape, machines: Machines, load: Workload) -> list[Layout]:
+def find_layouts(shape: ModelShape, machines: Machines, load: Workload) -> list[ParallelLayout]:
     return plan(sizes_of(shape), machines, load)

@@ -66,7 +66,7 @@ class Verdict:
     """Description of what was compared, and what was left out."""
 
 
-class Answer(msgspec.Struct):
+class ComparedAnswer(msgspec.Struct):
     """The fields of an answer on which the comparison depends."""
 
     class Usage(msgspec.Struct):
@@ -114,7 +114,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     answer, request = _read(answer_file), _read(request_file)
     incomplete = RequestError(f"{answer_file} is not a full answer of {' or '.join(ROUTES)} with a system_fingerprint")
     try:
-        msgspec.convert(answer, Answer)
+        msgspec.convert(answer, ComparedAnswer)
     except msgspec.ValidationError:
         raise incomplete from None
     section, ingress = _find(model, answer["model"])

@@ -82,7 +82,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """One way to divide a model, and what is expected of it."""
 
     tensor: int
@@ -143,14 +143,14 @@ def place_of(inside: bool) -> str:
     return "inside a node" if inside else "between nodes"
 
 
-def plan(model: ModelSizes, machines: Machines, load: Workload) -> list[Layout]:
+def plan(model: ModelSizes, machines: Machines, load: Workload) -> list[ParallelLayout]:
     """Return all layouts that the machines have room for, the best first: most tokens/s of those that keep the limit of
     the time between tokens; then the fastest of the others."""
     found = [layout for layout in layouts(model, machines, load) if layout.replicas]
     return sorted(found, key=lambda layout: rank_of(layout, load))
 
 
-def rank_of(layout: Layout, load: Workload) -> tuple[object, ...]:
+def rank_of(layout: ParallelLayout, load: Workload) -> tuple[object, ...]:
     """Return the key by which layouts are sorted. Of equally good ones, the simplest comes first."""
     simple = layout.ranks, layout.data, layout.pipeline, layout.expert
     if not layout.sequences:
@@ -160,7 +160,7 @@ def rank_of(layout: Layout, load: Workload) -> tuple[object, ...]:
     return 0, -round(layout.tokens_per_s, 3), *simple
 
 
-def why(best: Layout, others: Sequence[Layout], load: Workload) -> str:
+def why(best: ParallelLayout, others: Sequence[ParallelLayout], load: Workload) -> str:
     """Return in one sentence why a layout is better than what comes next to mind: the fewest ranks, and the same number
     of tensor ranks."""
     if not best.sequences:
@@ -186,7 +186,7 @@ def why(best: Layout, others: Sequence[Layout], load: Workload) -> str:
     return "; ".join(reasons) or "it computes most tokens per second within the limit of the time between tokens"
 
 
-def layouts(model: ModelSizes, machines: Machines, load: Workload) -> Iterator[Layout]:
+def layouts(model: ModelSizes, machines: Machines, load: Workload) -> Iterator[ParallelLayout]:
     """Yield the layouts that the model permits, with powers of 2 as sizes."""
     devices = machines.nodes * machines.devices
     for tensor in powers(devices):
@@ -204,7 +204,7 @@ def layouts(model: ModelSizes, machines: Machines, load: Workload) -> Iterator[L
 
 def judge(
     model: ModelSizes, machines: Machines, load: Workload, tensor: int, pipeline: int, expert: bool, data: int
-) -> Layout:
+) -> ParallelLayout:
     """Return a layout with what is expected of it."""
     ranks = tensor * data
     weights = (model.dense_bytes / tensor + model.expert_bytes / ranks) / pipeline
@@ -249,7 +249,7 @@ def judge(
     sequences = most
     while sequences > 1 and itl(sequences) > load.itl_s:
         sequences //= 2
-    return Layout(
+    return ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         expert=expert,

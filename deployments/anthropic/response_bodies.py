@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from deployments.openai.chat_output import ChatOutput
-from deployments.openai.response_bodies import CostDetails, HoldBody, RequestCost
+from deployments.openai.response_bodies import CostDetails, CostFields, HoldBody
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -43,7 +43,7 @@ class Usage(msgspec.Struct):
     def of(cls, output: ChatOutput, *, ended: bool = False) -> Usage:
         """ended: whether the cost is known, if the request asks for it."""
         usage, thinking = output.usage, output.reasoning_tokens
-        cost = RequestCost.of(usage, asked=ended and output.reports_cost)
+        cost = CostFields.of(usage, asked=ended and output.reports_cost)
         written, created = usage.held_tokens(), CacheCreation(usage.held_tokens(0, 300), usage.held_tokens(300))
         return cls(
             input_tokens=usage.prompt_tokens - usage.cached_tokens - written,

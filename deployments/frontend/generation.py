@@ -10,7 +10,7 @@ from functools import partial
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.first_token import current_deadline
 from deployments.frontend.inboxes import Inbox
-from deployments.frontend.sequence import Aborted, AttemptError, Record, Sequence, SequenceContext, Usage
+from deployments.frontend.sequence import Aborted, AttemptError, Record, RequestUsage, Sequence, SequenceContext
 from deployments.frontend.sequence_metrics import Reason, SequenceMetrics
 from deployments.observability.telemetry import current_request
 from deployments.quotas.key_quota import RequestSize, current_quota
@@ -42,7 +42,7 @@ class LiveGeneration:
         """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them.
         resumes: as in RequestSize."""
         self.prompts = [requests[0].prompt for requests in prompts]
-        self.usage = Usage(
+        self.usage = RequestUsage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
             has_prediction=bool(prompts[0][0].prediction),
             prices=context.prices,

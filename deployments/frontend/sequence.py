@@ -81,7 +81,7 @@ class PromptHolds:
 
 
 @dataclass(slots=True)
-class Usage:
+class RequestUsage:
     """Token counts over all sequences of an HTTP request. A prompt shared by several sequences counts once."""
 
     prompt_tokens: int = 0
@@ -207,7 +207,7 @@ class Sequence:
         request: GenerateRequest,
         http: HttpRequest,
         context: SequenceContext,
-        usage: Usage,
+        usage: RequestUsage,
         bill: Bill,
         record: Record | None = None,
         *,

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from deployments.frontend.inboxes import joined
-from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.frontend.sequence import RequestUsage, SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
@@ -82,7 +82,7 @@ class LoggedGeneration:
     ):
         """ids: ids of the events made of the chunks."""
         self.prompts = [requests[0].prompt for requests in prompts]
-        self.usage = Usage(
+        self.usage = RequestUsage(
             prompt_tokens=sum(map(len, self.prompts)),
             has_prediction=bool(prompts[0][0].prediction),
             prices=frontend.prices,

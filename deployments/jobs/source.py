@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.frontend.sequence import RequestUsage, SequenceContext
 from deployments.jobs.event_ids import MAX_CHOICES, EventIds, NoEventIds, Position
 from deployments.jobs.job import Job
 from deployments.jobs.record import JobRecord
@@ -22,7 +22,7 @@ class Generation(Protocol):
     """All sequences of one HTTP request. It runs once, through `chunks`."""
 
     prompts: list[list[int]]
-    usage: Usage
+    usage: RequestUsage
     """Tokens so far."""
 
     def chunks(self) -> AsyncGenerator[TextChunk]: ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from deployments.frontend.sequence import Usage
+from deployments.frontend.sequence import RequestUsage
 from deployments.jobs.source import Generation
 from deployments.openai.formats.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.logprobs import token_name
@@ -82,7 +82,7 @@ class ChatOutput:
         return self.generation.prompts[0]
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> RequestUsage:
         """Token counts so far."""
         return self.generation.usage
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from deployments.billing.prices import FREE
-from deployments.frontend.sequence import Usage
+from deployments.frontend.sequence import RequestUsage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -23,7 +23,7 @@ class HoldBody(msgspec.Struct, omit_defaults=True):
     reason: str | None = None
 
     @classmethod
-    def all_of(cls, usage: Usage) -> list[HoldBody] | msgspec.UnsetType:
+    def all_of(cls, usage: RequestUsage) -> list[HoldBody] | msgspec.UnsetType:
         """Return the holds of a request; UNSET if it asks for none."""
         return [
             cls("refused" if each.refusal else "held", each.tokens, each.ttl_s, each.refusal, each.reason or None)
@@ -58,7 +58,7 @@ class CostDetails(msgspec.Struct):
     if there are none."""
 
 
-class RequestCost(NamedTuple):
+class CostFields(NamedTuple):
     """Fields of a usage. They are UNSET unless the request asks for them."""
 
     cost: float | msgspec.UnsetType = msgspec.UNSET
@@ -66,7 +66,7 @@ class RequestCost(NamedTuple):
     details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, usage: Usage, *, asked: bool) -> RequestCost:
+    def of(cls, usage: RequestUsage, *, asked: bool) -> CostFields:
         if not asked:
             return cls()
         cost, prices = usage.cost, usage.prices
@@ -86,7 +86,7 @@ class UsageBody(msgspec.Struct):
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
+    def of(cls, usage: RequestUsage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
         """Return the usage of a response. reasoning_tokens: None unless the model is known to reason."""
         details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
         if reasoning_tokens is not None or usage.has_prediction:
@@ -94,7 +94,7 @@ class UsageBody(msgspec.Struct):
             details = CompletionTokensDetails(
                 reasoned, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
             )
-        cost = RequestCost.of(usage, asked=with_cost)
+        cost = CostFields.of(usage, asked=with_cost)
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

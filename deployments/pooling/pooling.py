@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.frontend.sequence import RequestUsage, SequenceContext
 from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
 from deployments.quotas.key_quota import current_quota
@@ -43,7 +43,7 @@ class Pooling:
         self._context, self._request, self._client, self._source = context, request, client, source
         self._timeout_s = request.timeout_s or 0.0
         self._deadline_at = time.monotonic() + self._timeout_s
-        self.usage = Usage(prices=context.prices)
+        self.usage = RequestUsage(prices=context.prices)
         """Of all prompts that were computed."""
 
     async def run(self, prompts: Sequence[PackedPrompt]) -> list[bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from deployments.frontend.sequence import Usage
-from deployments.openai.response_bodies import CostDetails, RequestCost
+from deployments.frontend.sequence import RequestUsage
+from deployments.openai.response_bodies import CostDetails, CostFields
 
 
 class PoolingUsage(msgspec.Struct):
@@ -15,8 +15,8 @@ class PoolingUsage(msgspec.Struct):
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, usage: Usage, *, with_cost: bool) -> PoolingUsage:
-        cost = RequestCost.of(usage, asked=with_cost)
+    def of(cls, usage: RequestUsage, *, with_cost: bool) -> PoolingUsage:
+        cost = CostFields.of(usage, asked=with_cost)
         return cls(usage.prompt_tokens, usage.prompt_tokens, cost.cost, cost.details)
 
 

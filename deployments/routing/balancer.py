@@ -12,7 +12,7 @@ from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.placements import UNKNOWN, Placement, Placements
 from deployments.routing.policies import Lookup, RandomNumbers, make_policy, rendezvous_order
 from deployments.routing.prompt_digest import PromptDigest
-from deployments.routing.ranking import Ranking
+from deployments.routing.ranking import Ranker
 from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import KVHolder
@@ -44,7 +44,7 @@ class Balancer:
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
         self._rng, self._log = rng, NoChoiceLog()
-        self._ranking = Ranking(make_policy(config.policy, self._cost, self, self._order), self._cost, self._order)
+        self._ranker = Ranker(make_policy(config.policy, self._cost, self, self._order), self._cost, self._order)
         self._role, self._policy_name = role, config.policy
         #: Roles of the engines whose roles can change.
         self.roles: dict[str, Role] = {}
@@ -62,8 +62,8 @@ class Balancer:
         unhealthy = self._unhealthy.intersection(engines)
         healthy = [engine for engine in engines if engine not in unhealthy] if unhealthy else engines
         candidates, home = healthy or engines, self._home(prompt, healthy or engines)
-        watched = self._log.watch(lookup, self._ranking.policy.memory)
-        ranked, reason = self._ranking.rank(prompt, candidates, home, watched)
+        watched = self._log.watch(lookup, self._ranker.policy.memory)
+        ranked, reason = self._ranker.rank(prompt, candidates, home, watched)
         able = ranked
         if healthy:
             ranked = able + [engine for engine in engines if engine in unhealthy]

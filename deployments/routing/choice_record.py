@@ -12,7 +12,7 @@ from deployments.routing.config import PolicyName, Role
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.policies import make_policy
 from deployments.routing.prompt_digest import PromptDigest
-from deployments.routing.ranking import Ranking
+from deployments.routing.ranking import Ranker
 from engine.wire.messages import EngineLoad
 
 
@@ -123,7 +123,7 @@ def choose_again(tape: RouterTape, choice: RecordedChoice) -> ChosenAgain:
     orders = iter(choice.orders)
     policy = make_policy(tape.policy, tape.cost, RecordedNumbers(choice.drawn), lambda key, engines: next(orders))
     policy.memory = choice.memory
-    ranking = Ranking(policy, tape.cost, lambda key, engines: next(orders))
+    ranking = Ranker(policy, tape.cost, lambda key, engines: next(orders))
     prompt = prompt_of(choice)
 
     def lookup(engine: str) -> EngineCandidate:

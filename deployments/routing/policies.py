@@ -37,7 +37,7 @@ class RandomNumbers(Protocol):
         """Return a number below `start`, or from `start` to below `stop`."""
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     memory: str
     """What it remembers of earlier choices."""
 
@@ -106,7 +106,9 @@ class RoundRobin:
         return ranked, "prefix_ignored"
 
 
-def make_policy(name: PolicyName, cost: RoutingCost, rng: RandomNumbers, order: Order = rendezvous_order) -> Policy:
+def make_policy(
+    name: PolicyName, cost: RoutingCost, rng: RandomNumbers, order: Order = rendezvous_order
+) -> RoutingPolicy:
     match name:
         case "prefix_aware":
             return PrefixAware(cost, order)

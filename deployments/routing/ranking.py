@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deployments.routing.cost import RoutingCost
-from deployments.routing.policies import Lookup, Order, Policy, rendezvous_order
+from deployments.routing.policies import Lookup, Order, RoutingPolicy, rendezvous_order
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 
-class Ranking:
-    def __init__(self, policy: Policy, cost: RoutingCost, order: Order = rendezvous_order):
+class Ranker:
+    def __init__(self, policy: RoutingPolicy, cost: RoutingCost, order: Order = rendezvous_order):
         self.policy, self._cost, self._order = policy, cost, order
 
     def rank(

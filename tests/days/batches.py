@@ -303,7 +303,7 @@ class BatchPart(Part):
         for file_id, what in ((batch.output_file_id, "completed"), (batch.error_file_id, "failed")):
             content = b"" if file_id is None else await self._ask(job, self._content, file_id)
             for text in content.splitlines():
-                line = msgspec.json.decode(text, type=output_file.OutputLine)
+                line = msgspec.json.decode(text, type=output_file.BatchOutputLine)
                 found[line.custom_id] += 1
                 counts[what] += 1
                 if what == "completed":
@@ -317,7 +317,7 @@ class BatchPart(Part):
         if batch.status == "completed":
             assert told == counts, f"{told} lines are told, {counts} are there"
 
-    def _check_line(self, batch: Batch, line: output_file.OutputLine) -> None:
+    def _check_line(self, batch: Batch, line: output_file.BatchOutputLine) -> None:
         assert line.response is not None
         assert line.response.status_code == 200
         request = self._lines[batch.id][line.custom_id]
@@ -328,7 +328,7 @@ class BatchPart(Part):
         assert (text, reason) == right[1:], f"{line.custom_id} of a batch has another text"
         self.seen["a line of a batch is answered"] += 1
 
-    def _check_error(self, batch: Batch, line: output_file.OutputLine) -> None:
+    def _check_error(self, batch: Batch, line: output_file.BatchOutputLine) -> None:
         code = "none" if line.error is None else line.error.code
         self.seen[f"a line of a batch is not answered: {code}"] += 1
         wanted = {"batch_cancelled": "cancelled", "batch_expired": "expired", "batch_failed": "failed"}.get(code)

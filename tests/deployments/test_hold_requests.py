@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.frontend.api_keys import hash_key
-from deployments.frontend.sequence import Usage
+from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
 from engine.wire.generate_request import HoldMark
 from engine.wire.messages import ReleaseHolds
@@ -240,7 +240,7 @@ async def test_an_api_key_ends_its_own_holds_only(tmp_path):
 
 
 def test_tokens_of_a_hold_that_another_engine_granted_anew_are_counted_once():
-    usage = Usage(prompt_tokens=30, cached_tokens=10)
+    usage = RequestUsage(prompt_tokens=30, cached_tokens=10)
     outcome = HoldOutcome(tokens=20, ttl_s=300.0)
     usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=10, holds=[outcome]))
     usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=0, holds=[outcome]))

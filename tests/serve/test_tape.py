@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.cli.tape.outcome import Outcome, replay_whole
+from cluster.cli.tape.outcome import EngineOutcome, replay_whole
 from engine.core.tape.file import read_tapes
 from engine.core.tape.ring import EngineTape
 from engine.core.tape.shared_copy import remove_copies_of, shared_root
@@ -81,7 +81,7 @@ def save(server: ServeRun, file: Path, engines: int) -> list[EngineTape]:
     return read_tapes(file)
 
 
-def show(title: str, tape: EngineTape) -> Outcome:
+def show(title: str, tape: EngineTape) -> EngineOutcome:
     found = replay_whole(tape)
     size = sum(len(s.entries) + len(s.answers) + len(s.state) for s in tape.segments)
     print(f"{title:9} {found.engine_id:28} {found.role:8} {found.seconds:6.1f} s {found.requests:5} requests "

@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.bench.openai_client import Outcome
+from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.tables import figure
 from cluster.cli.report import Chart, Point, distribution, rate_over_time, steps_over_time, write_report
 
@@ -37,7 +37,7 @@ def write_serve_report(path: Path, report: ServeReport) -> None:
     write_report(path, f"{report.model} at {report.base_url}", figures, charts)
 
 
-def _tokens(outcome: Outcome, began: float) -> list[Point]:
+def _tokens(outcome: RequestResult, began: float) -> list[Point]:
     """Return the times at which tokens arrived, and how many arrived at each. The tokens of an answer are spread evenly
     over its chunks."""
     times = list(accumulate(outcome.itl_s, initial=outcome.sent_at + outcome.ttft_s - began))

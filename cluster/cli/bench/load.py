@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cluster.cli.bench.prompts import Job, preset, random_jobs, with_prefixes
+from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_prefixes
 from cluster.flags import flag
 from engine.errors import InvalidParameter
 
@@ -31,7 +31,7 @@ class OfflineLoad:
     repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1)
     warmup: int = flag(1, "Repetitions before the measured ones.", min=0)
 
-    def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
+    def batch(self, number: int, model: str, vocab_size: int) -> list[BenchRequest]:
         if self.workload:
             return preset(self.workload, model, number)
         return random_jobs(self.requests, self.input_len, self.output_len, vocab_size, self.seed, number)

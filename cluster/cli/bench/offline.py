@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import OfflineLoad
-from cluster.cli.bench.prompts import WARM_UP, Job
+from cluster.cli.bench.prompts import WARM_UP, BenchRequest
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
@@ -119,7 +119,7 @@ def measure(load: OfflineLoad, *, model: str = "pocket", progress: Progress, **o
     )
 
 
-def run_batch(llm: LLM, jobs: list[Job], advance: Callable[[], None]) -> Repetition:
+def run_batch(llm: LLM, jobs: list[BenchRequest], advance: Callable[[], None]) -> Repetition:
     started = time.perf_counter()
     pairs = [(llm.request(job.prompt, params_of(job)), params_of(job)) for job in jobs]
     outputs = []
@@ -129,7 +129,7 @@ def run_batch(llm: LLM, jobs: list[Job], advance: Callable[[], None]) -> Repetit
     return Repetition(time.perf_counter() - started, sum(len(job.prompt) for job in jobs), outputs)
 
 
-def params_of(job: Job) -> SamplingParams:
+def params_of(job: BenchRequest) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
 
 

@@ -21,7 +21,7 @@ ERROR_CHARACTERS = 200
 FETCH_S = 120.0
 
 
-class Message(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -31,9 +31,9 @@ class Message(msgspec.Struct):
         return self.reasoning or self.reasoning_content
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     text: str | None = None  #: text of a completion
-    delta: Message | None = None  #: delta of a chat
+    delta: ChunkDelta | None = None  #: delta of a chat
     finish_reason: str | None = None
 
     @property
@@ -41,22 +41,22 @@ class Choice(msgspec.Struct):
         return bool(self.text or (self.delta and (self.delta.content or self.delta.thought)))
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """A stream event, reduced to the fields used here."""
 
     id: str = ""
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: msgspec.Raw | None = None
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestResult:
     """One request as its client saw it. Times are seconds since it was sent."""
 
     sent_at: float = 0.0  #: time of sending on the client's clock
@@ -74,7 +74,7 @@ class Outcome:
         """Seconds per token after the first; None if there is only one token."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
-    def add(self, chunk: Chunk, now: float) -> None:
+    def add(self, chunk: StreamChunk, now: float) -> None:
         if chunk.choices:
             self.e2el_s = now - self.sent_at
             if self.last_text_at is None:
@@ -93,7 +93,7 @@ class StreamFailed(Exception):
     """A request that failed. The text says why."""
 
 
-CHUNKS = msgspec.json.Decoder(Chunk)
+CHUNKS = msgspec.json.Decoder(StreamChunk)
 
 
 class EventParser:
@@ -115,14 +115,14 @@ class ChunkParser:
         self._events = EventParser()
         self._ended = False
 
-    def feed(self, piece: bytes) -> list[Chunk]:
+    def feed(self, piece: bytes) -> list[StreamChunk]:
         """Return the chunks that this piece completes. Raises StreamFailed for an error of the server, or for an
         invalid chunk."""
         events = self._events.feed(piece)
         self._ended |= b"[DONE]" in events
         return [self._chunk(event) for event in events if event != b"[DONE]"]
 
-    def _chunk(self, event: bytes) -> Chunk:
+    def _chunk(self, event: bytes) -> StreamChunk:
         try:
             chunk = CHUNKS.decode(event)
         except msgspec.DecodeError as e:
@@ -205,7 +205,7 @@ class OpenAIClient:
         except (aiohttp.ClientError, TimeoutError) as e:
             raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
 
-    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
+    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one answer. Raises StreamFailed if the answer is incomplete."""
         parser = ChunkParser()
         try:
@@ -219,9 +219,9 @@ class OpenAIClient:
             raise StreamFailed(describe(e, self.timeout_s)) from e
         parser.close()
 
-    async def send(self, path: str, body: bytes) -> Outcome:
+    async def send(self, path: str, body: bytes) -> RequestResult:
         """Stream one answer to its end. Returns the outcome, which may be a failure."""
-        outcome = Outcome(sent_at=time.perf_counter())
+        outcome = RequestResult(sent_at=time.perf_counter())
         try:
             async for chunk in self.chunks(path, body):
                 outcome.add(chunk, time.perf_counter())

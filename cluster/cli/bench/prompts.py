@@ -27,14 +27,14 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """A prompt in token ids, and the number of tokens to generate."""
 
     prompt: list[int]
     max_tokens: int
 
 
-def preset(name: str, model: str, repetition: int) -> list[Job]:
+def preset(name: str, model: str, repetition: int) -> list[BenchRequest]:
     """Return a workload for comparisons with other engines. Token ids depend only on name and repetition.
 
     W1, throughput: 64 requests at once, of 128 tokens in and 64 out; for a Qwen3 model 16 requests of 256 in and 64
@@ -47,12 +47,14 @@ def preset(name: str, model: str, repetition: int) -> list[Job]:
         count, length, output = 1, 128, 128
     else:
         raise InvalidParameter("workload", name, f"one of {', '.join(PRESETS)}")
-    return [Job(random_ids(rng, length, PRESET_IDS), output) for _ in range(count)]
+    return [BenchRequest(random_ids(rng, length, PRESET_IDS), output) for _ in range(count)]
 
 
-def random_jobs(count: int, input_len: int, output_len: int, vocab_size: int, seed: int, repetition: int) -> list[Job]:
+def random_jobs(
+    count: int, input_len: int, output_len: int, vocab_size: int, seed: int, repetition: int
+) -> list[BenchRequest]:
     rng = random.Random(f"{seed}-{repetition}")
-    return [Job(random_ids(rng, input_len, vocab_size), output_len) for _ in range(count)]
+    return [BenchRequest(random_ids(rng, input_len, vocab_size), output_len) for _ in range(count)]
 
 
 def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import ServeLoad
-from cluster.cli.bench.openai_client import OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
 from engine.errors import InvalidParameter, RequestError
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
@@ -44,7 +44,7 @@ class ServeReport:
     errors: dict[str, int]  #: the commonest messages of failed requests, and their counts
     without_usage: int  #: requests whose tokens were counted by chunks, because the server sent no usage
     client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it was the bottleneck
-    outcomes: list[Outcome]  #: of all requests, for charts
+    outcomes: list[RequestResult]  #: of all requests, for charts
 
     @property
     def throughputs(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ async def measure(
         bodies = load.bodies(model)
         task = progress.add_task("warming up", total=len(bodies))
 
-        async def send(body: bytes) -> Outcome:
+        async def send(body: bytes) -> RequestResult:
             outcome = await client.send(load.path, body)
             progress.advance(task)
             return outcome
@@ -102,15 +102,15 @@ async def measure(
 
 
 async def send_all(
-    send: Callable[[bytes], Awaitable[Outcome]],
+    send: Callable[[bytes], Awaitable[RequestResult]],
     bodies: Sequence[bytes],
     times: Sequence[float],
     max_concurrency: int | None,
-) -> list[Outcome]:
+) -> list[RequestResult]:
     """Send each body at its time, or as soon afterwards as `max_concurrency` allows."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
-    async def one(body: bytes) -> Outcome:
+    async def one(body: bytes) -> RequestResult:
         async with slots:
             return await send(body)
 
@@ -137,7 +137,7 @@ def parse_goodput(text: str) -> dict[str, float]:
     return objectives
 
 
-def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
+def meets(outcome: RequestResult, objectives: dict[str, float]) -> bool:
     """Return whether a request met all objectives. A request of one token has no time between tokens, so it meets any
     `tpot`."""
     seconds = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2el_s}
@@ -145,7 +145,7 @@ def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
 
 
 def summarise(
-    outcomes: list[Outcome], duration: float, load: ServeLoad, base_url: str, model: str,
+    outcomes: list[RequestResult], duration: float, load: ServeLoad, base_url: str, model: str,
     objectives: dict[str, float], client_cpu_share: float,
 ) -> ServeReport:  # fmt: skip
     done = [outcome for outcome in outcomes if outcome.error is None]

@@ -16,7 +16,7 @@ from engine.errors import InvalidParameter, RequestNotFound
 if TYPE_CHECKING:  # `manta --help` need not wait for them
     from rich.console import Console
 
-    from cluster.cli.tape.outcome import Outcome
+    from cluster.cli.tape.outcome import EngineOutcome
     from cluster.cli.tape.routes import RouterOutcome
     from deployments.billing.prices import Prices
     from deployments.routing.choice_record import RouterTape
@@ -179,7 +179,7 @@ def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices,
     from cluster.simulator.recorded.tapes import other_versions
 
     outcomes, routed = [replay_whole(one, prices) for one in tapes], [choose_all_again(one) for one in routers]
-    found: list[Outcome | RouterOutcome] = [*outcomes, *routed]
+    found: list[EngineOutcome | RouterOutcome] = [*outcomes, *routed]
     if as_json:
         print(json.dumps([asdict(outcome) for outcome in found]))
     else:

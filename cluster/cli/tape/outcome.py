@@ -14,7 +14,7 @@ from engine.core.tape.ring import EngineTape
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EngineOutcome:
     engine_id: str
     role: str
     seconds: float  #: of the tape
@@ -35,13 +35,13 @@ class Outcome:
         return self.engine_id, self.role or "-", f"{self.seconds:.1f}", str(self.requests), str(self.steps), share
 
 
-def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
+def replay_whole(tape: EngineTape, prices: Prices = FREE) -> EngineOutcome:
     """Replay a tape up to its end, or to the first decision that differs."""
     try:
         replay = MeteredReplay(tape)
     except Exception as error:  # noqa: BLE001  why_not raises those that are no fault of the tape
         problem = f"the tape cannot be read by this version ({why_not(error, [tape])})"
-        return Outcome(tape.engine_id, tape.role, 0.0, 0, 0, 0, 0, differs=True, problem=problem)
+        return EngineOutcome(tape.engine_id, tape.role, 0.0, 0, 0, 0, 0, differs=True, problem=problem)
     equal, steps, requests, problem, differs = 0, 0, 0, "", False
     try:
         for moment in replay.run():
@@ -55,7 +55,7 @@ def replay_whole(tape: EngineTape, prices: Prices = FREE) -> Outcome:
     except Exception as error:  # noqa: BLE001  as above
         problem, differs = why_not(error, [tape]), True
     costs = None if prices == FREE or problem else replay.costs(prices)
-    return Outcome(
+    return EngineOutcome(
         tape.engine_id, tape.role, replay.seconds, requests, steps, replay.num_plans, equal, differs, problem, costs
     )
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from cluster.cli.bench.tables import make_table, show
 from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
-from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, Prediction, simulated_figures
+from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, PredictedFigure, simulated_figures
 from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tuning.settings import parse_setting, with_settings
@@ -76,14 +76,14 @@ def cautions(before: ClusterSpec, after: ClusterSpec, report: Report) -> list[st
     return found
 
 
-def predictions(found: Sequence[Prediction], name: str) -> Table:
+def predictions(found: Sequence[PredictedFigure], name: str) -> Table:
     table = make_table("", "recorded", "simulated", "error, %", name, "+/-")
     for prediction in found:
         table.add_row(*_row(prediction))
     return table
 
 
-def _row(prediction: Prediction) -> tuple[str, ...]:
+def _row(prediction: PredictedFigure) -> tuple[str, ...]:
     label, scale, decimals = LABELS[prediction.name]
     values = prediction.recorded, prediction.simulated, prediction.changed, prediction.changed * prediction.error
     was, base, changed, band = (f"{scale * value:.{decimals}f}" for value in values)

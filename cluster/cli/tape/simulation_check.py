@@ -16,7 +16,7 @@ from cluster.cli.bench.tables import make_table, show
 from cluster.cli.tape.prediction import LABELS, told
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.tapes import replayed
-from cluster.simulator.recorded.what_if import Baseline, Prediction
+from cluster.simulator.recorded.what_if import Baseline, PredictedFigure
 from engine.core.tape.file import read_all
 from engine.errors import ServingError
 
@@ -34,7 +34,7 @@ class SimulationCheck:
             registry=self.registry,
         )
 
-    def look(self) -> tuple[list[str], list[Prediction]]:
+    def look(self) -> tuple[list[str], list[PredictedFigure]]:
         """Return what there is to say of the tapes, and each figure as it was and as it is simulated. Raises
         ServingError."""
         with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ class SimulationCheck:
             self._sleep(every_s)
 
 
-def show_check(sentences: list[str], found: list[Prediction], *, as_json: bool) -> None:
+def show_check(sentences: list[str], found: list[PredictedFigure], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({each.name: each.figures() for each in found}), flush=True)
         return

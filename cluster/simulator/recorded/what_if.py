@@ -87,7 +87,7 @@ NAMES = [one.name for one in fields(Figures)]
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedFigure:
     """A figure as it was, and as it would have been."""
 
     name: str
@@ -121,10 +121,10 @@ class Baseline:
         self.recorded = recorded_figures(recording, slo, prices)
         self.simulated = simulated_figures(simulate(self.spec, self.trace), slo)
 
-    def predict(self, changed: Figures) -> list[Prediction]:
+    def predict(self, changed: Figures) -> list[PredictedFigure]:
         """Return all figures, those in money only if there are prices. changed: those simulated with other options."""
         return [
-            Prediction(name, *(getattr(each, name) for each in (self.recorded, self.simulated, changed)))
+            PredictedFigure(name, *(getattr(each, name) for each in (self.recorded, self.simulated, changed)))
             for name in NAMES
             if name in self.recorded.known()
         ]

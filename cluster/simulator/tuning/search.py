@@ -18,8 +18,8 @@ from deployments.routing.config import PolicyName
 from engine.errors import ServingError
 
 Objective = Literal["goodput", "cost"]
-Choice = dict[str, Any]  # values of one setting, or of several that change together, by name
-Grid = Sequence[Sequence[Choice]]
+Settings = dict[str, Any]  # values of one setting, or of several that change together, by name
+Grid = Sequence[Sequence[Settings]]
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)  # of a number that is searched
 MAX_SEQS = 1024
@@ -32,7 +32,7 @@ TOLERANCE = 0.005  # fraction of requests that a change must make good, to be wo
 class Trial:
     """A simulated cluster."""
 
-    changes: Choice  #: settings that differ from those of the first
+    changes: Settings  #: settings that differ from those of the first
     spec: ClusterSpec
     report: Report
 
@@ -101,7 +101,7 @@ class Tuner:
         self._on_trial(trial)
         return trial
 
-    def _try(self, values: Choice) -> Trial | None:
+    def _try(self, values: Settings) -> Trial | None:
         """Simulate a cluster with these settings. Returns None if there is none, or if it has too many GPUs."""
         try:
             spec = self._plain(with_settings(self._spec, values))
@@ -139,7 +139,7 @@ def nearness(report: Report, slo: GoodputSlo) -> float:
 def make_grid(spec: ClusterSpec, max_gpus: int, given: Sequence[tuple[str, Any]] = ()) -> Grid:
     """Return the values to try. given: settings with values that replace the usual ones."""
     engine = spec.engine
-    usual: dict[str, list[Choice]] = {
+    usual: dict[str, list[Settings]] = {
         "replicas": sizes(max_gpus // spec.replica_gpus),
         "routing.policy": [{"routing.policy": policy} for policy in get_args(PolicyName)],
         "handoff.policy": [{"handoff.policy": policy} for policy in get_args(HandoffPolicy)],
@@ -149,7 +149,7 @@ def make_grid(spec: ClusterSpec, max_gpus: int, given: Sequence[tuple[str, Any]]
         ],
         "enable_prefix_caching": [{"enable_prefix_caching": True}],
     }
-    asked: dict[str, list[Choice]] = {}
+    asked: dict[str, list[Settings]] = {}
     for name, value in given:
         asked.setdefault(name, []).append({name: value})
         if name.endswith("num_replicas"):
@@ -162,7 +162,7 @@ def around(value: int, largest: int) -> list[int]:
     return sorted({max(1, min(round(value * factor), max(largest, value))) for factor in FACTORS} - {value})
 
 
-def sizes(replicas: int) -> list[Choice]:
+def sizes(replicas: int) -> list[Settings]:
     """Return numbers of replicas of one pool or two, up to this many together."""
     found = []
     for total in sorted({count for count in COUNTS if count < replicas} | {replicas}):

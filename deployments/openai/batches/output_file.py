@@ -24,7 +24,7 @@ class LineError(msgspec.Struct):
     message: str
 
 
-class OutputLine(msgspec.Struct):
+class BatchOutputLine(msgspec.Struct):
     """A line of an output or error file, as in OpenAI's API."""
 
     id: str
@@ -54,7 +54,7 @@ class OutputFile:
             self._file.close()
             raise
 
-    def append(self, line: OutputLine) -> None:
+    def append(self, line: BatchOutputLine) -> None:
         """Append a line. Raises OSError; the file must then be reopened."""
         self._write(msgspec.json.encode(line) + b"\n", line.custom_id)
 
@@ -83,7 +83,7 @@ class OutputFile:
                 self._write(line, custom_id)
 
 
-class Answers:
+class OutputFiles:
     """The two files of one attempt at a batch: one for answers with status 200, one for all others."""
 
     def __init__(self, work: Path, attempt: str, predecessor: str):

@@ -21,9 +21,9 @@ from deployments.openai.batches.files import PREFIX as FILE_PREFIX
 from deployments.openai.batches.files import check_space
 from deployments.openai.batches.input_file import BatchRequest, InputFile, InputUnreadable
 from deployments.openai.batches.objects import Batch, BatchError, BatchErrors, RequestCounts
-from deployments.openai.batches.output_file import ERRORS, OUTPUT, Answers, LineError, LineResponse, OutputLine
+from deployments.openai.batches.output_file import ERRORS, OUTPUT, BatchOutputLine, LineError, LineResponse, OutputFiles
 from deployments.openai.batches.records import Record, new_id
-from deployments.openai.batches.store import INPUT, BatchStore, Claim
+from deployments.openai.batches.store import INPUT, BatchLease, BatchStore
 from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
 from deployments.openai.batches.threads import in_thread
 from deployments.storage.key_value import StoreUnavailable
@@ -49,7 +49,7 @@ class BatchRun:
     """
 
     store: BatchStore
-    claim: Claim
+    claim: BatchLease
     models: Container[str]
     """Names of the models served here."""
     max_body_bytes: int
@@ -87,10 +87,10 @@ class BatchRun:
             await self._fail(batch, [BatchError("input_file_unreadable", message)])
         await self.store.finish(batch.id)
 
-    def _open(self, work: Path) -> Answers:
+    def _open(self, work: Path) -> OutputFiles:
         """Open the files of a new attempt. The attempt takes effect when the record is saved."""
         attempt = secrets.token_hex(8)
-        answers = Answers(work, attempt, self.claim.record.attempt)
+        answers = OutputFiles(work, attempt, self.claim.record.attempt)
         self.claim.record.attempt = attempt
         return answers
 
@@ -116,7 +116,7 @@ class BatchRun:
         await self._save()
         return record.crashes
 
-    async def _save(self, answers: Answers | None = None) -> None:
+    async def _save(self, answers: OutputFiles | None = None) -> None:
         """Save the record, retrying until the store is available. Raises LeaseLost."""
         if answers is not None:
             counts = self.claim.record.object.request_counts
@@ -132,7 +132,7 @@ class BatchRun:
         batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
         await self._save()
 
-    async def _answer(self, batch: Batch, file: InputFile, answers: Answers) -> None:
+    async def _answer(self, batch: Batch, file: InputFile, answers: OutputFiles) -> None:
         left = (request for request in file.requests() if request not in answers)
         first = await in_thread(next, left, None)
         number = 0 if first is None else first.number
@@ -144,7 +144,7 @@ class BatchRun:
         await in_thread(_write_rest, batch, reason, file, answers)
         await self._finish(batch, reason, answers)
 
-    async def _send_all(self, batch: Batch, left: Iterator[BatchRequest], answers: Answers) -> str | None:
+    async def _send_all(self, batch: Batch, left: Iterator[BatchRequest], answers: OutputFiles) -> str | None:
         """Send all remaining requests. Returns why the batch ends early, or None once all have an answer. Raises
         OSError if the disk is almost full."""
         in_flight: dict[asyncio.Future[InProcessResponse], BatchRequest] = {}
@@ -178,10 +178,10 @@ class BatchRun:
             size += len(request.body)
         return taken
 
-    def _write(self, batch: Batch, new: list[tuple[BatchRequest, InProcessResponse]], answers: Answers) -> None:
+    def _write(self, batch: Batch, new: list[tuple[BatchRequest, InProcessResponse]], answers: OutputFiles) -> None:
         """Append answers. Raises OSError if the disk is almost full."""
         for request, response in new:
-            line = OutputLine(line_id(batch, request), request.custom_id, None, None)
+            line = BatchOutputLine(line_id(batch, request), request.custom_id, None, None)
             if response.status == HTTPStatus.REQUEST_TIMEOUT:
                 line.error = LineError("request_timeout", "This request was not finished within its deadline.")
             else:
@@ -189,7 +189,7 @@ class BatchRun:
             (answers.output if response.status == HTTPStatus.OK else answers.errors).append(line)
         check_space(self.store.work(batch.id))
 
-    async def _poll(self, batch: Batch, answers: Answers) -> str | None:
+    async def _poll(self, batch: Batch, answers: OutputFiles) -> str | None:
         """Save the progress every POLL_S. Returns the reason if the batch has to end now."""
         if time.monotonic() > self._polled_at + POLL_S:
             await self._save(answers)
@@ -200,7 +200,7 @@ class BatchRun:
             return "batch_cancelled"
         return "batch_expired" if time.time() >= batch.expires_at else None
 
-    async def _finish(self, batch: Batch, reason: str | None, answers: Answers) -> None:
+    async def _finish(self, batch: Batch, reason: str | None, answers: OutputFiles) -> None:
         now = int(time.time())
         batch.output_file_id = new_id(FILE_PREFIX) if answers.output.custom_ids else None
         batch.error_file_id = new_id(FILE_PREFIX) if answers.errors.custom_ids else None
@@ -237,12 +237,12 @@ def line_id(batch: Batch, request: BatchRequest) -> str:
     return f"batch_req_{batch.id.removeprefix(BATCH_PREFIX)}_{request.number}"
 
 
-def _write_rest(batch: Batch, reason: str | None, file: InputFile, answers: Answers) -> None:
+def _write_rest(batch: Batch, reason: str | None, file: InputFile, answers: OutputFiles) -> None:
     """Give every remaining request an answer. reason: the error that these requests get."""
     if reason is not None:
         error = LineError(reason, UNANSWERED[reason])
         for request in file.requests():
             if request not in answers:
-                answers.errors.append(OutputLine(line_id(batch, request), request.custom_id, None, error))
+                answers.errors.append(BatchOutputLine(line_id(batch, request), request.custom_id, None, error))
     answers.output.sync()
     answers.errors.sync()

@@ -100,9 +100,9 @@ class BatchStore:
     def work(self, batch_id: str) -> Path:
         return self._work / batch_id
 
-    async def claim(self, batch_id: str) -> Claim | None:
+    async def claim(self, batch_id: str) -> BatchLease | None:
         """Return exclusive access to a batch; None if another ingress has it, or if the batch has ended."""
-        claim = Claim(self, batch_id)
+        claim = BatchLease(self, batch_id)
         return claim if await claim.take() else None
 
     async def finish(self, batch_id: str) -> None:
@@ -130,7 +130,7 @@ class BatchStore:
         return batch
 
 
-class Claim:
+class BatchLease:
     """Exclusive access of this ingress to a batch, by a lease, until another ingress takes it over."""
 
     record: BatchRecord

@@ -22,7 +22,7 @@ from deployments.openai.batches.input_file import BatchRequest
 from deployments.openai.batches.objects import Batch
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun, line_id
-from deployments.openai.batches.store import BatchRecord, BatchStore, Claim
+from deployments.openai.batches.store import BatchLease, BatchRecord, BatchStore
 from deployments.openai.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class BatchWorker:
                 self._num_running[claim.record.owner] += 1
                 self._running[batch_id] = asyncio.create_task(self._run(claim))
 
-    async def _run(self, claim: Claim) -> None:
+    async def _run(self, claim: BatchLease) -> None:
         batch, owner = claim.record.object, claim.record.owner
         leave = partial(self._leave, batch.id)
         run = BatchRun(self._store, claim, self._models, self._max_body_bytes, self._answer, self._max_in_flight, leave)

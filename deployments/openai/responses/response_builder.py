@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from deployments.http.errors import error_body
 from deployments.openai.chat_output import ChatOutput, ChatOutputChunk, tool_call_id
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
-from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, HoldBody, RequestCost
+from deployments.openai.response_bodies import ChatTokenLogprob, CostFields, FinishReason, HoldBody
 from deployments.openai.responses.items import SENT_REASONING
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_body import (
@@ -173,7 +173,7 @@ class ResponseBuilder:
 
     def _end(self, finish_reason: FinishReason | None) -> Iterator[StreamEvent]:
         response, usage = self.response, self._output.usage
-        cost = RequestCost.of(usage, asked=self._output.reports_cost)
+        cost = CostFields.of(usage, asked=self._output.reports_cost)
         response.completed_at = int(time.time())
         response.usage = ResponseUsage(
             usage.prompt_tokens,

@@ -23,7 +23,7 @@ from benchmarks.simulator.http_calibration import (
     probes,
     write_cost,
 )
-from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
+from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, StreamChunk
 from cluster.simulator.cluster import Cluster
 from cluster.simulator.cost_model import LinearCostModel, Measured, read_cost
 from cluster.simulator.spec import ClusterSpec
@@ -107,17 +107,17 @@ class ScriptedClient(OpenAIClient):
         self.prompts: list[tuple[int, ...]] = []
         self._first_s, self._gap_s = first_s, gap_s
 
-    async def send(self, path: str, body: bytes) -> Outcome:
+    async def send(self, path: str, body: bytes) -> RequestResult:
         asked = json.loads(body)
         self.prompts.append(tuple(asked["prompt"]))
         tokens = asked["max_tokens"]
-        return Outcome(output_tokens=tokens, ttft_s=self._first_s, itl_s=[self._gap_s] * (tokens - 1))
+        return RequestResult(output_tokens=tokens, ttft_s=self._first_s, itl_s=[self._gap_s] * (tokens - 1))
 
-    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
+    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[StreamChunk]:
         asked = json.loads(body)
         self.prompts.append(tuple(asked["prompt"]))
         for _ in range(asked["max_tokens"]):
-            yield Chunk()
+            yield StreamChunk()
 
 
 def test_every_probe_has_prompts_that_are_in_no_cache():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.bench.charts import write_generation_report, write_serve_report
 from cluster.cli.bench.load import ServeLoad
-from cluster.cli.bench.openai_client import Outcome
+from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.serve import summarise
 from cluster.cli.generate import Summary
 from cluster.cli.main import app
@@ -84,8 +84,8 @@ def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measur
 
 def test_a_measured_server_has_its_latencies_and_throughput_over_time(tmp_path: Path):
     path = tmp_path / "serve.html"
-    answered = Outcome(sent_at=10.0, output_tokens=3, has_usage=True, ttft_s=0.5, itl_s=[0.25, 0.25], e2el_s=1.0)
-    outcomes = [answered, Outcome(sent_at=9.0, error="HTTP 500", e2el_s=0.1)]
+    answered = RequestResult(sent_at=10.0, output_tokens=3, has_usage=True, ttft_s=0.5, itl_s=[0.25, 0.25], e2el_s=1.0)
+    outcomes = [answered, RequestResult(sent_at=9.0, error="HTTP 500", e2el_s=0.1)]
     load = ServeLoad(num_prompts=2, input_len=4, output_len=3)
     write_serve_report(path, summarise(outcomes, 2.0, load, "http://host", "m", {}, 0.1))
     text = path.read_text(encoding="utf-8")

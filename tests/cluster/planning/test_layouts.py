@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.planning.layouts import GIB, Layout, Link, Machines, ModelSizes, Workload, plan, why
+from cluster.planning.layouts import GIB, Link, Machines, ModelSizes, ParallelLayout, Workload, plan, why
 
 NVLINK, INFINIBAND, GIGABIT = Link(450e9, 5e-6), Link(50e9, 10e-6), Link(0.125e9, 100e-6)
 H100 = Machines(nodes=1, devices=8, flops=989e12, bandwidth=3.35e12, memory=80e9, inside=NVLINK, between=INFINIBAND)
@@ -32,15 +32,15 @@ DEEPSEEK = ModelSizes(  # V3 in float8
 LOAD = Workload()
 
 
-def best(model: ModelSizes, machines: Machines, load: Workload = LOAD) -> Layout:
+def best(model: ModelSizes, machines: Machines, load: Workload = LOAD) -> ParallelLayout:
     return plan(model, machines, load)[0]
 
 
-def sizes(layout: Layout) -> tuple[int, int, bool, int]:
+def sizes(layout: ParallelLayout) -> tuple[int, int, bool, int]:
     return layout.tensor, layout.pipeline, layout.expert, layout.data
 
 
-def find(model: ModelSizes, machines: Machines, *wanted: object) -> Layout:
+def find(model: ModelSizes, machines: Machines, *wanted: object) -> ParallelLayout:
     return next(layout for layout in plan(model, machines, LOAD) if sizes(layout) == wanted)
 
 

@@ -17,13 +17,13 @@ from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend import generation, inboxes
 from deployments.frontend.api_keys import key_line
 from deployments.frontend.inboxes import Inboxes
-from deployments.frontend.sequence import Usage
+from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
 from deployments.jobs.lease import lease_key
 from deployments.jobs.record import job_id_of
 from deployments.observability.stats import IngressStats
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.response_bodies import RequestCost
+from deployments.openai.response_bodies import CostFields
 from deployments.openai.responses.response_body import LIVE
 from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
@@ -163,13 +163,13 @@ async def test_what_clients_had_left_when_an_ingress_ends_is_in_its_last_file(tm
 
 
 def test_what_tiers_have_kept_for_holds_is_told_and_paid_if_there_is_any():
-    usage = Usage(
+    usage = RequestUsage(
         costs={"a": SequenceCost(3.0, 0.0, 0.0, 7200.0)}, prices=Prices(engine_hour=1200.0, tier_gib_hour=0.5)
     )
-    told = RequestCost.of(usage)
+    told = CostFields.of(usage, asked=True)
     assert told.cost == pytest.approx(1.0 + 1.0)
     assert msgspec.to_builtins(told.details)["tier_gib_seconds"] == 7200.0
-    without = RequestCost.of(Usage(costs={"a": SequenceCost(3.0, 0.0, 0.0)}))
+    without = CostFields.of(RequestUsage(costs={"a": SequenceCost(3.0, 0.0, 0.0)}), asked=True)
     assert "tier_gib_seconds" not in msgspec.to_builtins(without.details)
 
 

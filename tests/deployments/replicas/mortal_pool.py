@@ -16,7 +16,7 @@ import zmq.asyncio
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import SequenceContext, Usage
+from deployments.frontend.sequence import RequestUsage, SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
@@ -204,7 +204,7 @@ async def ingress() -> AsyncGenerator[Ingress]:
 @dataclass(slots=True)
 class Outcome:
     heard: list[Heard]
-    usage: Usage
+    usage: RequestUsage
 
 
 async def listen(generation: LiveGeneration, requests: Sequence[GenerateRequest], so_far: dict[str, Heard]) -> Outcome:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from deployments.routing.cost import EngineCandidate, RoutingCost
-from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin, rendezvous_order
+from deployments.routing.policies import PowerOfTwo, PrefixAware, RoundRobin, RoutingPolicy, rendezvous_order
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad
 from tests.deployments.routing.pools import BLOCK, block_hashes, prompt
@@ -26,7 +26,7 @@ class Pool:
         self.looked_up.add(engine)
         return EngineCandidate(engine, EngineLoad(sequences=self._sequences[engine]), 0)
 
-    def rank(self, policy: Policy, asked: PromptDigest) -> list[str]:
+    def rank(self, policy: RoutingPolicy, asked: PromptDigest) -> list[str]:
         ranked, _ = policy.rank(asked, self.engines, self.lookup)
         assert sorted(ranked) == sorted(self.engines)
         return ranked

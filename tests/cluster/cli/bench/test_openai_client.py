@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from cluster.cli.bench.openai_client import ChunkParser, Outcome, StreamFailed, error_message
+from cluster.cli.bench.openai_client import ChunkParser, RequestResult, StreamFailed, error_message
 
 
 def event(data: str) -> bytes:
@@ -20,9 +20,9 @@ USAGE = event('{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens"
 DONE = event("[DONE]")
 
 
-def receive(*arrivals: tuple[bytes, float]) -> Outcome:
+def receive(*arrivals: tuple[bytes, float]) -> RequestResult:
     """A request sent at 10 s."""
-    outcome, parser = Outcome(sent_at=10.0), ChunkParser()
+    outcome, parser = RequestResult(sent_at=10.0), ChunkParser()
     for data, now in arrivals:
         for chunk in parser.feed(data):
             outcome.add(chunk, now)

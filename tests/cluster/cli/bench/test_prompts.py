@@ -2,14 +2,14 @@ import random
 
 import pytest
 
-from cluster.cli.bench.prompts import Job, preset, random_jobs, with_prefixes
+from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_prefixes
 from engine.errors import InvalidParameter
 
 
-def recipe(name: str, repetition: int, count: int, prompt: int, output: int) -> list[Job]:
+def recipe(name: str, repetition: int, count: int, prompt: int, output: int) -> list[BenchRequest]:
     """A preset as other engines are given it."""
     rng = random.Random(f"{name}-{repetition}")
-    return [Job([rng.randrange(10, 31000) for _ in range(prompt)], output) for _ in range(count)]
+    return [BenchRequest([rng.randrange(10, 31000) for _ in range(prompt)], output) for _ in range(count)]
 
 
 @pytest.mark.parametrize("repetition", [0, 4, 1000])

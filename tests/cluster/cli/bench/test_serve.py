@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cluster.cli import main as cli
 from cluster.cli.bench import serve
 from cluster.cli.bench.load import ServeLoad
-from cluster.cli.bench.openai_client import Outcome
+from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.serve import meets, parse_goodput, send_all, summarise
 from engine.errors import InvalidParameter
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
@@ -181,14 +181,14 @@ def test_base_url_may_have_v1_behind_and_no_scheme(server):
 def test_no_more_requests_than_asked_for_are_on_their_way(limit, most):
     now = highest = 0
 
-    async def send(_: bytes) -> Outcome:
+    async def send(_: bytes) -> RequestResult:
         nonlocal now, highest
         now += 1
         highest = max(highest, now)
         for _ in range(5):
             await asyncio.sleep(0)
         now -= 1
-        return Outcome()
+        return RequestResult()
 
     outcomes = asyncio.run(send_all(send, [b""] * 10, [0.0] * 10, limit))
     assert len(outcomes) == 10
@@ -204,9 +204,9 @@ def test_each_request_is_sent_at_its_time(monkeypatch):
         await sleep(0)  # what is ready runs before time passes
         now += seconds
 
-    async def send(_: bytes) -> Outcome:
+    async def send(_: bytes) -> RequestResult:
         sent.append(now)
-        return Outcome()
+        return RequestResult()
 
     monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(asyncio, "sleep", move_clock)
@@ -214,8 +214,10 @@ def test_each_request_is_sent_at_its_time(monkeypatch):
     assert sent == [100.5, 101.0, 101.0, 104.0]
 
 
-def outcome(ttft_s: float = 0.1, e2el_s: float = 0.5, output_tokens: int = 5, error: str | None = None) -> Outcome:
-    return Outcome(ttft_s=ttft_s, e2el_s=e2el_s, output_tokens=output_tokens, itl_s=[0.1] * 4, error=error)
+def outcome(
+    ttft_s: float = 0.1, e2el_s: float = 0.5, output_tokens: int = 5, error: str | None = None
+) -> RequestResult:
+    return RequestResult(ttft_s=ttft_s, e2el_s=e2el_s, output_tokens=output_tokens, itl_s=[0.1] * 4, error=error)
 
 
 def test_objectives_are_limits_in_milliseconds_that_may_be_reached():

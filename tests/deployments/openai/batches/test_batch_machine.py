@@ -24,7 +24,7 @@ from deployments.openai.batches.errors import Conflict
 from deployments.openai.batches.files import MAX_AGE_S
 from deployments.openai.batches.input_file import BatchRequest
 from deployments.openai.batches.objects import ENDED, Batch, BatchBody
-from deployments.openai.batches.output_file import OutputFile, OutputLine
+from deployments.openai.batches.output_file import BatchOutputLine, OutputFile
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import MAX_CRASHES, UNANSWERED, BatchRun
 from deployments.openai.batches.store import BatchStore
@@ -59,7 +59,7 @@ def killed_after(operations: int, torn: int) -> Iterator[None]:
 
         return operate
 
-    def append(self: OutputFile, line: OutputLine) -> None:
+    def append(self: OutputFile, line: BatchOutputLine) -> None:
         try:
             check()
         except Killed:
@@ -171,11 +171,11 @@ class BatchMachine(RuleBasedStateMachine):
         assert not self.store.work(self.batch_id).exists()
         if batch.in_progress_at is None:
             return  # it was killed while its lines were checked
-        found: dict[str, OutputLine] = {}
+        found: dict[str, BatchOutputLine] = {}
         for file_id in (batch.output_file_id, batch.error_file_id):
             path = asyncio.run(files.content(file_id, None))[1] if file_id else None
             for text in path.read_bytes().splitlines() if path else ():
-                answer = msgspec.json.decode(text, type=OutputLine)
+                answer = msgspec.json.decode(text, type=BatchOutputLine)
                 assert answer.custom_id not in found
                 found[answer.custom_id] = answer
                 unanswered = answer.error is not None and answer.error.code in UNANSWERED

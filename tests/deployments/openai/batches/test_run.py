@@ -15,10 +15,10 @@ from deployments.jobs.lease import lease_key
 from deployments.openai.batches.files import MAX_AGE_S
 from deployments.openai.batches.input_file import BatchRequest, InputFile
 from deployments.openai.batches.objects import Batch, BatchBody
-from deployments.openai.batches.output_file import OutputLine
+from deployments.openai.batches.output_file import BatchOutputLine
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun
-from deployments.openai.batches.store import INPUT, BatchStore, Claim
+from deployments.openai.batches.store import INPUT, BatchLease, BatchStore
 from deployments.storage.memory import MemoryStore
 from tests.deployments.fake_api import until
 from tests.deployments.openai.batches.batches import jsonl, line
@@ -59,7 +59,7 @@ class World:
         async with claim.held():
             await self.run(claim)
 
-    async def run(self, claim: Claim) -> None:
+    async def run(self, claim: BatchLease) -> None:
         await BatchRun(self.store, claim, (), MAX_BODY_BYTES, self.send, lambda _: 1).run()
 
     def work(self) -> None:
@@ -113,7 +113,7 @@ def test_a_line_that_took_too_long_has_an_error_without_a_response(world):
     world.work()
     assert world.batch.error_file_id is not None
     _, path = asyncio.run(world.store.files.content(world.batch.error_file_id, None))
-    answer = msgspec.json.decode(path.read_bytes(), type=OutputLine)
+    answer = msgspec.json.decode(path.read_bytes(), type=BatchOutputLine)
     assert answer.error is not None
     assert (answer.custom_id, answer.response, answer.error.code) == ("b", None, "request_timeout")
 
