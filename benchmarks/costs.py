@@ -12,7 +12,8 @@ import json
 import random
 import statistics
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -86,14 +87,21 @@ def compute(core: EngineCore, loads: dict[str, Load], seed: int) -> tuple[float,
     return busy_s(core) - before, bills
 
 
-def measure(folder: Path, dtype: str, repetitions: int) -> CostReport:
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 10}), encoding="utf-8")
-    config = EngineConfig(
-        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
-    )  # fmt: skip
+@contextmanager
+def small_engine(dtype: str) -> Iterator[EngineCore]:
+    with tempfile.TemporaryDirectory() as made:
+        Path(made, "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 10}), encoding="utf-8")
+        config = EngineConfig(
+            model=made, dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
+        )  # fmt: skip
+        with closing(build_engine(config)) as core:
+            yield core
+
+
+def measure(dtype: str, repetitions: int) -> CostReport:
     truth: dict[str, list[float]] = {name: [] for name in MIXES}
     billed: dict[str, list[float]] = {name: [] for name in MIXES}
-    with closing(build_engine(config)) as core:
+    with small_engine(dtype) as core:
         compute(core, {"B": B}, 0)  # warms up
         for seed in range(1, repetitions + 1):
             for name, mix in MIXES.items():
@@ -122,8 +130,7 @@ def main(
     repetitions: Annotated[int, typer.Option(help="Turns of each mix.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        print_report(measure(Path(made), dtype, repetitions), as_json, show_report)
+    print_report(measure(dtype, repetitions), as_json, show_report)
 
 
 if __name__ == "__main__":

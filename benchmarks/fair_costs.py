@@ -6,22 +6,15 @@ The queue charges tokens alone, as it did before, or what requests have really c
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
-from benchmarks.costs import SEQUENCES, VOCAB, Load
-from benchmarks.lora import SHAPE
+from benchmarks.costs import SEQUENCES, VOCAB, Load, small_engine
 from cluster.cli.bench.tables import make_table, show
-from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.generate_request import GenerateRequest
@@ -73,12 +66,8 @@ def compute(core: EngineCore, by_cost: bool, requests: int) -> dict[str, float]:
     return seconds
 
 
-def measure(folder: Path, dtype: str, requests: int) -> FairReport:
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 10}), encoding="utf-8")
-    config = EngineConfig(
-        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
-    )  # fmt: skip
-    with closing(build_engine(config)) as core:
+def measure(dtype: str, requests: int) -> FairReport:
+    with small_engine(dtype) as core:
         compute(core, True, SEQUENCES)  # warms up
         return FairReport({name: compute(core, name == "costs", requests) for name in ("tokens", "costs")})
 
@@ -97,8 +86,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests of both clients.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        print_report(measure(Path(made), dtype, requests), as_json, show_report)
+    print_report(measure(dtype, requests), as_json, show_report)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import psutil
 from benchmarks.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
 from benchmarks.simulator.slow_calls import SlowCalls
 from benchmarks.simulator.traffic import grouped_trace, small_trace
-from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
+from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.results import Latencies, Report
@@ -159,11 +160,7 @@ async def replay(server: ServeRun, layout: PoolSizes, trace: Trace) -> Figures:
     ]
     before = hits(server)
     async with OpenAIClient(server.url, None, timeout_s=60) as client:
-
-        async def send(one: bytes) -> RequestResult:
-            return await client.send("/v1/completions", one)
-
-        outcomes = await send_all(send, bodies, trace.arrivals_s.tolist(), None)
+        outcomes = await send_all(partial(client.send, "/v1/completions"), bodies, trace.arrivals_s.tolist(), None)
     assert not (errors := [outcome.error for outcome in outcomes if outcome.error]), errors[0]
     after = hits(server)
     ended = max(outcome.sent_at + outcome.e2el_s for outcome in outcomes)

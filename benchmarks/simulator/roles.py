@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from benchmarks.simulator.cluster import TOKENIZER, VOCABULARY
 from benchmarks.simulator.http_calibration import HttpFit, completion, fit_observations, observe
 from benchmarks.simulator.slow_calls import SlowCalls
 from cluster.autoscaling.slo import Limits
-from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
+from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.spec import ClusterSpec, GoodputSlo
@@ -161,11 +162,7 @@ async def replay(server: ServeRun, trace: Trace) -> list[float]:
         for prompt, output in zip(trace.prompt_tokens, trace.output_tokens, strict=True)
     ]
     async with OpenAIClient(server.url, None, timeout_s=120) as client:
-
-        async def send(one: bytes) -> RequestResult:
-            return await client.send("/v1/completions", one)
-
-        outcomes = await send_all(send, bodies, trace.arrivals_s.tolist(), None)
+        outcomes = await send_all(partial(client.send, "/v1/completions"), bodies, trace.arrivals_s.tolist(), None)
     failed = [outcome.error for outcome in outcomes if outcome.error]
     assert not failed, f"{len(failed)} failed: {failed[0]}"
     tpot_s = [np.nan if outcome.tpot_s is None else outcome.tpot_s for outcome in outcomes]
