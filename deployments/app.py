@@ -68,8 +68,8 @@ def http_app(
     page = ConsoleRoutes(served, telemetry, console, auth.admin_keys)
     if console.enabled:
         running += [page.engine_hours.watched, page.tape_viewer.served]
-    key_routes: list[Route] = []
-    if api_keys is not None and auth.allow_key_updating:
+    adapter_routes, key_routes = AdapterRoutes(served, auth.admin_keys, auth.unknown_fields), list[Route]()
+    if api_keys is not None and auth.allow_runtime_key_updating:
         managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
         running.append(managed.followed)
         key_routes = KeyRoutes(managed, quotas, auth.admin_keys).routes()
@@ -80,7 +80,7 @@ def http_app(
         *ResponsesRoutes(served, stored, idempotent, auth.unknown_fields).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
-        *(AdapterRoutes(served, auth.admin_keys, auth.unknown_fields).routes() if auth.allow_lora_updating else []),
+        *(adapter_routes.routes() if auth.allow_runtime_lora_updating else []),
         *key_routes,
         *HoldRoutes(served).routes(),
         *OperatorRoutes(served, telemetry, auth.admin_keys).routes(),

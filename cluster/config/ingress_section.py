@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from pydantic import Field
 
 from cluster.config.model_section import ModelSection
@@ -69,21 +71,8 @@ class IngressSection(Section):
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""
-        auth = AuthConfig(
-            api_keys_file=self.api_keys_file,
-            api_keys=tuple(self.api_keys),
-            admin_keys=tuple(self.admin_keys),
-            allow_key_updating=self.allow_runtime_key_updating,
-            allow_lora_updating=self.allow_runtime_lora_updating,
-            root_path=self.root_path,
-            max_body_bytes=self.max_body_bytes,
-            max_upload_bytes=self.max_upload_bytes,
-            body_timeout_s=self.body_timeout_s,
-            cors_origins=tuple(self.cors_origins),
-            unknown_fields=self.unknown_fields,
-            key_limits=self.key_limits,
-            num_ingresses=self.num_replicas,
-        )
+        same = {field.name: getattr(self, field.name) for field in fields(AuthConfig) if field.name != "num_ingresses"}
+        auth = AuthConfig(**same, num_ingresses=self.num_replicas)
         auth.keys()
         return auth
 

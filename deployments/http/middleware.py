@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,14 +38,14 @@ UPLOAD_PATH = "/v1/files"
 class AuthConfig:
     api_keys_file: str | None = None
     """File of API keys (ApiKeys)."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: Sequence[str] = ()
     """Further keys, as lines of such a file. Without any keys all clients are admitted."""
-    admin_keys: tuple[str, ...] = ()
+    admin_keys: Sequence[str] = ()
     """Names of the keys that may load and unload adapters and fetch the tape, empty for all; and that may make and
     change keys."""
-    allow_key_updating: bool = False
+    allow_runtime_key_updating: bool = False
     """Whether requests with these keys may make and change keys."""
-    allow_lora_updating: bool = False
+    allow_runtime_lora_updating: bool = False
     """Whether requests may load and unload adapters."""
     root_path: str = ""
     """Prefix of all paths at a proxy in front. The proxy may or may not strip it."""
@@ -54,7 +54,7 @@ class AuthConfig:
     """Seconds from the first byte of a request to the last byte of its body."""
     max_upload_bytes: int = 200 * 2**20
     """Limit for bodies at UPLOAD_PATH. Their time limit is proportionally longer."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Sequence[str] = ()
     """Origins of web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "ignore"
     """Whether fields that no API here has are ignored or refused."""

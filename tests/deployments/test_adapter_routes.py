@@ -20,7 +20,7 @@ from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.jobs.test_jobs import change_record, events_of
 
-OPEN = AuthConfig(allow_lora_updating=True)
+OPEN = AuthConfig(allow_runtime_lora_updating=True)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ async def test_nobody_changes_adapters_where_that_is_not_allowed(own):
     async with fake_api(adapters=config(own)) as api:
         assert (await load(api, own.path))[0] == 404
     keys = (key_line("admin", "sk-a"), key_line("user", "sk-u"))
-    auth = AuthConfig(allow_lora_updating=True, api_keys=keys, admin_keys=("admin",))
+    auth = AuthConfig(allow_runtime_lora_updating=True, api_keys=keys, admin_keys=("admin",))
     async with fake_api(adapters=config(own), auth=auth) as api:
         body = {"lora_name": "sql", "lora_path": own.path}
         for key, status in (("sk-u", 403), ("sk-a", 200)):

@@ -26,7 +26,7 @@ BUDGETS = (BudgetLimit(budget_duration="1d", max_engine_seconds=5.0),)
 AUTH = AuthConfig(
     api_keys=tuple(key_line(name, f"sk-{name}") for name in ("admin", "user")),
     admin_keys=("admin",),
-    allow_key_updating=True,
+    allow_runtime_key_updating=True,
     key_limits={"user": KeyLimits(rpm_limit=1000, budget_limits=BUDGETS)},
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, get_args
@@ -161,7 +161,7 @@ class BatchRoutes:
         return json_response(await self._store.cancel(name, key_name(request)))
 
 
-def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
     """Raise ForbiddenOrigin for a form of another origin's web page. Browsers ask the server for permission before they
     send JSON, but not before they send forms."""
     origin = request.headers.get("origin")

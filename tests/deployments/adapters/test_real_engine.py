@@ -48,7 +48,7 @@ def test_what_cannot_be_served_has_its_status_and_a_stream_goes_on_whatever_happ
 
     async def scenario() -> None:
         info = model_info(section, IngressSection())
-        async with real_api(PATH, info=info, auth=AuthConfig(allow_lora_updating=True)) as api:
+        async with real_api(PATH, info=info, auth=AuthConfig(allow_runtime_lora_updating=True)) as api:
             expected = (await api.complete(**ASKED, model="pirate"))["choices"][0]["text"]
             body = {**ASKED, "model": "pirate", "stream": True}
             async with api.client.stream("POST", "/v1/completions", json=body) as response:
