@@ -23,7 +23,7 @@ from engine.model.ops.cpu.kernel import (
     kernel,
     load,
     store,
-    take,
+    work,
 )
 
 TOKENS = 2  # tokens that a thread takes at a time
@@ -34,15 +34,11 @@ def silu_mul_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
     one = np.float32(1.0)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            gate, value = 2 * token * size, (2 * token + 1) * size
-            for i in range(size):
-                g = load(x, gate + i)
-                store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
+    for token in work(args, tokens, TOKENS):
+        gate, value = 2 * token * size, (2 * token + 1) * size
+        for i in range(size):
+            g = load(x, gate + i)
+            store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
 
 
 @device_function
@@ -51,16 +47,12 @@ def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
     one, slope, cube = np.float32(1.0), np.float32(-2 * sqrt(2 / pi)), np.float32(0.044715)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            gate, value = 2 * token * size, (2 * token + 1) * size
-            for i in range(size):
-                g = load(x, gate + i)
-                gelu = g / (one + exp(slope * (g + cube * g * g * g)))
-                store(out, token * size + i, gelu * load(x, value + i))
+    for token in work(args, tokens, TOKENS):
+        gate, value = 2 * token * size, (2 * token + 1) * size
+        for i in range(size):
+            g = load(x, gate + i)
+            gelu = g / (one + exp(slope * (g + cube * g * g * g)))
+            store(out, token * size + i, gelu * load(x, value + i))
 
 
 @device_function
@@ -68,11 +60,8 @@ def swigluoai_mul_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
     one, alpha, limit = np.float32(1.0), np.float32(SWIGLU_ALPHA), np.float32(SWIGLU_LIMIT)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for i in range(first * size, min(first + TOKENS, tokens) * size):
+    for token in work(args, tokens, TOKENS):
+        for i in range(token * size, (token + 1) * size):
             gate = min(load(x, 2 * i), limit)
             value = min(max(load(x, 2 * i + 1), -limit), limit)
             store(out, i, gate / (one + exp(-alpha * gate)) * (value + one))
@@ -87,14 +76,10 @@ SWIGLUOAI_MUL = each_dtype(swigluoai_mul_rows)
 def relu2_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for i in range(token * size, (token + 1) * size):
-                value = max(load(x, i), np.float32(0.0))
-                store(out, i, value * value)
+    for token in work(args, tokens, TOKENS):
+        for i in range(token * size, (token + 1) * size):
+            value = max(load(x, i), np.float32(0.0))
+            store(out, i, value * value)
 
 
 @device_function
@@ -104,19 +89,15 @@ def product_rows(cast: Any, args: Any) -> None:
     x, y, out = cast(args[1]), cast(args[2]), cast(args[3])
     tokens, heads, size, x_stride, y_stride, y_head = args[4], args[5], args[6], args[7], args[8], args[9]
     one = np.float32(1.0)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for head in range(heads):
-                a, b = token * x_stride + head * size, token * y_stride + head * y_head
-                target = (token * heads + head) * size
-                for i in range(size):
-                    factor = load(y, b + i)
-                    if args[10]:
-                        factor = one / (one + exp(-factor))
-                    store(out, target + i, load(x, a + i) * factor)
+    for token in work(args, tokens, TOKENS):
+        for head in range(heads):
+            a, b = token * x_stride + head * size, token * y_stride + head * y_head
+            target = (token * heads + head) * size
+            for i in range(size):
+                factor = load(y, b + i)
+                if args[10]:
+                    factor = one / (one + exp(-factor))
+                store(out, target + i, load(x, a + i) * factor)
 
 
 @device_function
@@ -125,13 +106,9 @@ def scaled_rows(cast: Any, cast_out: Any, args: Any) -> None:
     x, out, factor, tokens, size, stride = (
         cast(args[1]), cast_out(args[2]), as_f32(args[3])[0], args[4], args[5], args[6]
     )  # fmt: skip
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for i in range(size):
-                store(out, token * size + i, load(x, token * stride + i) * factor)
+    for token in work(args, tokens, TOKENS):
+        for i in range(size):
+            store(out, token * size + i, load(x, token * stride + i) * factor)
 
 
 @kernel

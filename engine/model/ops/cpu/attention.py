@@ -37,7 +37,7 @@ from engine.model.ops.cpu.kernel import (
     empty,
     load,
     store,
-    take,
+    work,
 )
 from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate_head
@@ -56,25 +56,21 @@ def rotate_and_write_rows(cast: Any, args: Any) -> None:
     q_stride, k_stride, v_stride, heads, kv_heads = args[9], args[10], args[11], args[12], args[13]
     head_dim, half, block_size, block_stride = args[14], args[15], args[16], args[17]
     head_stride = block_size * head_dim
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            angles, slot = positions[token] * 2 * half, slots[token]
-            for head in range(heads):
-                rotate_head(q, token * q_stride + head * head_dim, table, angles, half)
-            if slot < 0:
-                continue
-            base = slot // block_size * block_stride + slot % block_size * head_dim
-            for head in range(kv_heads):
-                k_from, v_from = token * k_stride + head * head_dim, token * v_stride + head * head_dim
-                k_to = base + head * head_stride
-                v_to = k_to + kv_heads * head_stride
-                rotate_head(k, k_from, table, angles, half)
-                for i in range(head_dim):
-                    cache[k_to + i] = k[k_from + i]
-                    cache[v_to + i] = v[v_from + i]
+    for token in work(args, tokens, TOKENS):
+        angles, slot = positions[token] * 2 * half, slots[token]
+        for head in range(heads):
+            rotate_head(q, token * q_stride + head * head_dim, table, angles, half)
+        if slot < 0:
+            continue
+        base = slot // block_size * block_stride + slot % block_size * head_dim
+        for head in range(kv_heads):
+            k_from, v_from = token * k_stride + head * head_dim, token * v_stride + head * head_dim
+            k_to = base + head * head_stride
+            v_to = k_to + kv_heads * head_stride
+            rotate_head(k, k_from, table, angles, half)
+            for i in range(head_dim):
+                cache[k_to + i] = k[k_from + i]
+                cache[v_to + i] = v[v_from + i]
 
 
 ROTATE_AND_WRITE = each_dtype(rotate_and_write_rows)
@@ -137,10 +133,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     max_queries = max_rows * span * group
     memory = memory_for(max_queries, head_dim)
     space = space_in(memory, max_queries, head_dim)
-    while True:
-        item = take(args, 1)
-        if item >= items:
-            break
+    for item in work(args, items):
         # consecutive items are tiles of one sequence, which see the same keys
         tile, first_head = 4 * (1 + item % tiles[0]), item // tiles[0] * span
         seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]

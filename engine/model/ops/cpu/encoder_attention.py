@@ -30,7 +30,7 @@ from engine.model.ops.cpu.kernel import (
     constants,
     device_function,
     each_dtype,
-    take,
+    work,
 )
 from engine.model.ops.cpu.vector import LANES
 
@@ -54,10 +54,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     q_stride, k_stride, v_stride, out_stride = args[12], size * args[13], size * args[14], args[15]
     memory = memory_for(TILE_ROWS, head_dim)
     space = space_in(memory, TILE_ROWS, head_dim)
-    while True:
-        item = take(args, 1)
-        if item >= items:
-            break
+    for item in work(args, items):
         tile, head = 4 * (item // heads), item % heads
         first_row, length, first, rows = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
         for r in range(rows):

@@ -203,6 +203,17 @@ def sum_of_squares(x: Any, first: int, size: int) -> Any:
     return total
 
 
+@device_function
+def work(args: Any, total: int, at_once: int = 1) -> Any:
+    """Yield this thread's share of `total` items of work. It takes `at_once` of them at a time."""
+    while True:
+        first = take(args, at_once)
+        if first >= total:
+            break
+        for item in range(first, min(first + at_once, total)):  # noqa: UP028 - Numba knows no `yield from`
+            yield item
+
+
 @cache
 def openmp() -> ctypes.CDLL | None:
     """Return the OpenMP runtime that torch has loaded; None if it is not GNU's."""

@@ -32,6 +32,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     take,
+    work,
 )
 from engine.model.ops.cpu.vector import (
     BF16,
@@ -259,17 +260,13 @@ def sum_8_parts(cast: Any, args: Any) -> None:
     a, b, c, d = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4])
     e, f, g, h = cast(args[5]), cast(args[6]), cast(args[7]), cast(args[8])
     out, tokens, size, stride = cast(args[9]), args[10], args[11], args[12]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            start = token * stride
-            for i in range(size):
-                j = start + i
-                low = (load(a, j) + load(b, j)) + (load(c, j) + load(d, j))
-                high = (load(e, j) + load(f, j)) + (load(g, j) + load(h, j))
-                store(out, token * size + i, low + high)
+    for token in work(args, tokens, TOKENS):
+        start = token * stride
+        for i in range(size):
+            j = start + i
+            low = (load(a, j) + load(b, j)) + (load(c, j) + load(d, j))
+            high = (load(e, j) + load(f, j)) + (load(g, j) + load(h, j))
+            store(out, token * size + i, low + high)
 
 
 SUM_8 = each_dtype(sum_8_parts)

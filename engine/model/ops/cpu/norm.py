@@ -18,7 +18,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     sum_of_squares,
-    take,
+    work,
 )
 
 TOKENS = 4  # tokens that a thread takes at a time
@@ -37,13 +37,9 @@ def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any
 def rms_norm_rows(cast: Any, args: Any) -> None:
     x, weight, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tokens, stride, rows, size, row_stride = args[5], args[6], args[7], args[8], args[9]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for row in range(rows):
-                normalise(x, token * stride + row * row_stride, weight, out, (token * rows + row) * size, size, numbers)
+    for token in work(args, tokens, TOKENS):
+        for row in range(rows):
+            normalise(x, token * stride + row * row_stride, weight, out, (token * rows + row) * size, size, numbers)
 
 
 @device_function
@@ -52,15 +48,11 @@ def add_rms_norm_rows(cast: Any, args: Any) -> None:
         cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), cast(args[5]), as_f32(args[6])
     )  # fmt: skip
     tokens, size = args[7], args[8]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            start = token * size
-            for i in range(start, start + size):
-                store(total, i, load(x, i) + load(y, i))
-            normalise(total, start, weight, out, start, size, numbers)
+    for token in work(args, tokens, TOKENS):
+        start = token * size
+        for i in range(start, start + size):
+            store(total, i, load(x, i) + load(y, i))
+        normalise(total, start, weight, out, start, size, numbers)
 
 
 @device_function
@@ -70,18 +62,14 @@ def gated_rms_norm_rows(cast: Any, args: Any) -> None:
     x, gate, weight, out, eps = as_f32(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), as_f32(args[5])[0]
     tokens, heads, size, stride, head_stride, by_sigmoid = args[6], args[7], args[8], args[9], args[10], args[11]
     one = np.float32(1.0)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for head in range(heads):
-                start, of_gate = (token * heads + head) * size, token * stride + head * head_stride
-                scale = one / np.sqrt(sum_of_squares(x, start, size) / np.float32(size) + eps)
-                for i in range(size):
-                    g = load(gate, of_gate + i)
-                    opened = (one if by_sigmoid else g) / (one + exp(-g))
-                    store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
+    for token in work(args, tokens, TOKENS):
+        for head in range(heads):
+            start, of_gate = (token * heads + head) * size, token * stride + head * head_stride
+            scale = one / np.sqrt(sum_of_squares(x, start, size) / np.float32(size) + eps)
+            for i in range(size):
+                g = load(gate, of_gate + i)
+                opened = (one if by_sigmoid else g) / (one + exp(-g))
+                store(out, start + i, x[start + i] * scale * load(weight, i) * opened)
 
 
 RMS_NORM = each_dtype(rms_norm_rows)

@@ -38,7 +38,7 @@ from engine.model.ops.cpu.kernel import (
     kernel,
     load,
     store,
-    take,
+    work,
 )
 from engine.model.quantization.weight import QuantizedWeight
 
@@ -54,28 +54,24 @@ def round_rows(cast: Any, args: Any) -> None:
     """Round inputs to int8. Each group's largest magnitude becomes 127; columns past `width` become 0."""
     x, values, scales, sums = cast(args[1]), as_i8(args[2]), as_f32(args[3]), as_i32(args[4])
     tokens, stride, width, groups, size = args[5], args[6], args[7], args[8], args[9]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for group in range(groups):
-                source, target = token * stride + group * size, (token * groups + group) * size
-                filled = min(size, width - group * size)
-                bits = SMALLEST_BITS
-                for i in range(filled):
-                    bits = max(bits, magnitude(load(x, source + i)))
-                largest = from_bits(bits)
-                factor = np.float32(127.0) / largest
-                total = np.int32(0)
-                for i in range(filled):
-                    value = nearest(load(x, source + i) * factor)
-                    values[target + i] = value
-                    total += value
-                for i in range(filled, size):
-                    values[target + i] = 0
-                scales[token * groups + group] = largest / np.float32(127.0)
-                sums[token * groups + group] = total
+    for token in work(args, tokens, TOKENS):
+        for group in range(groups):
+            source, target = token * stride + group * size, (token * groups + group) * size
+            filled = min(size, width - group * size)
+            bits = SMALLEST_BITS
+            for i in range(filled):
+                bits = max(bits, magnitude(load(x, source + i)))
+            largest = from_bits(bits)
+            factor = np.float32(127.0) / largest
+            total = np.int32(0)
+            for i in range(filled):
+                value = nearest(load(x, source + i) * factor)
+                values[target + i] = value
+                total += value
+            for i in range(filled, size):
+                values[target + i] = 0
+            scales[token * groups + group] = largest / np.float32(127.0)
+            sums[token * groups + group] = total
 
 
 multiply_int8_row, multiply_int8_tile = multiply_panel(8, 1), multiply_panel(8, INT8_ROWS)
@@ -92,10 +88,7 @@ def multiply_rows(cast: Any, row: Any, tile: Any, tile_rows: Any, bits: Any, arg
     items = (outputs + PANEL - 1) // PANEL * blocks
     scratch = np.empty(tile_rows * PANEL, np.float32)
     sums = as_f32(scratch.ctypes.data)
-    while True:
-        item = take(args, 1)
-        if item >= items:
-            break
+    for item in work(args, items):
         panel, block = item // blocks, item % blocks
         values = as_u8(weights + panel * PANEL * width * bits // 8)
         scale = as_f32(scales + 4 * panel * PANEL * groups)

@@ -14,7 +14,7 @@ from engine.model.ops.cpu.kernel import (
     each_dtype,
     load,
     store,
-    take,
+    work,
 )
 from engine.model.ops.cpu.norm import rms_norm
 
@@ -35,14 +35,10 @@ def rotate_head(x: Any, first: int, table: Any, angles: int, half: int) -> None:
 def rotate_rows(cast: Any, args: Any) -> None:
     x, table, positions = cast(args[1]), cast(args[2]), as_i64(args[3])
     tokens, stride, heads, head_dim, half = args[4], args[5], args[6], args[7], args[8]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            angles = positions[token] * 2 * half
-            for head in range(heads):
-                rotate_head(x, token * stride + head * head_dim, table, angles, half)
+    for token in work(args, tokens, TOKENS):
+        angles = positions[token] * 2 * half
+        for head in range(heads):
+            rotate_head(x, token * stride + head * head_dim, table, angles, half)
 
 
 ROTATE = each_dtype(rotate_rows)
@@ -78,20 +74,16 @@ def rotate_and_write_latents(cast: Any, args: Any) -> None:
     positions, cache, slots = as_i64(args[6]), cast(args[7]), as_i64(args[8])
     tokens, heads, rank, half, between, block_size = args[9], args[10], args[11], args[12], args[13], args[18]
     width = rank + 2 * half
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            angles, slot = positions[token] * 2 * half, slots[token]
-            for head in range(heads):
-                target = (token * heads + head) * width + rank
-                rotate_pairs(q, token * args[14] + head * args[15], out, target, table, angles, half, between)
-            if slot >= 0:
-                target = slot // block_size * args[19] + slot % block_size * args[20]
-                for i in range(rank):
-                    cache[target + i] = c[token * args[16] + i]
-                rotate_pairs(k, token * args[17], cache, target + rank, table, angles, half, between)
+    for token in work(args, tokens, TOKENS):
+        angles, slot = positions[token] * 2 * half, slots[token]
+        for head in range(heads):
+            target = (token * heads + head) * width + rank
+            rotate_pairs(q, token * args[14] + head * args[15], out, target, table, angles, half, between)
+        if slot >= 0:
+            target = slot // block_size * args[19] + slot % block_size * args[20]
+            for i in range(rank):
+                cache[target + i] = c[token * args[16] + i]
+            rotate_pairs(k, token * args[17], cache, target + rank, table, angles, half, between)
 
 
 WRITE_LATENT = each_dtype(rotate_and_write_latents)

@@ -21,7 +21,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     sum_function,
-    take,
+    work,
 )
 from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts
 
@@ -41,10 +41,7 @@ def order(bits: int) -> int:
 def argmax_bf16(args: Any) -> None:
     logits, values, ids = as_bf16(args[1]), as_f32(args[2]), as_i64(args[3])
     rows, size, stride = args[4], args[5], args[6]
-    while True:
-        row = take(args, 1)
-        if row >= rows:
-            break
+    for row in work(args, rows):
         start, top, found = row * stride, -0x10000, 0
         for part in range(0, size, PART):
             highest = -0x10000
@@ -77,10 +74,7 @@ def sum_of_weights(logits: Any, first: int, last: int, best: Any, slope: Any) ->
 def draw_f32(args: Any) -> None:
     all_best, rows, temperatures, uniform = as_f32(args[2]), as_i64(args[3]), as_f32(args[4]), as_f32(args[5])
     tokens, count, size, stride, parts = as_i64(args[7]), args[8], args[9], args[10], args[11]
-    while True:
-        item = take(args, 1)
-        if item >= count:
-            break
+    for item in work(args, count):
         row = rows[item]
         logits, sums = as_f32(args[1] + 4 * row * stride), as_f32(args[6] + 4 * item * parts)
         best, slope, total = all_best[row], np.float32(1.0) / temperatures[item], 0.0

@@ -25,6 +25,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     take,
+    work,
 )
 from engine.model.ops.cpu.linear import BLOCK_ROWS, COLUMN, multiply_rows
 
@@ -63,14 +64,10 @@ def gather_rows(cast: Any, args: Any) -> None:
     """Copy the row of each pair's token. args: x, order, out, pairs, x's stride, size, number of experts per token."""
     x, order, out = cast(args[1]), as_i64(args[2]), cast(args[3])
     pairs, stride, size, k = args[4], args[5], args[6], args[7]
-    while True:
-        first = take(args, TOKENS)
-        if first >= pairs:
-            break
-        for row in range(first, min(first + TOKENS, pairs)):
-            source = order[row] // k * stride
-            for i in range(size):
-                out[row * size + i] = x[source + i]
+    for row in work(args, pairs, TOKENS):
+        source = order[row] // k * stride
+        for i in range(size):
+            out[row * size + i] = x[source + i]
 
 
 @device_function
@@ -108,21 +105,17 @@ def combine_rows(cast: Any, args: Any) -> None:
     mixed, place, weights, out = cast(args[1]), as_i64(args[2]), cast(args[3]), cast(args[4])
     tokens, k, size = args[5], args[6], args[7]
     sums = np.empty(size, np.float32)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
+    for token in work(args, tokens, TOKENS):
+        for i in range(size):
+            sums[i] = np.float32(0.0)
+        for pair in range(token * k, (token + 1) * k):
+            if place[pair] < 0:
+                continue
+            row, weight = place[pair] * size, load(weights, pair)
             for i in range(size):
-                sums[i] = np.float32(0.0)
-            for pair in range(token * k, (token + 1) * k):
-                if place[pair] < 0:
-                    continue
-                row, weight = place[pair] * size, load(weights, pair)
-                for i in range(size):
-                    sums[i] += weight * load(mixed, row + i)
-            for i in range(size):
-                store(out, token * size + i, sums[i])
+                sums[i] += weight * load(mixed, row + i)
+        for i in range(size):
+            store(out, token * size + i, sums[i])
 
 
 @device_function
@@ -131,16 +124,12 @@ def add_shared_rows(cast: Any, args: Any) -> None:
     size, the strides of x, y and gate."""
     x, y, gate, out, tokens, size = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), args[5], args[6]
     one = np.float32(1.0)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            a, b, factor = token * args[7], token * args[8], one
-            if args[3]:
-                factor = one / (one + exp(-load(gate, token * args[9])))
-            for i in range(size):
-                store(out, token * size + i, load(x, a + i) + factor * load(y, b + i))
+    for token in work(args, tokens, TOKENS):
+        a, b, factor = token * args[7], token * args[8], one
+        if args[3]:
+            factor = one / (one + exp(-load(gate, token * args[9])))
+        for i in range(size):
+            store(out, token * size + i, load(x, a + i) + factor * load(y, b + i))
 
 
 SORT = Kernel({torch.bfloat16: sort_pairs, torch.float32: sort_pairs})

@@ -20,7 +20,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     sum_function,
-    take,
+    work,
 )
 
 TOKENS = 2  # tokens that a thread takes at a time
@@ -77,39 +77,33 @@ def route_rows(cast: Any, args: Any) -> None:
     one = np.float32(1.0)
     scores, choice = np.empty(size, np.float32), np.empty(size, np.float32)
     of_groups = np.empty(groups, np.float32)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            start = token * stride
-            if args[11]:
-                for i in range(size):
-                    scores[i] = one / (one + exp(-load(logits, start + i)))
-                    choice[i] = scores[i] + correction[i]
-            else:
-                top = load(logits, start)
-                for i in range(size):
-                    top = max(top, load(logits, start + i))
-                for i in range(size):
-                    scores[i] = exp(load(logits, start + i) - top)
-                total = sum_of(scores, size)
-                for i in range(size):
-                    scores[i] /= total
-                    choice[i] = scores[i]
-            if kept < groups:
-                leave_out_groups(
-                    choice, size, groups, kept, of_groups, args[11], LOWEST if args[11] else np.float32(0.0)
-                )
-            total = np.float32(0.0)
-            for i in range(token * k, (token + 1) * k):
-                experts[i] = take_largest(choice, size)
-                total += scores[experts[i]]
-            if args[11]:
-                total += np.float32(1e-20)
-            for i in range(token * k, (token + 1) * k):
-                score = scores[experts[i]]
-                store(weights, i, score / total if args[12] else score)
+    for token in work(args, tokens, TOKENS):
+        start = token * stride
+        if args[11]:
+            for i in range(size):
+                scores[i] = one / (one + exp(-load(logits, start + i)))
+                choice[i] = scores[i] + correction[i]
+        else:
+            top = load(logits, start)
+            for i in range(size):
+                top = max(top, load(logits, start + i))
+            for i in range(size):
+                scores[i] = exp(load(logits, start + i) - top)
+            total = sum_of(scores, size)
+            for i in range(size):
+                scores[i] /= total
+                choice[i] = scores[i]
+        if kept < groups:
+            leave_out_groups(choice, size, groups, kept, of_groups, args[11], LOWEST if args[11] else np.float32(0.0))
+        total = np.float32(0.0)
+        for i in range(token * k, (token + 1) * k):
+            experts[i] = take_largest(choice, size)
+            total += scores[experts[i]]
+        if args[11]:
+            total += np.float32(1e-20)
+        for i in range(token * k, (token + 1) * k):
+            score = scores[experts[i]]
+            store(weights, i, score / total if args[12] else score)
 
 
 ROUTE = each_dtype(route_rows)

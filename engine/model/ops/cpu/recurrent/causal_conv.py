@@ -21,7 +21,7 @@ from engine.model.ops.cpu.kernel import (
     exp,
     load,
     store,
-    take,
+    work,
 )  # fmt: skip
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
 from engine.model.state import RING, States
@@ -44,10 +44,7 @@ def causal_conv_rows(as_x: Any, size: int, args: Any) -> None:
     memory = np.zeros((RING + 2) * BLOCK, np.float32)
     weights, sums, zeros = memory.ctypes.data, as_f32(memory.ctypes.data + 4 * RING * BLOCK), 4 * (RING + 1) * BLOCK
     zeros += weights
-    while True:
-        item = take(args, 1)
-        if item >= seqs * blocks:
-            break
+    for item in work(args, seqs * blocks):
         seq, begin = as_i64(args[7] + SEQUENCE_BYTES * (1 + item // blocks)), item % blocks * BLOCK
         first, last, start, width = seq[0], seq[1], seq[2], min(BLOCK, channels - begin)
         ring, x = args[5] + size * (seq[3] * args[11] + begin), args[1] + size * begin

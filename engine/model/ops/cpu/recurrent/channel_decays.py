@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, sum_function, take
+from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, sum_function, work
 from engine.model.ops.cpu.recurrent.linear_attention import (
     FEW_ROWS,
     Space,
@@ -190,10 +190,7 @@ def channel_decay_rows(args: Any) -> None:
         as_i64(decayed_at)[j] = decayed + 4 * j * key_dim
     for r in range(ROWS):
         as_f32(space.factors)[r] = np.float32(1.0)
-    while True:  # space.decays stays 0: what `attend_tile` weighs has its decays already
-        item = take(args, 1)
-        if item >= seqs * heads:
-            break
+    for item in work(args, seqs * heads):  # space.decays stays 0: what `attend_tile` weighs has its decays already
         seq, head = as_i64(args[11] + SEQUENCE_BYTES * (1 + item // heads)), item % heads
         token, position, slot = seq[0], seq[2], seq[3]
         at = slot * heads + head

@@ -16,7 +16,7 @@ from engine.model.ops.cpu.kernel import (
     empty,
     exp,
     load,
-    take,
+    work,
 )
 
 TOKENS = 4  # tokens that a thread takes at a time
@@ -55,18 +55,14 @@ def gate_rows(as_x: Any, args: Any) -> None:
     a, b, log_rate, bias = as_x(args[1]), as_x(args[2]), as_f32(args[3]), as_f32(args[4])
     decay, share, tokens, a_stride, b_stride = as_f32(args[5]), as_f32(args[6]), args[7], args[8], args[9]
     heads, channels = args[10], args[11]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for head in range(heads):
-                rate = exp(log_rate[head])
-                for i in range(head * channels, (head + 1) * channels):
-                    steps = softplus(load(a, token * a_stride + i) + bias[i])
-                    decay[token * heads * channels + i] = -rate * steps
-                opened = np.float32(1.0) + exp(-load(b, token * b_stride + head))
-                share[token * heads + head] = np.float32(1.0) / opened
+    for token in work(args, tokens, TOKENS):
+        for head in range(heads):
+            rate = exp(log_rate[head])
+            for i in range(head * channels, (head + 1) * channels):
+                steps = softplus(load(a, token * a_stride + i) + bias[i])
+                decay[token * heads * channels + i] = -rate * steps
+            opened = np.float32(1.0) + exp(-load(b, token * b_stride + head))
+            share[token * heads + head] = np.float32(1.0) / opened
 
 
 GATES = each_dtype(gate_rows)

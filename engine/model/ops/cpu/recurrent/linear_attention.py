@@ -28,7 +28,7 @@ from engine.model.ops.cpu.kernel import (
     kernel,
     load,
     sum_of_squares,
-    take,
+    work,
 )
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
 from engine.model.ops.cpu.tile_product import (
@@ -237,10 +237,7 @@ def linear_attention_rows(args: Any) -> None:
     )
     for r in range(ROWS):
         as_f32(space.factors)[r] = np.float32(1.0)
-    while True:
-        item = take(args, 1)
-        if item >= seqs * heads:
-            break
+    for item in work(args, seqs * heads):
         seq, head = as_i64(args[11] + SEQUENCE_BYTES * (1 + item // heads)), item % heads
         token, position, slot = seq[0], seq[2], seq[3]
         at = slot * heads + head
@@ -310,18 +307,14 @@ def widen_rows(as_x: Any, args: Any) -> None:
     """Write q, k and v as float32, dense. args: q, k, v, the results for these, `scale` of q and `eps`,
     tokens, three strides from token to token, k_heads, d_k, heads * d_v; v may be 0 for none."""
     numbers, tokens, key_heads, key_dim, width = as_f32(args[7]), args[8], args[12], args[13], args[14]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for head in range(key_heads):
-                at, target = head * key_dim, 4 * (token * key_heads + head) * key_dim
-                widen_head(as_x, args[1], token * args[9] + at, args[4] + target, key_dim, numbers[0], numbers[1])
-                widen_head(as_x, args[2], token * args[10] + at, args[5] + target, key_dim, np.float32(1.0), numbers[1])
-            if args[3]:
-                target = args[6] + 4 * token * width
-                widen_head(as_x, args[3], token * args[11], target, width, np.float32(1.0), np.float32(-1.0))
+    for token in work(args, tokens, TOKENS):
+        for head in range(key_heads):
+            at, target = head * key_dim, 4 * (token * key_heads + head) * key_dim
+            widen_head(as_x, args[1], token * args[9] + at, args[4] + target, key_dim, numbers[0], numbers[1])
+            widen_head(as_x, args[2], token * args[10] + at, args[5] + target, key_dim, np.float32(1.0), numbers[1])
+        if args[3]:
+            target = args[6] + 4 * token * width
+            widen_head(as_x, args[3], token * args[11], target, width, np.float32(1.0), np.float32(-1.0))
 
 
 WIDEN = each_dtype(widen_rows)
@@ -331,10 +324,7 @@ WIDEN = each_dtype(widen_rows)
 def keep_key_rows(args: Any) -> None:
     """Keep the keys since the last border of each sequence. args: k, keys, table of sequences, k_heads, d_k."""
     seqs, key_heads, key_dim = as_i64(args[3])[0], args[4], args[5]
-    while True:
-        item = take(args, 1)
-        if item >= seqs * key_heads:
-            break
+    for item in work(args, seqs * key_heads):
         seq, head = as_i64(args[3] + SEQUENCE_BYTES * (1 + item // key_heads)), item % key_heads
         tokens = seq[1] - seq[0]
         end = seq[2] + tokens

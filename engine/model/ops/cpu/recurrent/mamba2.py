@@ -19,7 +19,7 @@ from engine.model.ops.cpu.kernel import (
     load,
     store,
     sum_of_squares,
-    take,
+    work,
 )
 from engine.model.ops.cpu.recurrent.gates import softplus
 from engine.model.ops.norm_plain import GroupNorm
@@ -34,18 +34,14 @@ def step_rows(as_x: Any, args: Any) -> None:
     and dt from token to token."""
     x, dt, log_rate, bias, limits = as_x(args[1]), as_x(args[2]), as_f32(args[3]), as_f32(args[4]), as_f32(args[5])
     decay, values, tokens, heads, size = as_f32(args[6]), as_f32(args[7]), args[8], args[9], args[10]
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            for head in range(heads):
-                step = softplus(load(dt, token * args[12] + head) + bias[head])
-                step = min(max(step, limits[0]), limits[1])
-                decay[token * heads + head] = -exp(log_rate[head]) * step
-                source, target = token * args[11] + head * size, (token * heads + head) * size
-                for i in range(size):
-                    values[target + i] = load(x, source + i) * step
+    for token in work(args, tokens, TOKENS):
+        for head in range(heads):
+            step = softplus(load(dt, token * args[12] + head) + bias[head])
+            step = min(max(step, limits[0]), limits[1])
+            decay[token * heads + head] = -exp(log_rate[head]) * step
+            source, target = token * args[11] + head * size, (token * heads + head) * size
+            for i in range(size):
+                values[target + i] = load(x, source + i) * step
 
 
 @device_function
@@ -64,33 +60,29 @@ def gated_rows(as_x: Any, args: Any) -> None:
     x, z, skip, out, eps = as_x(args[2]), as_x(args[3]), as_f32(args[4]), as_x(args[7]), as_f32(args[6])[0]
     tokens, heads, size, gate_last = args[8], args[9], args[10], args[12]
     width, group, one = heads * size, heads * size // args[11], np.float32(1.0)
-    while True:
-        first = take(args, TOKENS)
-        if first >= tokens:
-            break
-        for token in range(first, min(first + TOKENS, tokens)):
-            y, of_x, of_z, target = (
-                as_f32(args[1] + 4 * token * width),
-                token * args[13],
-                token * args[14],
-                token * width,
-            )
-            for head in range(heads):
-                share = skip[head]
-                for i in range(head * size, (head + 1) * size):
-                    y[i] += share * load(x, of_x + i)
-            if not gate_last:
-                open_gates(y, z, of_z, width)
-            if args[5]:
-                weight = as_x(args[5])
-                for start in range(0, width, group):
-                    scale = one / np.sqrt(sum_of_squares(y, start, group) / np.float32(group) + eps)
-                    for i in range(start, start + group):
-                        y[i] = y[i] * scale * load(weight, i)
-            if gate_last:
-                open_gates(y, z, of_z, width)
-            for i in range(width):
-                store(out, target + i, y[i])
+    for token in work(args, tokens, TOKENS):
+        y, of_x, of_z, target = (
+            as_f32(args[1] + 4 * token * width),
+            token * args[13],
+            token * args[14],
+            token * width,
+        )
+        for head in range(heads):
+            share = skip[head]
+            for i in range(head * size, (head + 1) * size):
+                y[i] += share * load(x, of_x + i)
+        if not gate_last:
+            open_gates(y, z, of_z, width)
+        if args[5]:
+            weight = as_x(args[5])
+            for start in range(0, width, group):
+                scale = one / np.sqrt(sum_of_squares(y, start, group) / np.float32(group) + eps)
+                for i in range(start, start + group):
+                    y[i] = y[i] * scale * load(weight, i)
+        if gate_last:
+            open_gates(y, z, of_z, width)
+        for i in range(width):
+            store(out, target + i, y[i])
 
 
 STEPS = each_dtype(step_rows)

@@ -21,7 +21,7 @@ from engine.model.ops.cpu.kernel import (
     each_dtype,
     load,
     sum_function,
-    take,
+    work,
 )
 from engine.model.ops.cpu.vector import LANES
 
@@ -42,10 +42,7 @@ def index_score_rows(cast: Any, size: int, args: Any) -> None:
     scores, rows, max_len, heads, dim."""
     rows, max_len, heads, dim = args[8], args[9], args[10], args[11]
     blocks = (max_len + BLOCK - 1) // BLOCK
-    while True:
-        item = take(args, 1)
-        if item >= rows * blocks:
-            break
+    for item in work(args, rows * blocks):
         row, first = item // blocks, item % blocks * BLOCK
         last = min(first + BLOCK, np.int64(as_i32(args[6])[row]))
         weights = as_f32(args[2] + 4 * row * heads)
