@@ -70,6 +70,16 @@ class Answers:
         return bytes(self.take() for _ in range(self.take() * 256 + self.take())).decode()
 
 
+class StandIn:
+    """Gives recorded answers in a replay."""
+
+    def __init__(self, answers: Answers):
+        self._answers = answers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 # -- drafters ----------------------------------------------------------------------------------------------
 
 
@@ -98,16 +108,10 @@ def proposal(tokens: Sequence[int], vocab_size: int) -> bytes:
     return bytes((len(found), valid))
 
 
-class ReplayedDrafter:
-    def __init__(self, answers: Answers):
-        self._answers = answers
-
+class ReplayedDrafter(StandIn):
     def propose(self, limit: int) -> Sequence[int]:
         count, valid = self._answers.take(), self._answers.take()
         return [ORDINARY] * valid + [NO_TOKEN] * (count - valid)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedDrafter, ()
 
 
 class DrafterWatch:
@@ -123,15 +127,9 @@ class DrafterWatch:
         return ReplayedWatch, ()
 
 
-class ReplayedWatch:
-    def __init__(self, answers: Answers):
-        self._answers = answers
-
+class ReplayedWatch(StandIn):
     def __call__(self, drafter: SequenceDrafter) -> ReplayedDrafter:
         return ReplayedDrafter(self._answers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedWatch, ()
 
 
 class NoDrafter:
@@ -231,15 +229,9 @@ class TapedLinks:
         return ReplayedLinks, ()
 
 
-class ReplayedLinks:
-    def __init__(self, answers: Answers):
-        self._answers = answers
-
+class ReplayedLinks(StandIn):
     def __call__(self) -> Collection[str]:
         return self._answers.take_text().splitlines()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedLinks, ()
 
 
 class ReplayedChannel(NoChannel):
@@ -286,18 +278,12 @@ class TapedNames:
         return ReplayedNames, ()
 
 
-class ReplayedNames:
-    def __init__(self, answers: Answers):
-        self._answers = answers
-
+class ReplayedNames(StandIn):
     def __call__(self, group: int, block_hash: bytes) -> bytes:
         found = self._answers.names.get((name_order(group, block_hash), block_hash[-BLOCK_HASH_BYTES:]))
         if found is None:
             raise EndOfAnswers("the scheduler asks for the name of a block for which it did not ask then")
         return found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedNames, ()
 
 
 STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel, ReplayedNames)

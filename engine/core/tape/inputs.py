@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
+from typing import ClassVar
 
 import msgspec
 
@@ -63,6 +65,16 @@ class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def apply(self, scheduler: Scheduler, answers: Answers) -> None:
         """Make the call."""
         raise NotImplementedError
+
+
+class Call(Input, frozen=True):
+    """A call whose arguments are the fields."""
+
+    method: ClassVar[str]
+    """Where the scheduler has it."""
+
+    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+        attrgetter(self.method)(scheduler)(*msgspec.structs.astuple(self))
 
 
 class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
@@ -170,12 +182,10 @@ class Aborted(Input, frozen=True):
         scheduler.abort(self.request_id, self.at, error, reason=self.reason)
 
 
-class MovesAsked(Input, frozen=True):
-    at: float
+class MovesAsked(Call, frozen=True):
+    method = "move"
     count: int
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.move(self.count, self.at)
+    at: float
 
 
 class KVReceived(Input, frozen=True):
@@ -228,11 +238,9 @@ class ImageEnded(Input, frozen=True):
         handoffs.take_events()
 
 
-class EncodersSet(Input, frozen=True):
+class EncodersSet(Call, frozen=True):
+    method = "images.handoffs.set_replicas"
     replicas: list[PrefillReplica]
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.images.handoffs.set_replicas(self.replicas)
 
 
 class BlocksWanted(Input, frozen=True):
@@ -270,23 +278,18 @@ def handoff_input(event: HandoffEvent, token: int, now: float, order: int) -> In
             return None
 
 
-class CacheCleared(Input, frozen=True):
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.clear_cache()
+class CacheCleared(Call, frozen=True):
+    method = "clear_cache"
 
 
-class ReplicasSet(Input, frozen=True):
+class ReplicasSet(Call, frozen=True):
+    method = "handoffs.set_prefill_replicas"
     replicas: list[PrefillReplica]
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handoffs.set_prefill_replicas(self.replicas)
 
-
-class RoleSet(Input, frozen=True):
+class RoleSet(Call, frozen=True):
+    method = "handoffs.switch"
     role: Role
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handoffs.switch(self.role)
 
 
 class StuckAsked(Input, frozen=True):
@@ -296,43 +299,33 @@ class StuckAsked(Input, frozen=True):
         scheduler.handoffs.stuck(scheduler.queue, self.at)
 
 
-class HoldsReleased(Input, frozen=True):
+class HoldsReleased(Call, frozen=True):
+    method = "holds.release"
     name: str
     client: str | None
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.holds.release(self.name, self.client)
 
-
-class HoldsGiven(Input, frozen=True):
+class HoldsGiven(Call, frozen=True):
+    method = "holds.give"
     limit: int
     at: float
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.holds.give(self.limit, self.at)
 
-
-class AdapterNumbered(Input, frozen=True):
+class AdapterNumbered(Call, frozen=True):
+    method = "adapters.new_load"
     lora: LoRARequest
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.adapters.new_load(self.lora)
 
-
-class AdapterRead(Input, frozen=True):
+class AdapterRead(Call, frozen=True):
+    method = "adapters.loaded"
     number: int
     failed: bool
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.adapters.loaded(self.number, self.failed)
 
-
-class TiersAnswered(Input, frozen=True):
-    at: float
+class TiersAnswered(Call, frozen=True):
+    method = "loading.answered"
     answers: list[TierAnswer]
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.loading.answered(self.answers, self.at)
+    at: float
 
 
 class SavedShape(msgspec.Struct, frozen=True, array_like=True):
@@ -391,20 +384,16 @@ class StoreListed(Input, frozen=True):
         scheduler.loading.answered([StoreListing(added, removed, holds, dropped)], self.at)
 
 
-class CommandsTaken(Input, frozen=True):
+class CommandsTaken(Call, frozen=True):
     """The tiers' commands were taken. It comes several times in each step, so it has a form of its own on the tape."""
 
+    method = "offloading.take_commands"
     at: float
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.offloading.take_commands(self.at)
 
-
-class FetchesUpdated(Input, frozen=True):
+class FetchesUpdated(Call, frozen=True):
+    method = "fetching.update"
     at: float
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.fetching.update(self.at)
 
 
 class CommitDetails(msgspec.Struct, frozen=True, array_like=True, tag=True):

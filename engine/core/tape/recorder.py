@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from engine.core.tape.inputs import (
     Added,
     AddedRemote,
     CacheCleared,
+    Call,
     CommitDetails,
     EncodersSet,
     Ended,
@@ -74,7 +76,6 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import HeldPrompt, PrefillReplica
 from engine.wire.plan import ON_DEVICE, BlockChange, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason
@@ -339,17 +340,13 @@ class Tape:
             "add_remote": self._add_remote,
             "set_grammar": self._set_grammar,
             "abort": self._abort,
-            "move": self._move,
             "handle": self._handle,
-            "clear_cache": self._clear_cache,
         }
-        of_handoffs: dict[str, Callable[..., Any]] = {
-            "set_prefill_replicas": self._set_replicas, "switch": self._switch, "stuck": self._stuck
-        }  # fmt: skip
         self._cover(scheduler, of_scheduler)
-        self._cover(scheduler.handoffs, of_handoffs)
-        self._cover(scheduler.holds, {"release": self._release, "give": self._give})
-        self._cover(scheduler.adapters, {"new_load": self._new_load, "loaded": self._loaded})
+        self._cover(scheduler.handoffs, {"stuck": self._stuck})
+        self._cover(scheduler.adapters, {"new_load": self._new_load})
+        for record in (MovesAsked, CacheCleared, ReplicasSet, RoleSet, HoldsReleased, HoldsGiven, AdapterRead):
+            self._cover_call(record)
         self._cover(scheduler.metrics, {"observe_finished": self._observe_finished})
         fetching = scheduler.fetching
         if isinstance(offloading := scheduler.offloading, KVOffloading):
@@ -365,7 +362,7 @@ class Tape:
         ):  # else no decision depends on them
             self._cover(self._times, {"observe_step": self._observe_step})
         if isinstance(images := scheduler.images.handoffs, ImageHandoffs):
-            self._cover(images, {"set_replicas": self._set_encoders})
+            self._cover_call(EncodersSet)
             self._cover(images.channel, {"events": self._image_events})
             self._with_links.append(images)
         scheduler.speculation.watch = DrafterWatch(self._ring)
@@ -383,6 +380,14 @@ class Tape:
         for name, method in methods.items():
             setattr(part, name, partial(method, getattr(part, name)))
             self._covered.append((part, name))
+
+    def _cover_call(self, record: type[Call]) -> None:
+        """Record the calls of a method whose arguments may all be on the tape."""
+        path, _, name = f"_scheduler.{record.method}".rpartition(".")
+        self._cover(attrgetter(path)(self), {name: partial(self._record, record)})
+
+    def _record(self, record: type[Call], call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self._call(record(*args, **options), call, *args, **options)  # type: ignore[arg-type]
 
     def _call(self, record: Record | None, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make a call, and record it if it comes from outside and succeeds. An error changes nothing in a scheduler."""
@@ -437,10 +442,6 @@ class Tape:
         event: Event | None = self._call(record, abort, request_id, now, error, reason=reason)
         return event
 
-    def _move(self, move: Callable[..., list[Event]], count: int, now: float) -> list[Event]:
-        events: list[Event] = self._call(MovesAsked(now, count), move, count, now)
-        return events
-
     def _handle(self, handle: Callable[..., list[Event]], event: HandoffEvent, now: float) -> list[Event]:
         handoffs = self._scheduler.handoffs
         received = event.handoff_id if isinstance(event, Received) else getattr(event, "handoff_id", "")
@@ -460,9 +461,6 @@ class Tape:
             self._ring.hashes(request.order[1], request.prefix.hashes)
         return events
 
-    def _set_encoders(self, call: Callable[..., None], replicas: list[PrefillReplica]) -> None:
-        self._call(EncodersSet(replicas), call, replicas)
-
     def _image_events(self, events: Callable[[], list[HandoffEvent]]) -> list[HandoffEvent]:
         found = events()
         for event in found:
@@ -479,7 +477,7 @@ class Tape:
             self._ring.record(StoreListed.of(listing, now, self._hashes_of(StoreListed.names_of(listing))))
         of_ranks = [one for one in found if isinstance(one, TierAnswer)]
         if of_ranks or self._scheduler.offloading.loaded:
-            self._ring.record(TiersAnswered(now, of_ranks))
+            self._ring.record(TiersAnswered(of_ranks, now))
         answered(found, now)
 
     def _take_commands(self, take: Callable[..., list[TierCommand]], now: float) -> list[TierCommand]:
@@ -491,26 +489,10 @@ class Tape:
             self._ring.record(FetchesUpdated(now))
         update(now)
 
-    def _clear_cache(self, call: Callable[[], None]) -> None:
-        self._call(CacheCleared(), call)
-
-    def _set_replicas(self, call: Callable[..., None], replicas: list[PrefillReplica]) -> None:
-        self._call(ReplicasSet(replicas), call, replicas)
-
-    def _switch(self, call: Callable[..., None], role: Any) -> None:
-        self._call(RoleSet(role), call, role)
-
     def _stuck(self, call: Callable[..., list[Request]], queue: Any, now: float) -> list[Request]:
         # without other engines' prompts, it decides nothing
         record = StuckAsked(now) if self._scheduler.handoffs.role else None
         found: list[Request] = self._call(record, call, queue, now)
-        return found
-
-    def _release(self, call: Callable[..., None], name: str, client: str | None) -> None:
-        self._call(HoldsReleased(name, client), call, name, client)
-
-    def _give(self, call: Callable[..., list[HeldPrompt]], limit: int, now: float) -> list[HeldPrompt]:
-        found: list[HeldPrompt] = self._call(HoldsGiven(limit, now), call, limit, now)
         return found
 
     def _new_load(self, call: Callable[..., int], lora: LoRARequest) -> int:
@@ -518,10 +500,6 @@ class Tape:
         assert without is not None
         number: int = self._call(AdapterNumbered(without), call, lora)
         return number
-
-    def _loaded(self, call: Callable[..., LoRARequest | None], number: int, failed: bool) -> LoRARequest | None:
-        found: LoRARequest | None = self._call(AdapterRead(number, failed), call, number, failed)
-        return found
 
 
 def planned_entry(now: float, plan: StepPlan) -> bytes:
