@@ -484,13 +484,13 @@ class Harness:
         return [*live, holds.table.unused.blocks[group].block_ns]
 
     def _check_tier(self, tier: Tier) -> None:
-        holds, below = self.scheduler.holds, self.scheduler.offloading
+        holds = self.scheduler.holds
         charged = [r.cost.tiers[tier.name].block_ns for r in self.seen if tier.name in r.cost.tiers]
         if isinstance(holds, Holds):
             charged.append(holds.table.unused.tiers[tier.name].block_ns)
             for hold in holds.table.by_end.values():
                 account = hold.accounts_below[tier.name]
-                charged.append(below.byte_time(tier, hold.keys, account) if tier in hold.tiers else account.block_ns)
+                charged.append(tier.byte_time(hold.keys, account) if tier in hold.tiers else account.block_ns)
         assert min(charged, default=0) >= 0
         for usage in tier.usages:
             charged += [usage.cached_byte_ns, usage.carried_byte_ns]

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.block_usage import BlockAccount
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
-from engine.core.features.tiers.saved_holds import NoSavedHolds, SavedHolds
+from engine.core.features.tiers.saved_holds import SavedHolds
 from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes, tiers_of
 from engine.core.features.tiers.tier_writer import Store, TierWriter
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
@@ -42,7 +41,7 @@ class NoOffloading:
     hashes = NoHashes()
     moving = False
     tiers: Sequence[Tier] = ()
-    saved = NoSavedHolds()
+    saved = SavedHolds((), lambda group, block_hash: block_hash, lambda command: None, epoch_s=0.0)
     loaded: list[Request] = []  # noqa: RUF012 - never changed
 
     def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
@@ -53,21 +52,6 @@ class NoOffloading:
 
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
-
-    def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
-        return False
-
-    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
-        pass
-
-    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
-        pass
-
-    def byte_time(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
-        return 0
-
-    def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
-        return False
 
     def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         return False
@@ -171,12 +155,15 @@ class KVOffloading:
         ]
         #: Requests that have stopped waiting since the last call of `take_loaded`.
         self.loaded: list[Request] = []
+        self.set_names(name_of)
 
     def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
         """Replace the function that returns the names of blocks by one that returns the same."""
         self.name_of = self.hashes.name_of = self.saved.name_of = name_of
         for writer in self._writers:
             writer.name_of = name_of
+        for tier in self._tiers:
+            tier.name_of = name_of
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
         """Enter a block left on disk by an earlier start. Call it for the oldest block first."""
@@ -269,13 +256,20 @@ class KVOffloading:
     def _start(
         self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
     ) -> BlockLoad | None:
-        """Start to load the blocks of these hashes that the device lacks. Returns None if too few blocks are
-        available."""
-        load = self._pin(request, needed, watermark, now, timeout_s)
-        if load is not None:
-            number = self._commands.new_number()
-            self._loads[number] = load
-            self._commands.add(LoadBlocks(number, load.blocks))
+        """Start to load the blocks of these hashes that the device lacks. Returns None, and takes nothing, if too few
+        blocks are available."""
+        found = pin_prefix(self._kv_cache, needed, watermark)
+        if found is None:
+            return None
+        there, new = found
+        sources = [self._source(*each) for each in new]
+        load = BlockLoad(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
+        for source, block_hash in zip(load.blocks, load.hashes, strict=True):
+            self._coming[source.group, block_hash] = load
+            self._tier(source).index(source.group).begin_read(source.name)
+        number = self._commands.new_number()
+        self._loads[number] = load
+        self._commands.add(LoadBlocks(number, load.blocks))
         return load
 
     def _join(self, load: BlockLoad, request: Request) -> bool:
@@ -312,22 +306,6 @@ class KVOffloading:
             if not self._kv_cache.groups[group].pool.has(each)
         ]
         return any(name in tier.index(group).held for tier in self._tiers if tier.has_holds for group, name in missing)
-
-    def _pin(
-        self, request: Request | None, needed: Sequence[Sequence[bytes]], watermark: int, now: float, timeout_s: float
-    ) -> BlockLoad | None:
-        """Take the blocks that a load writes, and pin those that must not be evicted meanwhile. Returns None, and takes
-        nothing, if too few blocks are available."""
-        found = pin_prefix(self._kv_cache, needed, watermark)
-        if found is None:
-            return None
-        there, new = found
-        sources = [self._source(*each) for each in new]
-        load = BlockLoad(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
-        for source, block_hash in zip(load.blocks, load.hashes, strict=True):
-            self._coming[source.group, block_hash] = load
-            self._tier(source).index(source.group).begin_read(source.name)
-        return load
 
     def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
         name = self.name_of(group, block_hash)
@@ -375,7 +353,7 @@ class KVOffloading:
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:
             request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks were loaded")
-        self._release(load)
+        self.loaded += load.requests
         for then in load.then:
             then()
 
@@ -388,11 +366,6 @@ class KVOffloading:
             slowest.seconds["read"] += seconds
             if complete:
                 slowest.cost.observe(moved[slowest.name] / MIB, seconds)
-
-    def _release(self, load: BlockLoad) -> None:
-        """Let the requests that wait for a load continue."""
-        requests, load.requests = load.requests, []
-        self.loaded += requests
 
     def take_loaded(self) -> list[Request]:
         """Return the live requests among `loaded`, and empty it."""
@@ -439,33 +412,6 @@ class KVOffloading:
             names = [(group, self.name_of(group, block_hash)) for group, block_hash in keys]
             self._commands.drop(tier, [name for group, name in names if tier.index(group).drop(name)])
 
-    def has(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
-        """Return whether all of these blocks can be loaded from a tier."""
-        return all(tier.has(group, self.name_of(group, block_hash)) for group, block_hash in keys)
-
-    def hold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
-        """Keep blocks in a tier that has all of them, until `unhold`. account: pays for that."""
-        for group, block_hash in keys:
-            name, index = self.name_of(group, block_hash), tier.index(group)
-            index.hold(name)
-            tier.usage(group).taken(account, name, index.size(name))
-
-    def unhold(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
-        for group, block_hash in keys:
-            name = self.name_of(group, block_hash)
-            tier.index(group).unhold(name)
-            tier.usage(group).returned(account, name)
-
-    def byte_time(self, tier: Tier, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
-        """Return what an account has to pay until now for the blocks that it holds in a tier, in bytes times
-        nanoseconds."""
-        held = sum(tier.usage(group).per_reference(self.name_of(group, block_hash)) for group, block_hash in keys)
-        return account.block_ns + held
-
-    def holds(self, tier: Tier, keys: Sequence[tuple[int, bytes]]) -> bool:
-        """Return whether a tier still has these held blocks."""
-        return all(self.name_of(group, block_hash) in tier.index(group).held for group, block_hash in keys)
-
     # -- commands ------------------------------------------------------------------------------------------
 
     def answered(self, answer: TierAnswer | StoreListing, now: float) -> None:
@@ -507,7 +453,8 @@ class KVOffloading:
                     request.note(
                         f"waited {load.deadline_at - load.started_at:g} s for KV from a tier; computes it instead"
                     )
-                self._release(load)
+                self.loaded += load.requests
+                load.requests = []
         for writer in self._writers:
             writer.check_deadlines(now)
         for tier in self._tiers:

@@ -69,7 +69,7 @@ class HoldRecords:
         saved, ends_at = found.hold, now + min(found.left_s, self._max_ttl_s)
         if (same := self._table.by_end.get((saved.client, saved.hashes[-1]))) is not None:
             same.renew(saved.ttl_s, ends_at)
-            if same.tiers and found.tier not in same.tiers and self._below.has(found.tier, same.keys):
+            if same.tiers and found.tier not in same.tiers and found.tier.has_all(same.keys):
                 self._table.keep_in(same, [found.tier])
             return
         if not found.is_new:
@@ -90,7 +90,7 @@ class HoldRecords:
             ends_at,
         )
         mark = HoldMark(len(saved.hashes) * self._block_size, saved.ttl_s)
-        if self._table.num_groups == len(saved.needed) and self._below.has(found.tier, hold.keys):
+        if self._table.num_groups == len(saved.needed) and found.tier.has_all(hold.keys):
             refusal = self._table.lacks(mark, hold)
         else:
             refusal = refused(mark, "not_cached", f"the {found.tier.name} has lost blocks of it")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.core.block_usage import BlockAccount
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import RequestCost
@@ -97,14 +96,14 @@ class HoldTable:
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        below: KVOffloading | NoOffloading,
+        tiers: Sequence[Tier],
         *,
         max_model_len: int,
         max_share: float,
         max_share_per_client: float,
     ):
         """max_share, max_share_per_client: as for Holds."""
-        self._kv_cache, self._below = kv_cache, below
+        self._kv_cache, self._tiers = kv_cache, tiers
         self._share, self._share_per_client = max_share, max_share_per_client
         self.num_groups = len(kv_cache.groups)
         self._room = [max(0, group.pool.num_blocks - group.least(max_model_len)) for group in kv_cache.groups]
@@ -142,17 +141,17 @@ class HoldTable:
                 len(kept[group]) + _growth(kept[group], new, [h for each in replaced for h in each.needed[group]])
                 for group, new in enumerate(hold.needed)
             ]
-            if (tiers := self._below.tiers) and not any(tier.fits(counts, min(share, self._share)) for tier in tiers):
+            if self._tiers and not any(tier.fits(counts, min(share, self._share)) for tier in self._tiers):
                 reason = f"{whose} would keep {counts[0]} blocks, more than {share:.0%} of any tier"
                 return refused(mark, refusal, reason)  # type: ignore[arg-type]
             for count, limit, group in zip(counts, self._limits(share), self._kv_cache.groups, strict=True):
-                if count > limit and not tiers:
+                if count > limit and not self._tiers:
                     what = "snapshots" if group.kind == "mamba" else "blocks"
                     reason = f"{whose} would keep {count} {what}, the limit is {limit}"
                     return refused(mark, refusal, reason)  # type: ignore[arg-type]
         for group, blocks, room in zip(self._kv_cache.groups, hold.blocks, self._limits(self._share), strict=True):
             count = len(group.pool.held) + _growth(group.pool.held, blocks, [])
-            if tiers and count > room:
+            if self._tiers and count > room:
                 reason = f"{count} blocks would wait on the device to be copied to a tier, the limit is {room}"
                 return refused(mark, "full", reason)
         return None
@@ -168,7 +167,7 @@ class HoldTable:
     def roomy_tiers(self) -> list[Tier]:
         """Return the tiers that have room for all holds."""
         counts = [len(kept) for kept in self._kept]
-        return [tier for tier in self._below.tiers if tier.fits(counts, self._share)]
+        return [tier for tier in self._tiers if tier.fits(counts, self._share)]
 
     # -- beginning and ending ------------------------------------------------------------------------------
 
@@ -188,12 +187,12 @@ class HoldTable:
         self._unpin(hold)
         hold.tiers += tiers
         for tier in tiers:
-            self._below.hold(tier, hold.keys, hold.accounts_below[tier.name])
+            tier.hold(hold.keys, hold.accounts_below[tier.name])
 
     def leave(self, hold: Hold, tier: Tier) -> None:
         """Keep the blocks of a hold no longer in a tier."""
         hold.tiers.remove(tier)
-        self._below.unhold(tier, hold.keys, hold.accounts_below[tier.name])
+        tier.unhold(hold.keys, hold.accounts_below[tier.name])
 
     def pay(self, hold: Hold, cost: RequestCost) -> None:
         """Charge a request with what the blocks of a live hold have cost since a request last paid for them."""
@@ -201,7 +200,7 @@ class HoldTable:
             charge(cost.blocks[group], account, manager.pool.block_time(account, hold.blocks[group]))
         for tier in hold.tiers:
             account = hold.accounts_below[tier.name]
-            charge(cost.tiers[tier.name], account, self._below.byte_time(tier, hold.keys, account))
+            charge(cost.tiers[tier.name], account, tier.byte_time(hold.keys, account))
 
     def end(self, hold: Hold, why: HoldEnd | None, cost: RequestCost | None = None) -> None:
         """Remove a hold; its blocks may be evicted from now on. why: None if another hold replaces it. cost: of the
@@ -210,7 +209,7 @@ class HoldTable:
         del self.by_end[hold.end]
         self._unpin(hold)
         for tier in hold.tiers:
-            self._below.unhold(tier, hold.keys, hold.accounts_below[tier.name])
+            tier.unhold(hold.keys, hold.accounts_below[tier.name])
         payer = cost or self.unused
         for group, account in enumerate(hold.accounts):
             charge(payer.blocks[group], account, account.block_ns)
@@ -255,7 +254,7 @@ class HoldTable:
             clients=len(self._clients),
             blocks=len(self._kept[0]),
             device_blocks=len(self._kv_cache.pool.held),
-            max_blocks=None if self._below.tiers else self._limits(self._share)[0],
+            max_blocks=None if self._tiers else self._limits(self._share)[0],
             granted=self.granted,
             restored=self.restored,
             refused=dict(self.refused),
@@ -274,14 +273,14 @@ class HoldTable:
             for client, counters in self._clients.items():
                 own = Counter(h for hold in holds if hold.client == client for h in hold.needed[group])
                 assert counters[group] == own, "a client's hold is lost"
-                assert self._below.tiers or len(own) <= self._limits(self._share_per_client)[group], "a client has more"
-            assert self._below.tiers or len(self._kept[group]) <= self._limits(self._share)[group], "too much is held"
+                assert self._tiers or len(own) <= self._limits(self._share_per_client)[group], "a client has more"
+            assert self._tiers or len(self._kept[group]) <= self._limits(self._share)[group], "too much is held"
         for hold in holds:
             if not hold.tiers:
                 assert self._kv_cache.longest_prefix(hold.hashes) == len(hold.hashes), "a held block was evicted"
             for tier in hold.tiers:
                 has_lost = any(index.lost_held for index in tier.indexes)
-                assert has_lost or self._below.holds(tier, hold.keys), "a tier has evicted a held block"
+                assert has_lost or tier.holds(hold.keys), "a tier has evicted a held block"
         assert Counter(hold.client for hold in holds) == self._num_of, "a hold of a client is lost"
         assert self._clients.keys() == self._num_of.keys(), "a client is lost"
         pending = {hold for _, _, hold in self._deadlines}

@@ -89,7 +89,7 @@ class Holds:
         self._block_size = kv_cache.pool.block_size
         self.table = HoldTable(
             kv_cache,
-            self._below,
+            self._below.tiers,
             max_model_len=max_model_len,
             max_share=max_share,
             max_share_per_client=max_share_per_client,
@@ -217,7 +217,7 @@ class Holds:
         """Move a hold to the tiers with its blocks and room. Waits LASTING_S for tiers that survive restarts."""
         hold.ready_at = now if hold.ready_at is None else hold.ready_at
         tiers = self.table.roomy_tiers()
-        there = [tier for tier in tiers if self._below.has(tier, hold.keys)]
+        there = [tier for tier in tiers if tier.has_all(hold.keys)]
         awaited = [tier for tier in self._below.saved.lasting(tiers) if not tier.rests and tier not in there]
         if there and (not awaited or now >= hold.ready_at + LASTING_S):
             del self._to_move[hold]
@@ -233,7 +233,7 @@ class Holds:
             index.lost_held = False
         self._below.saved.lost()
         for hold in [hold for hold in self.table.by_end.values() if tier in hold.tiers]:
-            if self._below.holds(tier, hold.keys):
+            if tier.holds(hold.keys):
                 continue
             self.table.leave(hold, tier)
             self._records.drop_from(hold, tier)

@@ -13,31 +13,6 @@ PERIOD_S = 1.0  # between two looks at the ends of holds
 EXPIRED_S = 60.0  # after its end, after which a hold in the store is deleted: by then all engines know of a renewal
 
 
-class NoSavedHolds:
-    """Stand-in for SavedHolds in an engine without tiers."""
-
-    def lasting(self, tiers: Sequence[Tier]) -> list[Tier]:
-        return []
-
-    def save(self, hold: SavedHold, tiers: Sequence[Tier], now: float) -> None:
-        pass
-
-    def drop(self, client: str, end: bytes, tiers: Sequence[Tier]) -> None:
-        pass
-
-    def release(self, name: str, client: str | None) -> list[tuple[int, bytes]]:
-        return []
-
-    def take_found(self, now: float) -> list[FoundHold]:
-        return []
-
-    def take_dropped(self) -> list[SavedHold]:
-        return []
-
-    def lost(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class FoundHold:
     """A hold that another engine, or an earlier start of this one, has written."""

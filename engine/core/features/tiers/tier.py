@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockPool
+from engine.core.block_usage import BlockAccount
 from engine.core.costs.cost_ledger import GIB_NS
 from engine.core.costs.step_cost import LinearCost
 from engine.core.costs.tier_usage import TierUsage
@@ -38,6 +39,8 @@ class Tier:
     errors: Counter[str] = field(default_factory=Counter)
     usages: list[TierUsage] = field(init=False)
     """Of each index."""
+    name_of: Callable[[int, bytes], bytes] = field(init=False)
+    """Returns the name of a block, given its group and hash."""
 
     def __post_init__(self) -> None:
         self.usages = [TierUsage(unit) for unit in self.unit_bytes]
@@ -56,6 +59,32 @@ class Tier:
 
     def has(self, group: int, name: bytes) -> bool:
         return not self.rests and self.index(group).has(name)
+
+    def has_all(self, keys: Sequence[tuple[int, bytes]]) -> bool:
+        """Return whether all of these blocks, given by group and hash, can be loaded."""
+        return all(self.has(group, self.name_of(group, block_hash)) for group, block_hash in keys)
+
+    def hold(self, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
+        """Keep blocks until `unhold`; all of them are here. account: pays for that."""
+        for group, block_hash in keys:
+            name, index = self.name_of(group, block_hash), self.index(group)
+            index.hold(name)
+            self.usage(group).taken(account, name, index.size(name))
+
+    def unhold(self, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> None:
+        for group, block_hash in keys:
+            name = self.name_of(group, block_hash)
+            self.index(group).unhold(name)
+            self.usage(group).returned(account, name)
+
+    def byte_time(self, keys: Sequence[tuple[int, bytes]], account: BlockAccount) -> int:
+        """Return what an account has to pay until now for the blocks that it holds, in bytes times nanoseconds."""
+        held = sum(self.usage(group).per_reference(self.name_of(group, block_hash)) for group, block_hash in keys)
+        return account.block_ns + held
+
+    def holds(self, keys: Sequence[tuple[int, bytes]]) -> bool:
+        """Return whether these held blocks are still here."""
+        return all(self.name_of(group, block_hash) in self.index(group).held for group, block_hash in keys)
 
     @property
     def has_holds(self) -> bool:
