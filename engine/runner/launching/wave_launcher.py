@@ -3,7 +3,8 @@
 A wave is a series of such steps. An engine with a step to launch starts a wave, and wakes the others. In each step of
 the wave, an engine launches its own step, or computes only its experts for the tokens of the others. The wave ends when
 no engine has a step; then all threads sleep. So an engine without requests computes no dummy step, and its scheduler
-knows nothing of the others. The first rank of an engine decides, and its other ranks do the same.
+knows nothing of the others. The first rank of an engine decides, and its other ranks do the same. An engine that ends
+serves the others until the wave is over.
 
 If another engine is lost, a Recovery decides what follows. If the engines go on, all of them begin with a wave, in
 which they launch the interrupted steps again.
@@ -132,7 +133,8 @@ class WaveLauncher(Launcher):
             self._runner.device.set_current()
             while not self._stopping:
                 lost = self._take_wave()
-                if lost is not None:  # no error is alive any more that would keep connections to other engines open
+                if lost is not None and not self._stopping:
+                    # no error is alive any more that would keep connections to other engines open
                     if (launched := self._recovery.recover(lost)) is not None:
                         self._answer(launched)
                     self._number, self._awaits = 0, False
@@ -147,7 +149,9 @@ class WaveLauncher(Launcher):
         try:
             if self._awaits:
                 self._await_wave()
-            while not self._stopping and self._begin():
+                if self._stopping:
+                    return None
+            while self._begin():
                 self._take_part()
                 self._look_for_job()
             self._number, self._awaits = self._number + 1, True
@@ -256,7 +260,7 @@ class FollowingLauncher(WaveLauncher):
         while self._exchange.has_step and not self._jobs:
             self._take(waits=True)
             if self._stopping:
-                return
+                raise EngineUnavailable("the engine has ended")
         super()._take_part()
 
     def _take(self, waits: bool = False) -> Rest | Message | None:
