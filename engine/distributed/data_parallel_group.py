@@ -48,12 +48,7 @@ class DataParallelGroup(PartGroup):
             kind = "cuda" if is_gpu(device) else "cpu"
             self.expert_exchange: ExpertExchange = ExpertExchange(self.expert_ranks, kind, self._width)
             self.waves = Waves(self.expert_ranks)
-        self.local_size = self._own.local_size
-
-    @property
-    def own(self) -> TPGroup:
-        """The ranks of this engine."""
-        return self._own
+        self.local_size = self.own.local_size
 
     @property
     def leads(self) -> bool:
@@ -61,7 +56,7 @@ class DataParallelGroup(PartGroup):
         return self._place == 0
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
-        return self._own.exchange(value, timeout_s)
+        return self.own.exchange(value, timeout_s)
 
     def use(self, all_engines: ConnectedGroup) -> None:
         """Connect the ranks of this engine, and share experts with these engines from now on. Every rank has to call

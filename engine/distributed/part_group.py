@@ -22,7 +22,7 @@ class PartGroup(TPGroup):
         super().__init__(rank, size, whole.key)
         self.host = whole.host
         self._whole = whole
-        self._own: TPGroup = TPGroup.single()
+        self.own: TPGroup = TPGroup.single()  #: the ranks of this part
 
     def connect_own(self, name: str, collectives: bool = True) -> None:
         """Connect the ranks of this part. name: of the part, unlike those of others. collectives: as for
@@ -30,19 +30,19 @@ class PartGroup(TPGroup):
         if self.size > 1:
             own = self._whole.part(name, self.rank, self.size, collectives)
             own.join(CONNECT_TIMEOUT_S)
-            self._own = own
+            self.own = own
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._own.all_reduce(x)
+        return self.own.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._own.all_gather(x)
+        return self.own.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self._own.reduce_scatter(x)
+        return self.own.reduce_scatter(x)
 
     def mailbox(self, timeout_s: float) -> Mailbox:
-        return self._own.mailbox(timeout_s)
+        return self.own.mailbox(timeout_s)
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -137,16 +137,16 @@ class KVOffloading:
         """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. block_bytes: bytes of a block of each group,
         on all ranks together. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
-        self._kv_cache, self._tiers, self.name_of, self._times = kv_cache, list(tiers), name_of, times
+        self._kv_cache, self.tiers, self.name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
         self._commands = CommandQueue()
         self._loads: dict[int, BlockLoad] = {}
         self._coming: dict[tuple[int, bytes], BlockLoad] = {}  # by group and hash
         #: The first group's blocks in the tiers.
-        self.hashes = TierHashes(kv_cache.pool, self._tiers, name_of)
+        self.hashes = TierHashes(kv_cache.pool, self.tiers, name_of)
         #: Holds that are written to disk and store.
-        self.saved = SavedHolds(self._tiers, name_of, self._commands.add, epoch_s, found_holds)
+        self.saved = SavedHolds(self.tiers, name_of, self._commands.add, epoch_s, found_holds)
         lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
         self._writers = [
             TierWriter(kv_cache, lane, self._commands, self.hashes, name_of=name_of, block_bytes=self._bytes)
@@ -162,7 +162,7 @@ class KVOffloading:
         self.name_of = self.hashes.name_of = self.saved.name_of = name_of
         for writer in self._writers:
             writer.name_of = name_of
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.name_of = name_of
 
     def restore(self, name: bytes, size: int, added_at: float) -> None:
@@ -197,7 +197,7 @@ class KVOffloading:
         return [store for writer in self._writers for store in writer.copying]
 
     def _named(self, name: str) -> Tier:
-        return next(tier for tier in self._tiers if tier.name == name)
+        return next(tier for tier in self.tiers if tier.name == name)
 
     # -- up ------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class KVOffloading:
         if load is None:
             return False
         load.tokens = tokens
-        names = " and ".join(tier.name for tier in tiers_of(self._tiers, load.blocks))
+        names = " and ".join(tier.name for tier in tiers_of(self.tiers, load.blocks))
         request.note(f"waits for {tokens} tokens of KV from {names}")
         return self._join(load, request)
 
@@ -280,7 +280,7 @@ class KVOffloading:
 
     def _has(self, group: int, block_hash: bytes) -> bool:
         name = self.name_of(group, block_hash)
-        return any(tier.has(group, name) for tier in self._tiers) or (group, block_hash) in self._coming
+        return any(tier.has(group, name) for tier in self.tiers) or (group, block_hash) in self._coming
 
     def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
         """Return whether loading the blocks is expected to be faster than computing these tokens. While a rate is
@@ -290,7 +290,7 @@ class KVOffloading:
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
             for name in (self.name_of(group, each) for each in missing):
                 sizes[self._fastest(group, name).name] += self._bytes[group]
-        tiers = [tier for tier in self._tiers if sizes[tier.name]]
+        tiers = [tier for tier in self.tiers if sizes[tier.name]]
         compute_s = self._times.prompt_token_s * tokens
         pays = not compute_s or sum(tier.cost.of(sizes[tier.name] / MIB) for tier in tiers) < compute_s
         for tier in [] if pays else tiers:
@@ -305,7 +305,7 @@ class KVOffloading:
             for each in hashes
             if not self._kv_cache.groups[group].pool.has(each)
         ]
-        return any(name in tier.index(group).held for tier in self._tiers if tier.has_holds for group, name in missing)
+        return any(name in tier.index(group).held for tier in self.tiers if tier.has_holds for group, name in missing)
 
     def _source(self, group: int, block: int, block_hash: bytes) -> TierBlock:
         name = self.name_of(group, block_hash)
@@ -315,11 +315,11 @@ class KVOffloading:
 
     def _fastest(self, group: int, name: bytes) -> Tier:
         """Return the fastest tier that has a block."""
-        return next(tier for tier in self._tiers if tier.has(group, name))
+        return next(tier for tier in self.tiers if tier.has(group, name))
 
     def _tier(self, block: TierBlock) -> Tier:
         """Return the tier from which a command loads a block."""
-        return next(tier for tier in self._tiers if tier.takes(block))
+        return next(tier for tier in self.tiers if tier.takes(block))
 
     def _end_load(self, number: int, failed: set[int], is_unreachable: bool, now: float) -> None:
         """Record which blocks have been loaded. is_unreachable: whether the store itself failed, not single blocks."""
@@ -359,9 +359,9 @@ class KVOffloading:
 
     def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
         """Learn the rate of a tier from a load. If several tiers took part, the time is attributed to the slowest."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.moved["read"] += moved[tier.name]
-        slowest = next((tier for tier in reversed(self._tiers) if moved[tier.name]), None)
+        slowest = next((tier for tier in reversed(self.tiers) if moved[tier.name]), None)
         if slowest is not None:
             slowest.seconds["read"] += seconds
             if complete:
@@ -395,10 +395,6 @@ class KVOffloading:
 
     # -- holds ---------------------------------------------------------------------------------------------
 
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        return self._tiers
-
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         """Copy blocks, given by group and hash, to the tiers that lack them. The caller keeps them on the device."""
         for writer in self._writers:
@@ -408,7 +404,7 @@ class KVOffloading:
         """Delete blocks from all tiers, even blocks that are not written yet, unless they are being read or held."""
         for writer in self._writers:
             writer.discard(keys)
-        for tier in self._tiers:
+        for tier in self.tiers:
             names = [(group, self.name_of(group, block_hash)) for group, block_hash in keys]
             self._commands.drop(tier, [name for group, name in names if tier.index(group).drop(name)])
 
@@ -448,7 +444,7 @@ class KVOffloading:
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
                 self._commands.add(StopLoad(number))
-                tiers_of(self._tiers, load.blocks)[-1].failed("deadline", len(load.blocks), now)
+                tiers_of(self.tiers, load.blocks)[-1].failed("deadline", len(load.blocks), now)
                 for request in load.requests:
                     request.note(
                         f"waited {load.deadline_at - load.started_at:g} s for KV from a tier; computes it instead"
@@ -457,7 +453,7 @@ class KVOffloading:
                 load.requests = []
         for writer in self._writers:
             writer.check_deadlines(now)
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
                 self._commands.drop(tier, index.expire(now))
@@ -479,7 +475,7 @@ class KVOffloading:
             writer.clear()
         for load in self._loads.values():
             load.is_void = True
-        for tier in self._tiers:
+        for tier in self.tiers:
             for index in tier.indexes:
                 self._commands.drop(tier, index.clear())
 
@@ -488,7 +484,7 @@ class KVOffloading:
     @property
     def stats(self) -> KVOffloadStats:
         return KVOffloadStats(
-            tiers={tier.name: tier.stats() for tier in self._tiers},
+            tiers={tier.name: tier.stats() for tier in self.tiers},
             loading=len(self.loading),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
@@ -497,7 +493,7 @@ class KVOffloading:
 
     def check(self) -> None:
         """Raise AssertionError unless tiers and pins add up."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             for index in tier.indexes:
                 index.check()
         pins = Counter(pin for load in self._loads.values() for pin in load.pinned)

@@ -156,21 +156,8 @@ class TapedGrammar:
     def __init__(self, grammar: Grammar | FreeText, log: AnswerLog):
         self._grammar, self._log = grammar, log
 
-    @property
-    def is_done(self) -> bool:
-        return self._grammar.is_done
-
-    @property
-    def error(self) -> str | None:
-        return self._grammar.error
-
-    @property
-    def drafts(self) -> list[int]:
-        return self._grammar.drafts
-
-    @property
-    def forced(self) -> bool:
-        return self._grammar.forced
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
 
     def waits(self, in_flight: int) -> bool:
         waits = self._grammar.waits(in_flight)
@@ -178,15 +165,6 @@ class TapedGrammar:
             told = b"\0" if waits else bytes((1, self._grammar.forced, len(self._grammar.drafts)))
             self._log.pending_answers.append(told)
         return waits
-
-    def accept(self, token: int) -> None:
-        self._grammar.accept(token)
-
-    def start_masks(self, guess: list[int] | None = None) -> None:
-        self._grammar.start_masks(guess)
-
-    def masks(self, num_drafts: int = 0) -> bytes:
-        return self._grammar.masks(num_drafts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayedGrammar, (self.forced, len(self.drafts))

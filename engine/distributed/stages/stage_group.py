@@ -34,7 +34,7 @@ class StageGroup(PartGroup):
         super().__init__(all_ranks, size)
         self.stage, self.stages, self.all_ranks, self.local_size = self.number, stages, all_ranks, all_ranks.local_size
         self.connect_own(f"stage {self.stage}")
-        if self._own.local_size < size and self.rank == 0:
+        if self.own.local_size < size and self.rank == 0:
             logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
         # those that it sends, its share of those that it receives, and these gathered
         self.link_copies = (stages + 2) / size + 1

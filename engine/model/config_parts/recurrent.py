@@ -36,10 +36,6 @@ class RecurrentConfig:
     """Whether Mamba-2's output is also normed, not only gated."""
     norm_before_gate: bool = False
 
-    def index(self, layer: int) -> int:
-        """Return the index of a layer among the recurrent ones."""
-        return self.layers.index(layer)
-
     def heads_per_rank(self, tp_size: int) -> tuple[int, int]:
         """Return the number of value heads and of key heads on a rank. With too few key heads, ranks share them.
 

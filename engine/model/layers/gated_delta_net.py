@@ -33,7 +33,7 @@ class GatedDeltaNet(Sharded):
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
-        self.index, self.cfg, r = cfg.recurrent.index(layer), cfg.recurrent, cfg.recurrent
+        self.index, self.cfg, r = cfg.recurrent.layers.index(layer), cfg.recurrent, cfg.recurrent
         self.heads, self.key_heads = r.heads_per_rank(tp.size)
         prefix = f"layers.{layer}.linear_attn"
         key, self.value = head_shard(r.key_heads, r.key_dim, tp), head_shard(r.heads, r.value_dim, tp)

@@ -34,7 +34,7 @@ class KimiDeltaAttention(Sharded):
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
-        self.index, r, prefix = cfg.recurrent.index(layer), cfg.recurrent, f"layers.{layer}.self_attn"
+        self.index, r, prefix = cfg.recurrent.layers.index(layer), cfg.recurrent, f"layers.{layer}.self_attn"
         (self.heads, _), self.size = r.heads_per_rank(tp.size), r.key_dim
         self.of_heads, self.channels = head_shard(r.heads, 1, tp), head_shard(r.heads, self.size, tp)
         sections, format = dict.fromkeys("qkv", self.channels), cfg.weight_format(prefix, "q_proj", "k_proj", "v_proj")

@@ -36,7 +36,7 @@ class Mamba2(Sharded):
     ):
         super().__init__()
         assert cfg.recurrent is not None
-        self.index, self.cfg, r = cfg.recurrent.index(layer), cfg.recurrent, cfg.recurrent
+        self.index, self.cfg, r = cfg.recurrent.layers.index(layer), cfg.recurrent, cfg.recurrent
         self.heads, self.groups = r.heads_per_rank(tp.size)
         prefix = f"layers.{layer}.{prefix}"
         inner, group = head_shard(r.heads, r.value_dim, tp), head_shard(r.key_heads, r.key_dim, tp)

@@ -22,7 +22,7 @@ class ShortConv(nn.Module):
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
-        self.index, r = cfg.recurrent.index(layer), cfg.recurrent
+        self.index, r = cfg.recurrent.layers.index(layer), cfg.recurrent
         prefix, channels = f"layers.{layer}.conv", Shard.of_rank((r.channels,), 0, tp, "hidden_size")
         outputs, format = dict.fromkeys(("B", "C", "x"), channels), cfg.weight_format(prefix, "in_proj")
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, r.proj_bias, format)

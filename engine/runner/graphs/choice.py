@@ -85,10 +85,11 @@ def record_cpu_steps(
     """Return the model's layers as one graph of CPU kernels; None if some of their code is not ours."""
     if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
         return None
-    from engine.model.ops.cpu.step_graph import RECORDED, record
+    from engine.model.ops.cpu.step_graph import RECORDED, StepGraph
 
     max_blocks = -(-max_model_len // setup.block_size)
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
     latent_heads = None if setup.model.latent is None else setup.model.num_heads
-    return record(model.run_layers, x, max_blocks, kv_caches, kv_scales, states, latent_heads)
+    graph = StepGraph(model.run_layers, x, max_blocks, kv_caches, kv_scales, states, latent_heads)
+    return graph if graph.record() else None

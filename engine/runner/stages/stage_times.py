@@ -32,7 +32,8 @@ class WorkingTime:
     """Time in which at least one step is under way. Used by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._steps, self._since, self._total_s = clock, 0, 0.0, 0.0
+        self._clock, self._steps, self._since = clock, 0, 0.0
+        self.total_s = 0.0  #: until the newest step that has ended
 
     def begin(self) -> None:
         """Record that a step begins."""
@@ -43,11 +44,6 @@ class WorkingTime:
     def end(self) -> None:
         """Record that a step has ended."""
         now = self._clock()
-        self._total_s += now - self._since
+        self.total_s += now - self._since
         self._since = now
         self._steps -= 1
-
-    @property
-    def total_s(self) -> float:
-        """Seconds until the newest step that has ended."""
-        return self._total_s

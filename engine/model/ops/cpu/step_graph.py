@@ -25,33 +25,8 @@ REPLAYED = 1, 2
 Forward = Callable[[Tensor, Batch], Tensor]
 
 
-def record(
-    forward: Forward,
-    x: Tensor,
-    max_blocks: int,
-    kv_caches: list[Tensor],
-    kv_scales: list[Tensor | None],
-    states: StateCache,
-    latent_heads: int | None,
-) -> StepGraph | None:
-    """Record the kernels of a model; return None if some of its code is not our kernels. The KV cache must be empty.
-
-    forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
-    x: [max_tokens, hidden], from which the graph reads embedded tokens; at least as many tokens as in RECORDED.
-    max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group. latent_heads: heads of
-    latent attention; None in a model without it.
-    """
-    graph = StepGraph(forward, x, max_blocks, kv_caches, kv_scales, states, latent_heads)
-    recorded = graph.record()
-    for kv_cache in kv_caches:
-        kv_cache[0] = 0  # clear the block that these steps wrote to
-    if not recorded:
-        logger.info("steps run kernel by kernel, because some of this model's kernels are not Manta's")
-    return graph if recorded else None
-
-
 class StepGraph:
-    """The model's layers with all kernels in one parallel region: see `record`.
+    """The model's layers with all kernels in one parallel region.
 
     Kernels read the sequences of a step, and how its rows are divided, from memory with fixed addresses; the number of
     tokens is written into the graph. So one recording serves steps that decode, steps that compute prompts, and
@@ -68,6 +43,10 @@ class StepGraph:
         states: StateCache,
         latent_heads: int | None,
     ):
+        """forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
+        x: [max_tokens, hidden], from which the graph reads embedded tokens; at least as many tokens as in RECORDED.
+        max_blocks: KV blocks of the longest sequence. kv_caches, kv_scales: one per KV cache group. latent_heads: heads
+        of latent attention; None in a model without it."""
         self._forward, self._x, max_tokens = forward, x, len(x)
         self._positions = torch.empty(max_tokens, dtype=torch.int64)
         self._kv_len = torch.empty(max_tokens, dtype=torch.int32)
@@ -94,8 +73,18 @@ class StepGraph:
         self._graph.replay(len(x))
         return self._hidden[: len(x)]
 
-    @torch.inference_mode()
     def record(self) -> bool:
+        """Record the kernels of the model. Returns False if some of its code is not our kernels. The KV cache must be
+        empty."""
+        recorded = self._record()
+        for kv in self._kv:
+            kv.kv_cache[0] = 0  # clear the block that these steps wrote to
+        if not recorded:
+            logger.info("steps run kernel by kernel, because some of this model's kernels are not Manta's")
+        return recorded
+
+    @torch.inference_mode()
+    def _record(self) -> bool:
         """Record a step, then replay the graph for a step with other tokens and sequences. Return whether the result
         has the same bits as without the graph. The bits differ if the model uses code other than our kernels."""
         x, batch = self._example(self._counts)
