@@ -77,8 +77,6 @@ class Described(str):
 
 
 class InvalidParameter(RequestError):
-    """One field has a value outside its limit."""
-
     def __init__(self, field: str, value: object, limit: str):
         if isinstance(value, str) and not isinstance(value, Described):
             value = _head(value)  # it may be millions of characters long, and errors are sent and printed
@@ -112,8 +110,6 @@ class AdapterError(InvalidParameter):
 
 
 class AdapterNotFound(AdapterError):
-    """The folder of a LoRA adapter, or one of its files, is not there."""
-
     status, type = 404, "not_found_error"
 
 
@@ -131,8 +127,6 @@ def _head(value: object) -> object:
 
 
 class UnsupportedTask(RequestError):
-    """The model cannot do what is asked of it: an encoder cannot generate, for instance."""
-
     def __init__(self, task: str, supported: list[str], model: str = "this model"):
         Exception.__init__(self, task, supported, model)
         self.message, self.param = f"{model} cannot do {task!r}; it can do: {', '.join(supported)}", "model"
@@ -159,8 +153,6 @@ class PromptTooLong(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No model of this name is served here."""
-
     status, type = 404, "not_found_error"
 
     def __init__(self, model: str, known: list[str]):
@@ -169,8 +161,6 @@ class ModelNotFound(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """The request that was asked about is unknown, or already forgotten."""
-
     status, type = 404, "not_found_error"
 
     def __init__(self, request_id: str):
@@ -179,20 +169,14 @@ class RequestNotFound(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The request has no API key, or an unknown one."""
-
     status, type = 401, "authentication_error"
 
 
 class NotPermitted(RequestError):
-    """The API key does not permit what the request asks for."""
-
     status, type = 403, "permission_error"
 
 
 class BodyTooLarge(RequestError):
-    """The HTTP body exceeds this server's limit."""
-
     status = 413
 
     def __init__(self, limit: int):
@@ -223,8 +207,6 @@ class UnsupportedMediaType(RequestError):
 
 
 class Overloaded(ServingError):
-    """Queues are full. Nothing was started for this request."""
-
     status, type, retryable = 429, "rate_limit_error", True
 
     def __init__(self, message: str, retry_after_s: float = 1.0):
@@ -236,8 +218,6 @@ class Overloaded(ServingError):
 
 
 class RequestTimeout(ServingError):
-    """The request's deadline passed before it was finished."""
-
     status, type = 408, "timeout_error"
 
     def __init__(self, request_id: str, waited_s: float):
@@ -248,8 +228,6 @@ class RequestTimeout(ServingError):
 
 
 class EngineError(ServingError):
-    """Computing this request failed. Other requests are not affected."""
-
     def __init__(self, request_id: str, reason: str):
         super().__init__(request_id, reason)
 
@@ -258,8 +236,6 @@ class EngineError(ServingError):
 
 
 class EngineUnavailable(ServingError):
-    """The replica that ran this request died or stopped making progress."""
-
     status, type, retryable = 503, "service_unavailable_error", True
 
     def __init__(self, reason: str):
@@ -267,8 +243,6 @@ class EngineUnavailable(ServingError):
 
 
 class EngineLost(EngineUnavailable):
-    """One of several engines of a replica died, and the others go on."""
-
     @property
     def code(self) -> str:
         return "engine_unavailable"
@@ -334,8 +308,6 @@ def without_credentials(value: Any) -> Any:
 
 
 class ConfigError(StartupError):
-    """One key of the configuration has a wrong value."""
-
     def __init__(self, key: str, value: object, limit: str):
         super().__init__(key, value, limit)
 
@@ -344,8 +316,6 @@ class ConfigError(StartupError):
 
 
 class ModelFolderError(StartupError):
-    """A model folder is missing or lacks a needed file."""
-
     def __init__(self, path: str, problem: str):
         super().__init__(path, problem)
 
@@ -371,8 +341,6 @@ class OutOfMemory(StartupError):
 
 
 class RendezvousTimeout(StartupError):
-    """Some ranks of a group did not join in time."""
-
     def __init__(self, missing: list[int], size: int, timeout_s: float, where: str):
         super().__init__(missing, size, timeout_s, where)
 
