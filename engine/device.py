@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+NICE = 10  # of threads that work beside the steps
 
 CHUNK_BYTES = 1 << 16
 ALIGNMENT = 16  # bytes: start of every array in a staged copy, so that it can be viewed as any dtype
@@ -65,6 +69,12 @@ class Device:
 
     def set_current(self) -> None:
         """Make this the calling thread's current device. Every thread must do so before it launches work."""
+
+    def begin_background(self) -> None:
+        """Prepare the calling thread for work beside the steps, which keep the cores."""
+        self.set_current()
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
     def staged_copy(self) -> StagedCopy:
         return StagedCopy()

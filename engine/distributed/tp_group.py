@@ -304,27 +304,24 @@ class ConnectedGroup(TPGroup):
         self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)
-        if self._broken is not None:
-            raise StartupError(self._broken)
+        self.check_joined()
         return group
 
     def peers(self, timeout_s: float) -> Any:
         """Return a process group of torch.distributed through which these ranks can send to each other."""
-        store = dist.PrefixStore("peers", self._open_store())
+        return self._process_group("peers", timeout_s, nccl if self._cuda else gloo)
+
+    def mailbox(self, timeout_s: float) -> Mailbox:
+        mail = Mailbox(self._process_group("mailbox", timeout_s, gloo))
+        self.on_abort(mail.abort)
+        return mail
+
+    def _process_group(self, name: str, timeout_s: float, connect: Callable[..., Any]) -> Any:
+        store = dist.PrefixStore(name, self._open_store())
         try:
-            connect = nccl if self._cuda else gloo
             return connect(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
-
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        store = dist.PrefixStore("mailbox", self._open_store())
-        try:
-            mail = Mailbox(gloo(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s)))
-        except RuntimeError as error:
-            raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
-        self.on_abort(mail.abort)
-        return mail
 
     def on_abort(self, call: Callable[[str], None]) -> None:
         """Register a function that `abort` is to call, with its reason."""
@@ -378,12 +375,8 @@ class ConnectedGroup(TPGroup):
             shared = self._share_memory(pids)
             if shared is not None:
                 return shared
-        store = dist.PrefixStore("collectives", self._open_store())
-        timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        try:
-            group = (nccl if self._cuda else gloo)(store, self.rank, self.size, self.host, timeout)
-        except RuntimeError as error:
-            raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+        timeout_s = max(1.0, deadline - time.monotonic())
+        group = self._process_group("collectives", timeout_s, nccl if self._cuda else gloo)
         plain = ProcessGroup(group, self.size)
         if self._cuda and self._shared_memory and self.local_size == self.size and self.size in SIZES:
             return self._share_gpu_memory(plain, group)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import heapq
 import logging
-import os
 import queue
 import re
-import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +42,6 @@ from engine.wire.stats.engine_stats import ExpertStats
 
 logger = logging.getLogger(__name__)
 
-NICE = 10  # of the thread, so that steps keep the cores
 CONNECT_TIMEOUT_S = 60.0
 NUM_TOP = 5  # experts that are named
 LAYER = re.compile(r"\.(\d+)\.")
@@ -117,8 +113,8 @@ class RankExperts(NoExperts):
         self._mail: Mailbox | None = None
         if config is not None:
             self._open_moves(tp)
-        self._measurer = ThreadPoolExecutor(1, "expert load", self._begin_thread)
-        self._mover = ThreadPoolExecutor(1, "expert moves", self._begin_thread)
+        self._measurer = ThreadPoolExecutor(1, "expert load", device.begin_background)
+        self._mover = ThreadPoolExecutor(1, "expert moves", device.begin_background)
 
     def _open_moves(self, ranks: TPGroup) -> None:
         """Connect to the ranks between which experts move. Every rank has to call this. Raises StartupError."""
@@ -191,11 +187,6 @@ class RankExperts(NoExperts):
         self._mover.shutdown(wait=True, cancel_futures=True)
 
     # -- in threads ----------------------------------------------------------------------------------------------
-
-    def _begin_thread(self) -> None:
-        self._device.set_current()
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
     def _measure(self, counts: Tensor, event: DeviceEvent, move: bool) -> None:
         """Report the load of a window, and let experts move if `move`. counts: [layers, num_experts]."""

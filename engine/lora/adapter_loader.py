@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import sys
-import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +17,6 @@ from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
 
 logger = logging.getLogger(__name__)
 
-NICE = 10  # of the thread, so that steps keep the cores
-
 
 class AdapterLoader:
     """Keeps the most recently used adapters in host memory, and copies them into slots. If an adapter cannot be loaded,
@@ -33,7 +28,7 @@ class AdapterLoader:
         self._adapters, self._capacity, self._device = adapters, capacity, device
         self._kept: OrderedDict[str, dict[int, Factors]] = OrderedDict()  # by digest, the last used one last
         self._answers: queue.SimpleQueue[AdapterAnswer] = queue.SimpleQueue()
-        self._executor = ThreadPoolExecutor(1, "adapters", self._begin)
+        self._executor = ThreadPoolExecutor(1, "adapters", device.begin_background)
 
     def load(self, command: AdapterLoad) -> None:
         self._executor.submit(self._load, command)
@@ -51,11 +46,6 @@ class AdapterLoader:
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _begin(self) -> None:
-        self._device.set_current()
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
     def _load(self, command: AdapterLoad) -> None:
         started, error = time.perf_counter(), ""

@@ -50,9 +50,7 @@ class AllGather:
     def __init__(self, members: Members):
         self._members = members
 
-    def dispatch(
-        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
-    ) -> GatheredRows:
+    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> GatheredRows:
         members, rows = self._members, pack(x, places, weights)
         share = rows[members.share_of(counts)]
         padded = rows.new_zeros(members.share_size(counts), rows.shape[1])

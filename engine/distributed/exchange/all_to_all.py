@@ -64,15 +64,13 @@ class AllToAll:
     def __init__(self, members: Members):
         self._members = members
 
-    def dispatch(
-        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
-    ) -> SentRows:
+    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> SentRows:
         members, ranks = self._members, self._members.ranks
         holders = places // PER_RANK
         size = -(-len(x) // members.width)
         first = members.place * size
         share = holders[first : first + size]
-        needs = torch.full((len(share), ranks.size), everywhere, device=x.device).scatter_(1, share, True)
+        needs = torch.full((len(share), ranks.size), members.measured, device=x.device).scatter_(1, share, True)
         rows = first + needs.T.nonzero()[:, 1]  # by receiver
         told = torch.stack([needs.sum(0), share.flatten().bincount(minlength=ranks.size)])
         numbers = ranks.all_gather(told.flatten()).view(ranks.size, 2, ranks.size)

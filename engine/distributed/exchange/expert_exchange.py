@@ -38,14 +38,14 @@ class ExpertExchange:
         open_exchange: Callable[[Members], Exchange] = AllGather,
     ):
         self._device, self._width, self._open = device, ranks_per_engine, open_exchange
-        self.use(ranks)
         self._counts: list[int] | None = None
+        self.use(ranks)
         self.sizes: list[StepSize | None] = []  #: of each engine's step, as told in the last call of `begin`
         self.states: list[int] = []  #: what each rank has told in the last call of `begin`
 
     def use(self, ranks: Ranks) -> None:
         """Exchange with these ranks from now on."""
-        self.members = Members(ranks, self._width)
+        self.members = Members(ranks, self._width, measured=self._counts is None)
         self._exchange = self._open(self.members)
 
     def choose(self, open_exchange: Callable[[Members], Exchange]) -> None:
@@ -72,7 +72,7 @@ class ExpertExchange:
         self.states = [answer[-1] for answer in answers]
         sizes = [StepSize(*answer[:-1]) for answer in answers[:: self._width]]
         self.sizes = [None if size.tokens == NO_STEP else size for size in sizes]
-        self._counts = [0 if size is None else size.tokens for size in self.sizes]
+        self._counts, members.measured = [0 if size is None else size.tokens for size in self.sizes], False
         return any(size is not None for size in self.sizes)
 
     def chunks(self, rows: int, at_once: int) -> Iterator[tuple[int, list[int]]]:
@@ -83,4 +83,4 @@ class ExpertExchange:
             yield start, [min(at_once, max(0, count - start)) for count in counts]
 
     def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> Dispatched:
-        return self._exchange.dispatch(x, places, weights, counts, everywhere=self._counts is None)
+        return self._exchange.dispatch(x, places, weights, counts)

@@ -32,12 +32,15 @@ class Ranks(Protocol):
     def exchange(self, value: str) -> list[str]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Members:
     """The ranks, of which each engine has `width` neighbours."""
 
     ranks: Ranks
     width: int
+    measured: bool = False
+    """Whether the memory of the largest step is measured: then rows go to all ranks, the most that a rank can get, and
+    the same comes back."""
 
     @property
     def engines(self) -> int:
@@ -106,10 +109,6 @@ class Exchange(Protocol):
     can_be_captured: bool
     """Whether CUDA graphs can hold it: whether it needs no sizes that only the device knows."""
 
-    def dispatch(
-        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
-    ) -> Dispatched:
+    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> Dispatched:
         """Send this engine's rows: x [counts[engine], hidden], and the places [counts[engine], k] and weights of their
-        experts. A place is the number of the rank that has the expert, times PER_RANK, plus its slot there. everywhere:
-        whether rows go to all ranks, the most that a rank can get, while the memory of the largest step is measured.
-        What comes back is the same."""
+        experts. A place is the number of the rank that has the expert, times PER_RANK, plus its slot there."""

@@ -118,9 +118,7 @@ class OneSided:
             mnnvl_config=mnnvl.MnnvlConfig(comm_backend=Communicator(ranks)),
         )
 
-    def dispatch(
-        self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts, everywhere: bool = False
-    ) -> WrittenRows:
+    def dispatch(self, x: Tensor, places: Tensor, weights: Tensor, counts: Counts) -> WrittenRows:
         share, size = self._members.share_of(counts), self._members.share_size(counts)
         sent = places[share].int().contiguous()
         payloads = [x[share].contiguous(), sent, weights[share].to(x.dtype).contiguous()]

@@ -74,15 +74,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the fastest version of the activation that config.json names."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation as cpu
-
-        return cpu.ACTIVATIONS[name]
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu.activation import GATED
-
-        return GATED[name]
-    return PLAIN[name]
+    return dispatch.fastest(PLAIN[name], dtype, device, cpu="activation", gpu="activation")
 
 
 def select_multiply(dtype: torch.dtype, device: torch.device) -> Product:

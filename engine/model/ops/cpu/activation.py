@@ -162,14 +162,6 @@ def relu2(x: Tensor) -> Tensor:
     return out
 
 
-ACTIVATIONS = {
-    "silu": silu_mul,
-    "gelu_pytorch_tanh": gelu_tanh_mul,
-    "swigluoai": swigluoai_mul,
-    "relu2": relu2,
-}
-
-
 def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     (tokens, size), op = x.shape, SCALED if x.dtype == dtype else CONVERTED
     out = empty(x.shape, dtype)

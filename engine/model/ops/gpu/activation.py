@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -83,28 +84,26 @@ def open_gate_kernel(
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    return apply(x, gelu=False)
+    return launch(gated_kernel, x, x.shape[1] // 2, GELU=False)
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:
-    return apply(x, gelu=True)
+    return launch(gated_kernel, x, x.shape[1] // 2, GELU=True)
 
 
 def swigluoai_mul(x: Tensor) -> Tensor:
-    tokens, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-    grid = tokens, triton.cdiv(size, BLOCK)
-    swigluoai_kernel[grid](
-        x, out, size, ALPHA=SWIGLU_ALPHA, LIMIT=SWIGLU_LIMIT, BLOCK=BLOCK, **dependent_launch.options(x.device)
-    )  # fmt: skip
-    return out
+    return launch(swigluoai_kernel, x, x.shape[1] // 2, ALPHA=SWIGLU_ALPHA, LIMIT=SWIGLU_LIMIT)
 
 
 def relu2(x: Tensor) -> Tensor:
-    out, size = torch.empty_like(x), x.shape[1]
-    relu2_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
-        x, out, size, BLOCK=BLOCK, **dependent_launch.options(x.device)
-    )  # fmt: skip
+    return launch(relu2_kernel, x, x.shape[1])
+
+
+def launch(kernel: Any, x: Tensor, size: int, **constants: float) -> Tensor:
+    """Return what a kernel computes of x: [tokens, size]."""
+    out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
+    grid = len(x), triton.cdiv(size, BLOCK)
+    kernel[grid](x, out, size, BLOCK=BLOCK, **constants, **dependent_launch.options(x.device))
     return out
 
 
@@ -114,15 +113,6 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
     out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1]
     open_gate_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
         x, gate, out, size, *gate.stride()[:2], gate.shape[2], BLOCK=BLOCK, **dependent_launch.options(x.device)
-    )  # fmt: skip
-    return out
-
-
-def apply(x: Tensor, *, gelu: bool) -> Tensor:
-    tokens, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-    gated_kernel[tokens, triton.cdiv(size, BLOCK)](
-        x, out, size, GELU=gelu, BLOCK=BLOCK, **dependent_launch.options(x.device)
     )  # fmt: skip
     return out
 

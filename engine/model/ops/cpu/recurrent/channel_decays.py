@@ -30,38 +30,13 @@ from engine.model.ops.cpu.recurrent.linear_attention import (
     launch,
     move_state_rows,
     multiply,
+    multiply_keys,
     save_state,
 )
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES
-from engine.model.ops.cpu.tile_product import (
-    COLUMNS,
-    ROWS,
-    multiply_columns,
-    pack_columns,
-    product_tile,
-    rows_at_once,
-)
+from engine.model.ops.cpu.tile_product import ROWS, pack_columns
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES
 from engine.model.state import CHUNK, States
-
-
-@device_function
-def multiply_rows(
-    out: int, rows: int, a: int, decayed_at: int, keys: int, key_dim: int, end: int, packed: bool
-) -> None:
-    """Compute out[r, j] = a[r] . decayed key j, for j < end rounded up to a multiple of COLUMNS. A row of `out` has
-    CHUNK numbers."""
-    for c in range(0, end, COLUMNS):
-        row = 0
-        while row < rows:
-            some = rows_at_once(rows - row)
-            target, source = as_f32(out + 4 * (row * CHUNK + c)), as_f32(a + 4 * row * key_dim)
-            if packed:
-                product_tile(some, target, CHUNK, source, key_dim, as_f32(keys + 4 * c), CHUNK, key_dim)
-            else:
-                some = min(some, FEW_ROWS)
-                multiply_columns(some, target, CHUNK, source, as_i64(decayed_at + 8 * c), 0, key_dim)
-            row += some
 
 
 @device_function
@@ -122,11 +97,11 @@ def multiply_tile(space: Space, decayed: int, decayed_at: int, tile: int, first:
             for t in range(0, base, LANES):
                 pack_columns(as_f32(space.keys + 4 * t), CHUNK, as_i64(decayed_at + 8 * t), 0, key_dim)
         if rows == count:  # those of keys and queries lie side by side
-            multiply_rows(space.inner, 2 * rows, tile, decayed_at, space.keys, key_dim, base, packed)
+            multiply_keys(space.inner, 2 * rows, tile, decayed_at, space.keys, key_dim, base, packed)
         else:
             of_k, of_q = space.inner + 4 * first * CHUNK, space.inner + 4 * (count + first) * CHUNK
-            multiply_rows(of_k, rows, tile, decayed_at, space.keys, key_dim, base, packed)
-            multiply_rows(of_q, rows, tile + 4 * rows * key_dim, decayed_at, space.keys, key_dim, base, packed)
+            multiply_keys(of_k, rows, tile, decayed_at, space.keys, key_dim, base, packed)
+            multiply_keys(of_q, rows, tile + 4 * rows * key_dim, decayed_at, space.keys, key_dim, base, packed)
     multiply_pairs(space, first, count, q, stride, decays, base, row, rows, key_dim)
 
 

@@ -91,19 +91,19 @@ def multiply(out: int, rows: int, a: int, b: int, count: int, width: int) -> Non
 
 
 @device_function
-def multiply_keys(space: Space, rows: int, key_dim: int, end: int) -> None:
-    """Fill `inner` with products of rows with the first `end` keys, rounded up to a multiple of COLUMNS."""
+def multiply_keys(out: int, rows: int, a: int, key_at: int, keys: int, key_dim: int, end: int, packed: bool) -> None:
+    """Compute out[r, j] = a[r] . key j, for j < end rounded up to a multiple of COLUMNS. A row of `out` has CHUNK
+    numbers. key_at: addresses of the keys. packed: whether `keys` has them side by side."""
     for c in range(0, end, COLUMNS):
         row = 0
         while row < rows:
-            out, a = space.inner + 4 * (row * CHUNK + c), space.rows + 4 * row * key_dim
-            if rows <= FEW_ROWS:
-                some = min(rows_at_once(rows - row), FEW_ROWS)
-                multiply_columns(some, as_f32(out), CHUNK, as_f32(a), as_i64(space.key_at + 8 * c), 0, key_dim)
+            some = rows_at_once(rows - row)
+            target, source = as_f32(out + 4 * (row * CHUNK + c)), as_f32(a + 4 * row * key_dim)
+            if packed:
+                product_tile(some, target, CHUNK, source, key_dim, as_f32(keys + 4 * c), CHUNK, key_dim)
             else:
-                some = rows_at_once(rows - row)
-                b = as_f32(space.keys + 4 * c)
-                product_tile(some, as_f32(out), CHUNK, as_f32(a), key_dim, b, CHUNK, key_dim)
+                some = min(some, FEW_ROWS)
+                multiply_columns(some, target, CHUNK, source, as_i64(key_at + 8 * c), 0, key_dim)
             row += some
 
 
@@ -271,7 +271,8 @@ def linear_attention_rows(args: Any) -> None:
             if 2 * count > FEW_ROWS or end == CHUNK:
                 for t in range(0, CHUNK, LANES):
                     pack_columns(as_f32(space.keys + 4 * t), CHUNK, as_i64(space.key_at + 8 * t), 0, key_dim)
-            multiply_keys(space, 2 * count, key_dim, end)
+            packed = 2 * count > FEW_ROWS
+            multiply_keys(space.inner, 2 * count, space.rows, space.key_at, space.keys, key_dim, end, packed)
             done = 0
             while done < count:
                 some = min(ROWS - (row + done) % ROWS, count - done)
