@@ -177,7 +177,8 @@ class MetricsMiddleware:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update(cost_headers(request.bills))
+                if costs := cost_headers(request.bills):
+                    MutableHeaders(scope=message).update(costs)
             else:
                 sent += len(message.get("body", b""))
             await send(message)

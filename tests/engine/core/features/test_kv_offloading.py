@@ -138,7 +138,7 @@ def test_a_hit_that_is_too_short_is_computed():
 
 def test_a_slow_disk_is_used_only_where_computing_is_slower():
     harness = make()
-    times, tier = harness.offloading._times, harness.offloading._tiers[0]
+    times, tier = harness.offloading._times, harness.offloading.tiers[0]
     tier.cost.observe(1e-5, 1.0)
     for per_token, loaded in ((0.001, 0), (1.0, 20)):
         times._prompt_s, times._prompt_tokens = per_token, 1.0
