@@ -84,7 +84,7 @@ def check(movers: Movers, config: EngineConfig) -> None:
 def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_path, ranks, family, dtype):
     """There and back, so that tokens which came by a move move on, and find what they left behind in the cache."""
     folder = make_model(tmp_path, family)
-    options = {"dtype": dtype}
+    options = {"dtype": dtype, "num_blocks": 512}  # room for a recurrent state at each border, also beside small KV
     with Movers(make_config(folder, **options), make_config(folder, **options), ranks) as movers:
         start_all(movers)
         computed = movers.prefill.scheduler.metrics.histograms["iteration_tokens_total"]
