@@ -162,8 +162,9 @@ class Job:
 
     async def _set_failed(self, failed: bool) -> None:
         if self.record.failed is not failed:
-            self.record.failed = failed
-            await self._store.set(self._key, self.record.encode(), self._ttl_s)
+            known, self.record.failed = self.record.encode(), failed
+            # else another ingress may have completed the answer since the record was read
+            await self._store.replace(self._key, known, self.record.encode(), self._ttl_s)
 
     async def _restore(self) -> None:
         await self._store.add(self._key, self.record.encode(), self._ttl_s)

@@ -148,10 +148,15 @@ class Day:
         return not (self.faults or self.loss) and self.late_s < self.size.lease_s / 20
 
     @property
+    def scales(self) -> bool:
+        """Whether the autoscaler ends replicas, which may be about to release what they have read."""
+        return any(isinstance(plan, autoscaler.Scaling) for plan in self.parts)
+
+    @property
     def only_losses(self) -> bool:
         """Whether nothing is wrong but a few lost messages, all of which are sent again."""
         own_will = all(fault.kind in ("move", "reset cache", "switch role") for fault in self.faults)
-        own_will &= not any(isinstance(plan, autoscaler.Scaling) for plan in self.parts)  # which ends replicas
+        own_will &= not self.scales
         return own_will and 0 < self.loss <= FEW and self.late_s < self.size.lease_s / 20
 
     @property

@@ -37,6 +37,7 @@ class Computation(LiveGeneration):
         self.key = prompts[0][0].request_id.partition("-")[0]
         self.ingress: Ingress = frontend.channel.ingress
         self.running = self.is_complete = self.is_cancelled = False
+        self.made_at = self.ingress.cluster.loop.time()
         self.ingress.cluster.computations.append(self)
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
@@ -103,7 +104,8 @@ class KeyedClient:
                     assert self._world.is_refusal(ask, error)
                     return
                 if isinstance(error, AnswerDiverged):
-                    assert cluster.redis.lost_at > ask.at, "a client is told of another answer"
+                    made_at = min(each.made_at for each in cluster.computations if each.key == ask.key)
+                    assert cluster.redis.lost_at > made_at, "a client is told of another answer"
                     return
                 if not error.retryable:
                     return

@@ -215,7 +215,8 @@ class QuotaPart(Part):
                 used = max((used for (of, _), used in book.used.items() if of == name), default=0.0)
                 others = sum(lease._tallies[name].wanted for lease in book.leases)
                 reserved = limit.value / 8 + len(book.leases)
-                enough = used + others + reserved + book.largest[name, 0.0] >= limit.value / 2
+                own = sum(len(request.prompt) + request.params.max_tokens for request in ask.requests)
+                enough = used + others + reserved + own >= limit.value / 2
                 assert limit.is_cost or enough, f"a request is refused, but little of {name} is used"
         return True
 

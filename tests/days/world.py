@@ -142,7 +142,7 @@ class World:
         for part in self.parts:
             part.check_end()
         if day.is_calm:
-            check_that_nothing_failed(cluster)
+            check_that_nothing_failed(cluster, day.scales)
 
     def rng_of(self, ask: Ask) -> random.Random:
         """Return random numbers that do not depend on other requests."""

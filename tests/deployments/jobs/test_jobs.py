@@ -14,17 +14,23 @@ from unittest import mock
 
 import httpx
 import pytest
+from msgspec import structs
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.jobs import lease as lease_module
+from deployments.jobs.event_ids import NoEventIds
 from deployments.jobs.job import Job
 from deployments.jobs.record import JobRecord, job_id_of, record_key
 from deployments.jobs.source import JobSource
 from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.memory import MemoryStore
 from engine.errors import InvalidParameter
-from engine.wire.token_delta import ErrorInfo
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import ErrorInfo, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
+from tests.deployments.jobs.test_event_ids import FRONTEND
 from tests.redis_server import redis_server
 from tests.scenarios import run
 from tests.scrape import Scrape
@@ -256,6 +262,26 @@ async def test_an_answer_that_was_begun_is_kept_if_the_next_ingress_fails_before
         while (rest := await post(api, "completions", known, **PROMPT, stream=True)).status_code == 500:
             pass  # until the store knows that it has failed
         assert events_of(rest.text) == whole[7:]
+
+
+async def test_an_answer_that_another_ingress_has_completed_stays_if_this_one_gets_the_lease_without_learning_of_it():
+    """Seed 20528 of tests.days: the answer was computed again."""
+    record = JobRecord("", "/", b"", [], 0, "0" * 32)
+    complete = structs.replace(record, outputs=[TokenDelta(request_id="r", token_ids=[5], finish_reason="length")])
+
+    class LosesAnswers(MemoryStore):
+        async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
+            await self.set(record_key("id"), complete.encode(), ttl_s)
+            await super().add(key, value, ttl_s)
+            raise self.unavailable("its answer is lost")
+
+    store, ended = LosesAnswers(1000), asyncio.Event()
+    await store.set(record_key("id"), record.encode(), 60)
+    job = Job("id", structs.replace(record), store, 60, lambda job: ended.set(), stored=True)
+    request = GenerateRequest(request_id="r", prompt=[3], params=SamplingParams())
+    await job.read(FRONTEND, [[request]], "", None, NoEventIds())
+    await asyncio.wait_for(ended.wait(), 5)
+    assert await JobRecord.load(store, "id") == complete
 
 
 async def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
