@@ -37,7 +37,7 @@ KILLED = "the process of the engine was killed"
 
 class CopyHead(msgspec.Struct, array_like=True):
     tape: EngineTape
-    """Without segments."""
+    """Without segments in HEAD_FILE."""
     folder: str
     """Where the tape is to be kept, as in KeptTapes, whoever finds the copy."""
     max_files: int
@@ -180,17 +180,18 @@ def remove_copies_of(engine_ids: Iterable[str], root: Path) -> None:
 def keep_copy(folder: Path, reason: str) -> None:
     """Make a file of a copy, where its engine would have made it, and remove the copy."""
     try:
-        head, tape = _head(folder), read_copy(folder, reason)
-        if tape.segments:
-            path = KeptTapes(Path(head.folder), head.max_files).keep(tape)
+        copy = read_copy(folder, reason)
+        if copy.tape.segments:
+            path = KeptTapes(Path(copy.folder), copy.max_files).keep(copy.tape)
             logger.error("%s: `manta replay %s` shows its last steps", reason, path)
     except (OSError, msgspec.MsgspecError):
         logger.exception("the tape in %s cannot be kept", folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_copy(folder: Path, reason: str) -> EngineTape:
-    """Return the tape in a copy. Raises OSError and MsgspecError."""
+def read_copy(folder: Path, reason: str) -> CopyHead:
+    """Return the tape in a copy, and where it is to be kept. Raises OSError and MsgspecError."""
+    head = msgspec.msgpack.decode((folder / HEAD_FILE).read_bytes(), type=CopyHead)
     hashes: dict[int, bytes] = {}
     segments: list[Segment] = []
     for file in _segments(folder):
@@ -211,11 +212,8 @@ def read_copy(folder: Path, reason: str) -> EngineTape:
             hashes |= of_segment
     if segments:  # at the start, so that later entries with all hashes of a request replace these
         segments[0].entries = b"".join(map(_entry, hashes.items())) + segments[0].entries
-    return msgspec.structs.replace(_head(folder).tape, segments=segments, cause="ended", reason=reason)
-
-
-def _head(folder: Path) -> CopyHead:
-    return msgspec.msgpack.decode((folder / HEAD_FILE).read_bytes(), type=CopyHead)
+    head.tape = msgspec.structs.replace(head.tape, segments=segments, cause="ended", reason=reason)
+    return head
 
 
 def _entry(known: tuple[int, bytes]) -> bytes:

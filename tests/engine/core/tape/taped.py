@@ -68,7 +68,7 @@ class CopiedHarness(Harness):
 
     def copy(self) -> EngineTape:
         (folder,) = self.shared_root.iterdir()
-        return tape_of_bytes(msgspec.msgpack.encode(read_copy(folder, "")))
+        return tape_of_bytes(msgspec.msgpack.encode(read_copy(folder, "").tape))
 
 
 class TapedDecodeHarness(DecodeHarness):

@@ -175,7 +175,7 @@ def test_a_file_that_was_being_written_is_read_as_far_as_it_is_whole(root, kept)
     newest = max(file for file in folder.iterdir() if file.name.isdecimal())
     with newest.open("ab") as file:
         file.write(b"\1\xff\0\0\0half")
-    assert replay_whole(shared_copy.read_copy(folder, "")).scheduler.totals.steps == harness.scheduler.totals.steps
+    assert replay_whole(shared_copy.read_copy(folder, "").tape).scheduler.totals.steps == harness.scheduler.totals.steps
     harness.tape.close()
 
 
