@@ -6,18 +6,32 @@ import json
 import logging
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import AdapterError, AdapterNotFound
+from engine.errors import AdapterError, AdapterNotFound, Described
+from engine.lora.module_patterns import MAX_LENGTH, ModulePatterns
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 LEFT_OUT = "left out: "
 MERGE = "merge the adapter into the model instead"
-# keys of what is not computed here, with the reason; anything but null, false and empty is refused
+READ = {
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "use_rslora",
+}
+"""Keys of PEFT's LoraConfig on which an adapter's arithmetic depends, and that of who trained it."""
 UNSUPPORTED = {
     "use_dora": f"DoRA scales each output by a norm of the merged weight; {MERGE}",
     "modules_to_save": f"whole modules in an adapter are not supported; {MERGE}",
@@ -31,20 +45,42 @@ UNSUPPORTED = {
     "arrow_config": "routing between adapters is not supported",
     "monteclora_config": "MonteCLoRA, which draws its weights at random, is not supported",
 }
+"""Keys of what is not computed here, with the reason; anything but null, false and empty is refused."""
+HARMLESS = {
+    # which modules were trained; the tensors say it
+    *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+    # how they were trained, initialized or stored
+    *("task_type", "inference_mode", "auto_mapping", "revision", "lora_dropout", "fan_in_fan_out", "megatron_config"),
+    *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("runtime_config", "ensure_weight_tying", "qalora_group_size"),
+}
+"""Keys that do not change what an adapter computes, whatever their value."""
 UNKNOWN_VARIANT = "left out: Manta does not know this variant of LoRA"
-CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+UNCHANGED_BASES = ("gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights, besides true and false, that leave the model's own weights as they are."""
+CONVERTED = (
+    f"true, false, {', '.join(UNCHANGED_BASES)}: others change the model's own weights; convert the adapter "
+    "(path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
+)
+MAX_CONFIG_BYTES = 16 << 20
+MAX_ALPHA = 1e6
+MAX_RANK = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """The keys of adapter_config.json on which an adapter's arithmetic depends, under PEFT's names."""
 
-    lora_alpha: float = 8
+    adapter: str
+    """The adapter's name in errors."""
+    alpha_pattern: ModulePatterns
+    """Alpha by module, instead of `lora_alpha`."""
+    rank_pattern: ModulePatterns
+    """Rank by module, instead of `r`."""
+    lora_alpha: float
+    r: int
     use_rslora: bool = False
     """Divides alpha by the square root of the rank (arXiv:2312.03732)."""
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Alpha by module. A key is the end of a module's name, or a regular expression for it; the first key that matches
-    decides."""
     may_be_swapped: bool = False
     """Whether a version of PEFT before 0.19 may have written the adapter. These exchanged inputs and outputs of
     parameters that hold all experts as [experts, outputs, inputs]."""
@@ -57,40 +93,45 @@ class AdapterConfig:
         than the adapter's training did."""
         raw = _read_object(folder / CONFIG_FILE, adapter)
         _check(raw, adapter)
-        config = cls(
-            lora_alpha=_number(raw, "lora_alpha", 8, adapter),
+        return cls(
+            adapter,
+            _patterns(raw, "alpha_pattern", _alpha, adapter),
+            _patterns(raw, "rank_pattern", _rank, adapter),
+            lora_alpha=_alpha(adapter, "lora_alpha", raw.get("lora_alpha", 8)),
+            r=_rank(adapter, "r", raw.get("r", 8)),
             use_rslora=bool(raw.get("use_rslora")),
-            alpha_pattern=_patterns(raw, "alpha_pattern", adapter),
             may_be_swapped=_version(raw.get("peft_version")) < (0, 19),
             base_model=str(raw.get("base_model_name_or_path") or ""),
         )
-        init = raw.get("init_lora_weights")
-        if isinstance(init, str) and init.startswith(CHANGED_BASES):
-            logger.warning(
-                "adapter %s was trained with init_lora_weights=%s, which changes the model's own weights; "
-                "its output is right only if it was converted when it was saved",
-                adapter, init,
-            )  # fmt: skip
-        return config
 
     @property
     def arithmetic(self) -> bytes:
         """The keys that affect what the adapter computes, encoded so that equal meaning gives equal bytes."""
-        return json.dumps([self.lora_alpha, self.use_rslora, list(self.alpha_pattern.items())]).encode()
+        return json.dumps([self.lora_alpha, self.use_rslora, list(self.alpha_pattern.numbers.items())]).encode()
+
+    def check_rank(self, module: str, rank: int) -> None:
+        """Raise AdapterError unless a module's tensors have the rank that the configuration gives it. With another one
+        its scale would be wrong."""
+        pattern = self.rank_pattern.number(module)
+        if rank != (self.r if pattern is None else pattern):
+            field, named = ("r", self.r) if pattern is None else ("rank_pattern", pattern)
+            limit = f"{rank}, the rank of the tensors of {module[:MAX_LENGTH]}"
+            raise AdapterError(self.adapter, field, named, limit)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor by which a module multiplies the product of B and A. rank: rank of the module's tensors."""
-        patterns = self.alpha_pattern.items()
-        alpha = next((a for key, a in patterns if re.match(rf"(.*\.)?({key})$", module)), self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        pattern = self.alpha_pattern.number(module)
+        return (self.lora_alpha if pattern is None else pattern) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _read_object(file: Path, adapter: str) -> dict[str, Any]:
     try:
+        if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
+            raise AdapterError(adapter, file.name, Described(f"{size} bytes"), f"at most {MAX_CONFIG_BYTES} bytes")
         raw = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise AdapterNotFound(adapter, file.name, str(file.parent), "in the folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(adapter, file.name, str(error), "readable JSON") from None
     if not isinstance(raw, dict):
         raise AdapterError(adapter, file.name, raw, "a JSON object")
@@ -101,11 +142,17 @@ def _check(raw: dict[str, Any], adapter: str) -> None:
     if raw.get("peft_type") != "LORA":
         raise AdapterError(adapter, "peft_type", raw.get("peft_type"), "LORA: other adapters are not supported")
     for key, value in raw.items():
-        if value and (key in UNSUPPORTED or key.startswith("use_")) and key != "use_rslora":
-            why = LEFT_OUT + UNSUPPORTED[key] if key in UNSUPPORTED else UNKNOWN_VARIANT
-            raise AdapterError(adapter, key, value, why)
+        if value and key in UNSUPPORTED:
+            raise AdapterError(adapter, key, value, LEFT_OUT + UNSUPPORTED[key])
+        if value and key not in READ | HARMLESS:
+            if key.startswith("use_") or key.endswith("_config"):  # as PEFT names variants
+                raise AdapterError(adapter, key, value, UNKNOWN_VARIANT)
+            logger.warning("adapter %s: nothing reads %s of its configuration", adapter, key[:MAX_LENGTH])
     if raw.get("bias") not in (None, "none"):
         raise AdapterError(adapter, "bias", raw["bias"], f"none: biases in an adapter are not supported; {MERGE}")
+    init = raw.get("init_lora_weights")
+    if not (init is None or isinstance(init, bool) or str(init).lower() in UNCHANGED_BASES):
+        raise AdapterError(adapter, "init_lora_weights", init, CONVERTED)
 
 
 def _version(version: object) -> tuple[int, int]:
@@ -114,22 +161,25 @@ def _version(version: object) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _number(raw: dict[str, Any], key: str, default: float, adapter: str) -> float:
-    value = raw.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(adapter, key, value, "a number")
+def _alpha(adapter: str, field: str, value: object) -> float:
+    # whole numbers are compared as they are: they may be too large for a float
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_ALPHA <= value <= MAX_ALPHA:
+        raise AdapterError(adapter, field, value, f"a number of at most {MAX_ALPHA:g}")
+    return float(value)
+
+
+def _rank(adapter: str, field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
+        raise AdapterError(adapter, field, value, f"a whole number from 1 to {MAX_RANK}")
     return value
 
 
-def _patterns(raw: dict[str, Any], key: str, adapter: str) -> dict[str, float]:
-    patterns = raw.get(key) or {}
+def _patterns(
+    raw: dict[str, Any], field: str, number: Callable[[str, str, object], float], adapter: str
+) -> ModulePatterns:
+    """number: checks a value of the object, whose path it is given for errors."""
+    patterns = raw.get(field) or {}
     if not isinstance(patterns, dict):
-        raise AdapterError(adapter, key, patterns, "a JSON object from names to numbers")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(adapter, key, pattern, f"names or regular expressions ({error})") from None
-    return {pattern: _number(patterns, pattern, 0, adapter) for pattern in patterns}
+        raise AdapterError(adapter, field, patterns, "a JSON object from names to numbers")
+    numbers = {key: number(adapter, f"{field}[{key[:MAX_LENGTH]!r}]", value) for key, value in patterns.items()}
+    return ModulePatterns(adapter, field, numbers)

@@ -15,6 +15,7 @@ from engine import pocket
 from engine.errors import AdapterError, AdapterNotFound, Described
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
+from engine.lora.module_patterns import MAX_LENGTH
 from engine.model.checkpoint.folder import HUB_ID
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
@@ -91,6 +92,11 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     except OSError as error:
         raise AdapterError(adapter, WEIGHTS_FILE, str(error), "readable") from None
     modules = _modules(_tensors(content, adapter), adapter)
+    for patterns in (config.alpha_pattern, config.rank_pattern):
+        patterns.check_modules(len(modules))
+    for name, pair in modules.items():
+        if not ALL_EXPERTS.fullmatch(name):  # only the model says how many there are
+            config.check_rank(name, pair.rank)
     digest = hashlib.blake2b(content, digest_size=16, person=b"manta-adapter")
     digest.update(config.arithmetic)
     return AdapterFiles(adapter, config, modules, digest.hexdigest())
@@ -122,6 +128,8 @@ def _tensors(content: bytes, adapter: str) -> list[TensorEntry]:
         raise AdapterError(adapter, WEIGHTS_FILE, str(error), "a whole safetensors file") from None
     tensors = [TensorEntry(name, raw["dtype"], tuple(raw["shape"]), raw["data"]) for name, raw in found]
     for tensor in tensors:
+        if len(tensor.name) > MAX_LENGTH:
+            raise AdapterError(adapter, WEIGHTS_FILE, tensor.name, f"of names with at most {MAX_LENGTH} characters")
         if tensor.dtype not in DTYPES:
             raise AdapterError(adapter, tensor.name, tensor.dtype, f"of dtype {', '.join(DTYPES)}")
     return tensors

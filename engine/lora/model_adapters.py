@@ -222,6 +222,7 @@ class ModelAdapters:
         parameter = ("gate_up_proj" if module.gated else "up_proj") if is_first else "down_proj"
         name, places = f"{change.name.removesuffix('.base_layer')}.{parameter}", experts.places[0 if is_first else 1]
         for expert, (a, b) in enumerate(each):
+            files.config.check_rank(name, len(a))
             if expert in places:
                 yield Change(change.name, a, b, files.config.scale(name, len(a)), places[expert])
 

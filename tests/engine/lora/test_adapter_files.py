@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
+from peft import LoraConfig
 from safetensors.torch import save_file
 
 from engine.errors import AdapterError, AdapterNotFound
+from engine.lora.adapter_config import HARMLESS, READ, UNSUPPORTED
 from engine.lora.adapter_files import open_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
 NAME = "base_model.model.{}.lora_{}.weight"
+
+
+WRONG_NUMBERS = ("8", None, True, [], 10**400, -(10**400), float("inf"), float("nan"), 1e7)
+CHANGED_BASES = ("pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga", "something_new", 1, ["eva"])
 
 
 def pair(module: str = Q, rank: int = 4, name: str = NAME) -> dict[str, torch.Tensor]:
@@ -45,6 +54,7 @@ def test_both_styles_of_names_are_read(tmp_path, name):
 def test_the_scale_follows_alpha_its_patterns_and_rslora(tmp_path):
     config = open_adapter(write(tmp_path, alpha_pattern={r"layers\.1\..*": 32, "k_proj": 2})).config
     assert config.scale(Q, 4) == 8 / 4
+    config.check_rank(Q, 4)
     assert config.scale("model.layers.1.self_attn.k_proj", 8) == 32 / 8  # the first that matches
     assert config.scale("model.layers.0.self_attn.k_proj", 2) == 1
     assert config.scale("model.layers.0.self_attn.my_k_proj", 2) == 4  # a suffix begins after a dot
@@ -85,9 +95,19 @@ def test_keys_that_ask_for_nothing_are_no_obstacle(tmp_path, nothing):
         ({"layer_replication": [[0, 2]]}, "layer_replication must be left out"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens must be left out"),
         ({"use_quantum": True}, "use_quantum must be left out: Manta does not know this variant"),
-        ({"lora_alpha": "8"}, "lora_alpha must be a number"),
-        ({"alpha_pattern": {"(": 1}}, "alpha_pattern must be names or regular expressions"),
-        ({"alpha_pattern": {"q_proj": None, "k": "x"}}, "k must be a number"),
+        ({"some_new_config": {"a": 1}}, "some_new_config must be left out: Manta does not know this variant"),
+        *(({"lora_alpha": wrong}, "lora_alpha must be a number of at most") for wrong in WRONG_NUMBERS),
+        *(({"alpha_pattern": {"q": wrong}}, "alpha_pattern['q'] must be a number") for wrong in WRONG_NUMBERS),
+        *(({"r": wrong}, "r must be a whole number from 1") for wrong in (*WRONG_NUMBERS, 0, -4, 4.0)),
+        *(
+            ({"rank_pattern": {"q": wrong}}, "rank_pattern['q'] must be a whole number")
+            for wrong in (*WRONG_NUMBERS, 0)
+        ),
+        ({"alpha_pattern": [1]}, "alpha_pattern must be a JSON object"),
+        ({"r": 8}, f"r must be 4, the rank of the tensors of {Q}, got 8"),
+        ({"rank_pattern": {"q_proj": 16}}, f"rank_pattern must be 4, the rank of the tensors of {Q}, got 16"),
+        ({"r": 16, "rank_pattern": {"k_proj": 4}}, "r must be 4"),
+        *(({"init_lora_weights": init}, "init_lora_weights must be true, false, gaussian") for init in CHANGED_BASES),
     ],
 )
 def test_what_would_compute_something_else_is_refused_by_name(tmp_path, config, message):
@@ -136,6 +156,60 @@ def test_files_that_are_missing_or_cut_short_are_refused(tmp_path):
     with pytest.raises(AdapterNotFound, match=r"adapter_model\.bin") as caught:
         open_adapter(tmp_path)
     assert caught.value.status == 404
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, '{"a":' * 100_000, '{"r": 1' + "0" * 5000 + "}", '"' + "a" * (16 << 20) + '"'],
+    ids=["nested", "nested objects", "digits", "large"],
+)
+def test_configurations_of_hostile_sizes_are_refused(tmp_path, content):
+    (write(tmp_path) / "adapter_config.json").write_text(content)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json must be"):
+        open_adapter(tmp_path)
+
+
+def header(**tensors: object) -> bytes:
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 90 << 20) + b"{}",
+        header(a={"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}),
+        header(a={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 0]}),
+        header(a={"dtype": "F32", "shape": [10**30], "data_offsets": [0, 0]}),
+        struct.pack("<Q", 100_000) + b'{"a":' * 20_000,
+    ],
+)
+def test_weights_of_hostile_sizes_are_refused_before_memory_is_taken(tmp_path, content):
+    (write(tmp_path) / "adapter_model.safetensors").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors must be"):
+        open_adapter(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+def test_names_of_tensors_are_short(tmp_path):
+    with pytest.raises(AdapterError, match="of names with at most 500 characters"):
+        open_adapter(write(tmp_path, pair("a" * 600)))
+
+
+def test_every_key_that_peft_writes_is_read_harmless_or_refused():
+    """So a key that a new version of PEFT adds is looked at by a person before it is ignored."""
+    keys = {field.name for field in fields(LoraConfig)}
+    assert keys <= READ | HARMLESS | UNSUPPORTED.keys(), "new in PEFT"
+    assert not READ & HARMLESS and not (READ | HARMLESS) & UNSUPPORTED.keys()
+
+
+def test_what_peft_writes_by_default_is_read(tmp_path):
+    folder = write(tmp_path)
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(folder))
+    assert open_adapter(folder).config.r == 4
 
 
 def test_a_hub_id_is_found_in_the_hubs_cache(tmp_path, monkeypatch):
