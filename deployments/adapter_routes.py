@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import Request, Response
 from pydantic import Field
 
 from deployments.adapters.errors import AdapterNotLoaded
 from deployments.adapters.registry import AdapterRegistry
 from deployments.http.body import RequestBody
-from deployments.http.context import check_admin
 from deployments.http.json_body import read_body
-from deployments.http.route import Route
+from deployments.http.route import ADMIN, Route
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
 from engine.errors import InvalidParameter, RequestError
 
 MAX_NAME = 256
+ADAPTERS = "adapters are there for all keys, or for none"
 
 
 class LoadAdapterBody(RequestBody):
@@ -40,20 +38,36 @@ class UnloadAdapterBody(RequestBody):
 
 
 class AdapterRoutes:
-    def __init__(self, models: ServedModels, admin_keys: Sequence[str], unknown_fields: UnknownFields):
-        """admin_keys: names of the API keys that may use the routes; empty for all keys."""
-        self._models, self._admin_keys, self._unknown_fields = models, admin_keys, unknown_fields
+    def __init__(self, models: ServedModels, unknown_fields: UnknownFields):
+        self._models, self._unknown_fields = models, unknown_fields
 
     def routes(self) -> list[Route]:
         load, unload = "Serve a LoRA adapter.", "Stop serving a LoRA adapter."
         text = "text/plain"
         return [
-            Route("POST", "/v1/load_lora_adapter", self.load, load, body=LoadAdapterBody, result=text),
-            Route("POST", "/v1/unload_lora_adapter", self.unload, unload, body=UnloadAdapterBody, result=text),
+            Route(
+                ADMIN,
+                "POST",
+                "/v1/load_lora_adapter",
+                self.load,
+                load,
+                body=LoadAdapterBody,
+                result=text,
+                of_others=ADAPTERS,
+            ),
+            Route(
+                ADMIN,
+                "POST",
+                "/v1/unload_lora_adapter",
+                self.unload,
+                unload,
+                body=UnloadAdapterBody,
+                result=text,
+                of_others=ADAPTERS,
+            ),
         ]
 
     async def load(self, request: Request) -> Response:
-        check_admin(request, self._admin_keys, "load and unload adapters")
         body = await read_body(request, LoadAdapterBody, self._unknown_fields)
         if not body.lora_name or not body.lora_path:
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.")
@@ -66,7 +80,6 @@ class AdapterRoutes:
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
-        check_admin(request, self._admin_keys, "load and unload adapters")
         body = await read_body(request, UnloadAdapterBody, self._unknown_fields)
         if not body.lora_name:
             raise RequestError("either 'lora_name' and 'lora_int_id' needs to be provided.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
 from deployments.adapter_routes import AdapterRoutes
 from deployments.adapters.table import AdapterTable, MemoryTable
@@ -24,7 +26,7 @@ from deployments.http.errors import error_response
 from deployments.http.first_token import FirstTokenMiddleware
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
-from deployments.http.route import Route, add_routes
+from deployments.http.route import KEY, Route, add_routes, open_paths
 from deployments.jobs.jobs import Jobs
 from deployments.key_routes import KeyRoutes
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
@@ -42,6 +44,8 @@ from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
 from engine.errors import ServingError
 
+logger = logging.getLogger(__name__)
+
 
 def http_app(
     models: Mapping[str, ServedModel],
@@ -56,7 +60,7 @@ def http_app(
 
     models: served models by name. tables: function that returns the table of a model's adapters.
     """
-    app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Manta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api_keys = auth.keys()
     served, values = ServedModels(models, tables), open_store(store)
     telemetry.stats.store_errors = values.errors
@@ -65,14 +69,14 @@ def http_app(
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
     running = [telemetry.usage_files.written]
     stored = ResponseStore(values, store.response_ttl_s)
-    page = ConsoleRoutes(served, telemetry, console, auth.admin_keys)
+    page = ConsoleRoutes(served, telemetry, console)
     if console.enabled:
         running += [page.engine_hours.watched, page.tape_viewer.served]
-    adapter_routes, key_routes = AdapterRoutes(served, auth.admin_keys, auth.unknown_fields), list[Route]()
+    adapter_routes, key_routes = AdapterRoutes(served, auth.unknown_fields), list[Route]()
     if api_keys is not None and auth.allow_runtime_key_updating:
         managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
         running.append(managed.followed)
-        key_routes = KeyRoutes(managed, quotas, auth.admin_keys).routes()
+        key_routes = KeyRoutes(managed, quotas).routes()
     routes = [
         *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
         *PoolingRoutes(served, auth.unknown_fields).routes(),
@@ -83,7 +87,7 @@ def http_app(
         *(adapter_routes.routes() if auth.allow_runtime_lora_updating else []),
         *key_routes,
         *HoldRoutes(served).routes(),
-        *OperatorRoutes(served, telemetry, auth.admin_keys).routes(),
+        *OperatorRoutes(served, telemetry).routes(),
         *(page.routes() if console.enabled else []),
     ]
     batches_running = app.router.lifespan_context
@@ -99,9 +103,17 @@ def http_app(
             yield await stack.enter_async_context(batches_running(app))
 
     app.router.lifespan_context = lifespan
+    document = cache(partial(openapi_document, routes, VERSION, with_keys=api_keys is not None))
+
+    async def openapi(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
+        return JSONResponse(document() | ({"servers": [{"url": root}]} if root else {}))
+
+    routes.append(Route(KEY, "GET", "/openapi.json", openapi))
     add_routes(app, routes)
-    document = partial(openapi_document, routes, VERSION, with_keys=api_keys is not None)
-    app.openapi = cache(document)  # type: ignore[method-assign]  # the way FastAPI's manual gives
+    app.state.routes = routes  # for the table in docs/security.md
+    if api_keys is not None and not auth.admin_keys:
+        logger.warning("no key may call the routes for admins, since ingress.admin_keys has no name (docs/security.md)")
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)
@@ -111,7 +123,7 @@ def http_app(
         return error_response(error, request.scope)
 
     app.add_middleware(FirstTokenMiddleware)
-    app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth, open_paths=open_paths(routes))
     if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response

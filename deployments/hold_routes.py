@@ -10,7 +10,7 @@ from fastapi import Request, Response
 
 from deployments.http.context import MAX_SESSION_ID, key_client
 from deployments.http.json_body import json_response
-from deployments.http.route import Route
+from deployments.http.route import OWNER, Route
 from deployments.openai.served_models import ServedModels
 from engine.errors import InvalidParameter
 
@@ -27,7 +27,7 @@ class HoldRoutes:
 
     def routes(self) -> list[Route]:
         what = "End the holds of a session, a prompt_cache_key or a response."
-        return [Route("DELETE", "/v1/holds/{name:path}", self.release, what, result=ReleasedHolds)]
+        return [Route(OWNER, "DELETE", "/v1/holds/{name:path}", self.release, what, result=ReleasedHolds)]
 
     async def release(self, request: Request, name: str) -> Response:
         """End the holds of this name on all replicas, for the request's API key, or for all clients on a server without

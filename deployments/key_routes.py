@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -14,16 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.managed_keys import KeyTable, ManagedKey, ManagedKeys
-from deployments.http.context import key_name
+from deployments.http.context import check_admin, key_name
 from deployments.http.json_body import json_response, read_json
-from deployments.http.route import Route
+from deployments.http.route import ADMIN, OWNER, Route
 from deployments.http.validation import ForeignFields, validation_error
 from deployments.quotas.limits import KeyLimits
 from deployments.quotas.quotas import Quotas
-from engine.errors import Described, InvalidParameter, NotPermitted, RequestError
+from engine.errors import Described, InvalidParameter, RequestError
 
 NAME = r"^[^\s:]{1,256}$"
 MIN_KEY = 16  # characters, since only a plain hash protects it
+KEYS = "makes, changes and deletes keys of any name"
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
@@ -83,23 +83,52 @@ class KeyList(msgspec.Struct):
 
 
 class KeyRoutes:
-    def __init__(self, keys: ManagedKeys, quotas: Quotas, admin_keys: Collection[str]):
-        """admin_keys: names of the keys that may use the routes."""
-        self._keys, self._quotas, self._admin_keys = keys, quotas, admin_keys
+    def __init__(self, keys: ManagedKeys, quotas: Quotas):
+        self._keys, self._quotas = keys, quotas
 
     def routes(self) -> list[Route]:
         make, change = "Make an API key.", "Change the limits of an API key."
         info, delete = "Limits of an API key, and what was used of them.", "Delete API keys."
+        others = "limits and use of every key, to admins only"
         return [
-            Route("POST", "/key/generate", self.generate, make, body=GenerateKeyBody, result=NewKey),
-            Route("POST", "/key/update", self.update, change, body=UpdateKeyBody, result=KeyInfo),
-            Route("POST", "/key/delete", self.delete, delete, body=DeleteKeyBody, result=DeletedKeys),
-            Route("GET", "/key/info", self.info, info, body=KeyQuery, result=KeyInfo),
-            Route("GET", "/key/list", self.list_keys, "Names of API keys.", result=KeyList),
+            Route(
+                ADMIN, "POST", "/key/generate", self.generate, make, body=GenerateKeyBody, result=NewKey, of_others=KEYS
+            ),
+            Route(
+                ADMIN, "POST", "/key/update", self.update, change, body=UpdateKeyBody, result=KeyInfo, of_others=KEYS
+            ),
+            Route(
+                ADMIN,
+                "POST",
+                "/key/delete",
+                self.delete,
+                delete,
+                body=DeleteKeyBody,
+                result=DeletedKeys,
+                of_others=KEYS,
+            ),
+            Route(
+                OWNER,
+                "GET",
+                "/key/info",
+                self.info,
+                info,
+                body=KeyQuery,
+                result=KeyInfo,
+                of_others=others,
+            ),
+            Route(
+                ADMIN,
+                "GET",
+                "/key/list",
+                self.list_keys,
+                "Names of API keys.",
+                result=KeyList,
+                of_others="names of the keys",
+            ),
         ]
 
     async def generate(self, request: Request) -> Response:
-        self._check_key(request)
         body = await _read(request, GenerateKeyBody)
         key = body.key or f"sk-{secrets.token_urlsafe(32)}"
         limits = _limits(body, KeyLimits())
@@ -118,7 +147,6 @@ class KeyRoutes:
         return json_response(NewKey(key, body.key_alias))
 
     async def update(self, request: Request) -> Response:
-        self._check_key(request)
         body = await _read(request, UpdateKeyBody)
 
         def edit(table: KeyTable) -> None:
@@ -129,7 +157,6 @@ class KeyRoutes:
         return json_response(await self._info(body.key_alias))
 
     async def delete(self, request: Request) -> Response:
-        self._check_key(request)
         body = await _read(request, DeleteKeyBody)
         digests = {hash_key(key): key for key in body.keys}
         deleted: list[str] = []
@@ -153,11 +180,10 @@ class KeyRoutes:
         """Answer about the key of the request, or, to an admin, about any key."""
         name = request.query_params.get("key_alias") or key_name(request) or ""
         if name != key_name(request):
-            self._check_key(request)
+            await check_admin(request)
         return json_response(await self._info(name))
 
     async def list_keys(self, request: Request) -> Response:
-        self._check_key(request)
         return json_response(KeyList(sorted(self._keys.names)))
 
     async def _info(self, name: str) -> KeyInfo:
@@ -167,10 +193,6 @@ class KeyRoutes:
             for limit, taken, now in await self._quotas.used(name, limits)
         }
         return KeyInfo(name, limits.model_dump(mode="json", exclude_defaults=True), used)
-
-    def _check_key(self, request: Request) -> None:
-        if key_name(request) not in self._admin_keys:
-            raise NotPermitted("only keys of ingress.admin_keys may make and change API keys")
 
 
 async def _read(request: Request, kind: type[Fields]) -> Fields:

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deployments.http.errors import AnthropicErrorBody, ErrorBody, is_anthropic
-from deployments.http.middleware import is_open
-from deployments.http.route import Route
+from deployments.http.route import OPEN, Route
 
 REF = "#/components/schemas/{}"
 SECURITY_SCHEMES = {
@@ -56,7 +55,7 @@ def openapi_document(routes: Iterable[Route], version: str, *, with_keys: bool) 
         if route.streams:
             ok["content"]["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe a stream of events
         operation["responses"] = {"200": ok, "default": errors[is_anthropic(path)]}
-        if with_keys and is_open(path):
+        if with_keys and route.audience is OPEN:
             operation["security"] = []
         paths.setdefault(path, {})[route.method.lower()] = operation
     assert not definitions["$defs"].keys() & result_schemas.keys(), "two types of one name"

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from fastapi import Request, Response
 
-from deployments.http.context import check_admin
+from deployments.http.context import is_admin, key_name
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
-from deployments.http.route import Route
+from deployments.http.route import ADMIN, KEY, OPEN, OWNER, Route
 from deployments.http.server_header import NODE_HEADER
 from deployments.observability.cluster_tapes import cluster_tapes
-from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
+from deployments.observability.prometheus import CONTENT_TYPE, Metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.served_models import ServedModels
 
+COUNTS = "counts by model, adapter and route; by API key to admins only"
+DECISIONS = "what schedulers and routers have decided, without text"
+PROGRESS = "whether the engines make progress"
+
 
 class OperatorRoutes:
-    def __init__(self, models: ServedModels, telemetry: Telemetry, admin_keys: Sequence[str] = ()):
-        """admin_keys: names of the API keys that may fetch the tape; empty for all keys."""
-        self._models, self._telemetry, self._admin_keys = models, telemetry, admin_keys
+    def __init__(self, models: ServedModels, telemetry: Telemetry):
+        self._models, self._telemetry = models, telemetry
+        self._metrics = Metrics(models.pools(), telemetry)
 
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."
@@ -31,19 +34,50 @@ class OperatorRoutes:
         taped = "What the schedulers and routers have decided, for `manta replay`; no text."
         explained = "The timeline of a request; never its text."
         return [
-            Route("GET", "/health", self.health, healthy),
-            Route("GET", "/ping", self.health, "The same as /health."),
-            Route("POST", "/ping", self.health),
-            Route("GET", "/version", self.version, "The version of this server.", result=Version),
+            Route(OPEN, "GET", "/health", self.health, healthy, of_others=PROGRESS),
+            Route(KEY, "GET", "/ping", self.health, "The same as /health.", of_others=PROGRESS),
+            Route(KEY, "POST", "/ping", self.health, of_others=PROGRESS),
+            Route(KEY, "GET", "/version", self.version, "The version of this server.", result=Version),
             Route(
-                "GET", "/load", self.load, "Number of sequences waiting or running in this ingress.", result=ServerLoad
+                KEY,
+                "GET",
+                "/load",
+                self.load,
+                "Number of sequences waiting or running in this ingress.",
+                result=ServerLoad,
+                of_others="number of sequences in this ingress",
             ),
-            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, forget),
-            Route("GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain"),
-            Route("GET", "/metrics/node", self.node_metrics, of_node, result="text/plain"),
-            Route("GET", "/debug/handoffs", self.handoffs, "KV in transfer between engines.", result=LiveHandoffs),
-            Route("GET", "/debug/tape", self.tape, taped, result="application/octet-stream"),
-            Route("GET", "/debug/requests/{name:path}", self.explain, explained, result=RequestTimeline),
+            Route(
+                ADMIN,
+                "POST",
+                "/reset_prefix_cache",
+                self.reset_prefix_cache,
+                forget,
+                of_others="ends the holds of all keys",
+            ),
+            Route(KEY, "GET", "/metrics", self.metrics, "Prometheus metrics.", result="text/plain", of_others=COUNTS),
+            Route(KEY, "GET", "/metrics/node", self.node_metrics, of_node, result="text/plain", of_others=COUNTS),
+            Route(
+                ADMIN,
+                "GET",
+                "/debug/handoffs",
+                self.handoffs,
+                "KV in transfer between engines.",
+                result=LiveHandoffs,
+                of_others="ids of requests that have KV under way",
+            ),
+            Route(
+                ADMIN, "GET", "/debug/tape", self.tape, taped, result="application/octet-stream", of_others=DECISIONS
+            ),
+            Route(
+                OWNER,
+                "GET",
+                "/debug/requests/{name:path}",
+                self.explain,
+                explained,
+                result=RequestTimeline,
+                of_others="the same of every request, to admins only",
+            ),
         ]
 
     async def version(self) -> Response:
@@ -62,23 +96,24 @@ class OperatorRoutes:
         await asyncio.gather(*(pool.reset_prefix_cache() for pool in self._models.pools().values()))
         return Response()
 
-    async def metrics(self) -> Response:
-        return Response(await render_metrics(self._models.pools(), self._telemetry), media_type=CONTENT_TYPE)
+    async def metrics(self, request: Request) -> Response:
+        return Response(await self._metrics.text(by_key=is_admin(request)), media_type=CONTENT_TYPE)
 
     async def node_metrics(self, request: Request) -> Response:
         """Return the metrics of one node. Behind a proxy, this is the proxy's node, which the proxy names in a header;
         otherwise it is the ingress's node."""
         node = request.headers.get(NODE_HEADER, self._telemetry.stats.node)
-        return Response(await render_metrics(self._models.pools(), self._telemetry, node), media_type=CONTENT_TYPE)
+        return Response(await self._metrics.text(node, by_key=is_admin(request)), media_type=CONTENT_TYPE)
 
     async def handoffs(self) -> Response:
         return json_response(await live_handoffs(self._models.pools()))
 
-    async def tape(self, request: Request) -> Response:
+    async def tape(self) -> Response:
         """Return the tapes of all engines and routers, as a file of tapes."""
-        check_admin(request, self._admin_keys, "fetch the tape")
         data = await cluster_tapes(self._models.pools().values(), self._telemetry)
         return Response(data, media_type="application/octet-stream")
 
-    async def explain(self, name: str) -> Response:
-        return json_response(await self._telemetry.explain(name))
+    async def explain(self, request: Request, name: str) -> Response:
+        """Return the timeline of a request of the caller's API key, or, to an admin, of any request."""
+        key = None if is_admin(request) else key_name(request)
+        return json_response(await self._telemetry.explain(name, key))

@@ -40,14 +40,15 @@ class IngressSection(Section):
     key_limits: dict[str, KeyLimits] = Field(default={})  #: limits by the names of keys (docs/quotas.md)
     console: bool = True  #: serve the page at `/` (docs/console.md)
     console_texts: bool = False
-    """Show prompts and outputs of requests on the console's page and in `manta explain`, to everyone who has a key."""
+    """Show prompts and outputs of requests on the console's page and in `manta explain`: all to admins, and to each key
+    those of its own requests."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)  #: limit for a request's body that is not a file
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: limit for a file; body_timeout_s grows in proportion
     body_timeout_s: float = Field(default=60.0, gt=0)  #: time for a request's body to arrive; else 408
     admin_keys: list[str] = Field(default=[])
-    """Names of keys that may load and unload LoRA adapters and fetch the tape, empty for all; and that may make and
-    change API keys."""
+    """Names of the keys of admins, who may do what others may not (docs/security.md, "Routes"). Without keys, everybody
+    may."""
     allow_runtime_key_updating: bool = False  #: admin_keys may make API keys and change limits (docs/quotas.md)
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all

@@ -12,7 +12,7 @@ from deployments.http.context import RequestContext
 from deployments.http.errors import anthropic_error_body, anthropic_headers
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.route import Route
+from deployments.http.route import KEY, Route
 from deployments.http.streaming import EventFormat, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
@@ -25,9 +25,10 @@ class AnthropicRoutes:
     def routes(self) -> list[Route]:
         path, summary = "/v1/messages", "Answer a conversation, by Anthropic's API."
         messages, count = self._idempotent.once(path)(self.messages), "Count the tokens of a prompt."
+        counts = f"{path}/count_tokens"
         return [
-            Route("POST", path, messages, summary, body=MessagesBody, result=AnthropicMessage, streams=True),
-            Route("POST", f"{path}/count_tokens", self.count_tokens, count, body=CountTokensBody, result=TokenCount),
+            Route(KEY, "POST", path, messages, summary, body=MessagesBody, result=AnthropicMessage, streams=True),
+            Route(KEY, "POST", counts, self.count_tokens, count, body=CountTokensBody, result=TokenCount),
         ]
 
     async def messages(self, request: Request) -> Response:

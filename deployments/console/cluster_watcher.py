@@ -48,6 +48,12 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     scaling: list[ScalingChange]
     """Scaling changes, newest last."""
 
+    def without_requests(self) -> ClusterState:
+        """Return a copy without what tells of single requests: their ids, sizes and times."""
+        events = [event for event in self.events if event.kind != "replay"]
+        models = [_without_handoffs(model) for model in self.models]
+        return msgspec.structs.replace(self, requests=[], events=events, models=models)
+
 
 class ClusterWatcher:
     """Watches a cluster by comparing each poll with the previous one."""
@@ -103,6 +109,14 @@ def _brief(model: ModelReplicas) -> ModelReplicas:
     status."""
     brief = {role: [_brief_status(status) for status in statuses] for role, statuses in model.by_role.items()}
     return msgspec.structs.replace(model, **brief)
+
+
+def _without_handoffs(model: ModelReplicas) -> ModelReplicas:
+    hidden = {
+        role: [msgspec.structs.replace(status, live_handoffs=[]) for status in statuses]
+        for role, statuses in model.by_role.items()
+    }
+    return msgspec.structs.replace(model, **hidden)
 
 
 def _brief_status(status: ReplicaStatus) -> ReplicaStatus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from typing import NamedTuple
 
 from deployments.console.cluster_watcher import ClusterWatcher
 from deployments.http.streaming import unnamed_event
@@ -16,6 +17,14 @@ STREAM_S = 10.0  # after which a viewer reconnects: a stopping ingress waits for
 LINGER_S = 3.0  # that polling continues without viewers, which gives them time to reconnect
 
 
+class StateEvents(NamedTuple):
+    whole: bytes
+    without_requests: bytes
+
+    def of(self, with_requests: bool) -> bytes:
+        return self.whole if with_requests else self.without_requests
+
+
 class ClusterFeed:
     """Polls the cluster while there are viewers, and sends each of them the results."""
 
@@ -23,11 +32,12 @@ class ClusterFeed:
         self._watcher = watcher
         self._viewers = 0
         self._polling: asyncio.Task[None] | None = None
-        self._newest: bytes | None = None
-        self._next: asyncio.Future[bytes] | None = None
+        self._newest: StateEvents | None = None
+        self._next: asyncio.Future[StateEvents] | None = None
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the newest state, then every new one, for STREAM_S."""
+    async def events(self, *, with_requests: bool) -> AsyncGenerator[bytes]:
+        """Yield the newest state, then every new one, for STREAM_S. with_requests: whether it tells of single
+        requests."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + STREAM_S
         self._viewers += 1
@@ -36,13 +46,13 @@ class ClusterFeed:
                 self._next = loop.create_future()
                 self._polling = asyncio.create_task(self._poll())
             elif self._newest is not None:
-                yield self._newest
+                yield self._newest.of(with_requests)
             while (left_s := ends_at - loop.time()) > 0:
                 assert self._next is not None
                 pending = self._next
                 await asyncio.wait([pending], timeout=left_s)
                 if pending.done():
-                    yield pending.result()
+                    yield pending.result().of(with_requests)
         finally:
             self._viewers -= 1
 
@@ -51,7 +61,8 @@ class ClusterFeed:
         watched_at = loop.time()
         while self._viewers or loop.time() < watched_at + LINGER_S:
             try:
-                self._newest = unnamed_event(await self._watcher.poll())
+                state = await self._watcher.poll()
+                self._newest = StateEvents(unnamed_event(state), unnamed_event(state.without_requests()))
             except Exception as error:  # noqa: BLE001  whatever it is, the next poll may succeed
                 logger.warning("the console cannot see the cluster: %r", error)
             else:

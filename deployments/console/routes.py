@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import mimetypes
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,17 @@ from deployments.console.costs_view import CostsView
 from deployments.console.engine_hours import EngineHours
 from deployments.console.feed import ClusterFeed
 from deployments.console.tape_viewer import TapeQuestion, TapeViewer
-from deployments.http.context import check_admin
+from deployments.http.context import is_admin
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
-from deployments.http.route import Route
+from deployments.http.route import ADMIN, KEY, OPEN, Route
 from deployments.http.streaming import EventStream
 from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
 from deployments.replicas.pools import KeptTape
 
+DECISIONS = "what schedulers and routers have decided, without text"
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
     # only this server's scripts, styles and connections, and images that users add (`data:`); the browser itself
@@ -88,49 +88,51 @@ class PageFile:
 
 
 class ConsoleRoutes:
-    def __init__(
-        self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig, admin_keys: Sequence[str] = ()
-    ):
-        """admin_keys: names of the API keys that may see what others have used; empty for all keys."""
-        self._models, self._telemetry, self._config, self._admin_keys = models, telemetry, config, admin_keys
+    def __init__(self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig):
+        self._models, self._telemetry, self._config = models, telemetry, config
         self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
         self.engine_hours = EngineHours(models.pools())
         self.tape_viewer = TapeViewer()
 
     def routes(self) -> list[Route]:
         files = {path.name: PageFile(path).response for path in sorted(PAGE.iterdir())}
+        shown = "replicas, their counts and queues; single requests to admins only"
+        facts = "models and adapters; the configuration to admins only"
         return [
-            Route("GET", "/", files.pop("index.html")),
-            *(Route("GET", f"/console/page/{name}", response) for name, response in files.items()),
-            Route("GET", "/console/state", self.state),
-            Route("GET", "/console/facts", self.facts),
-            Route("GET", "/console/costs", self.costs),
-            Route("GET", "/console/tapes", self.tapes),
-            Route("GET", "/console/tapes/{name}", self.tape),
+            Route(OPEN, "GET", "/", files.pop("index.html")),
+            *(Route(OPEN, "GET", f"/console/page/{name}", response) for name, response in files.items()),
+            Route(
+                KEY,
+                "GET",
+                "/console/state",
+                self.state,
+                of_others=shown,
+            ),
+            Route(KEY, "GET", "/console/facts", self.facts, of_others=facts),
+            Route(ADMIN, "GET", "/console/costs", self.costs, of_others="what every key has used"),
+            Route(ADMIN, "GET", "/console/tapes", self.tapes, of_others=DECISIONS),
+            Route(ADMIN, "GET", "/console/tapes/{name}", self.tape, of_others=DECISIONS),
         ]
 
-    async def state(self) -> Response:
-        return EventStream(self._feed.events())
+    async def state(self, request: Request) -> Response:
+        return EventStream(self._feed.events(with_requests=is_admin(request)))
 
-    async def costs(self, request: Request) -> Response:
-        check_admin(request, self._admin_keys, "see what all keys have used")
+    async def costs(self) -> Response:
         lines, _ = await asyncio.gather(self._telemetry.all_usage(), self.engine_hours.look())
         hours, rates = self.engine_hours.hours, self.engine_hours.prompt_token_s
         return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
 
-    async def tapes(self, request: Request) -> Response:
+    async def tapes(self) -> Response:
         """Return the files of kept tapes on the machines of all replicas."""
-        check_admin(request, self._admin_keys, "see tapes")
         kept = await asyncio.gather(*(pool.kept_tapes() for pool in self._models.pools().values()))
         newest_first = sorted({each for some in kept for each in some}, key=lambda each: -each.written_at)
         return json_response(TapeList(newest_first))
 
     async def tape(
-        self, request: Request, name: str, engine: str = "", seconds: float | None = None, position: int | None = None
+        self, name: str, engine: str = "", seconds: float | None = None, position: int | None = None
     ) -> Response:
         """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
         have when this name is first asked for."""
-        check_admin(request, self._admin_keys, "see tapes")
         question = TapeQuestion(engine, seconds, position)
         answer = await self.tape_viewer.look(name, question, partial(self._file_of_tapes, name))
         return Response(answer, media_type="application/json")
@@ -141,7 +143,7 @@ class ConsoleRoutes:
             return await cluster_tapes(pools, self._telemetry)
         return max(await asyncio.gather(*(pool.kept_tape(name) for pool in pools)), key=len, default=b"")
 
-    async def facts(self) -> Response:
+    async def facts(self, request: Request) -> Response:
         found = [
             ModelFacts(
                 name=model.info.name,
@@ -156,4 +158,5 @@ class ConsoleRoutes:
             )
             for model in self._models.values()
         ]
-        return json_response(ConsoleFacts(VERSION, found, self._config.configuration))
+        configuration = self._config.configuration if is_admin(request) else {}
+        return json_response(ConsoleFacts(VERSION, found, configuration))

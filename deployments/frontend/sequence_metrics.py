@@ -53,6 +53,7 @@ class SequenceMetrics:
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
+            key=self._payer,
             adapter=None if request.lora is None else request.lora.lora_name,
             prompt_tokens=len(request.prompt),
             arrived_at=http.started_ns / 1e9,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -18,6 +17,8 @@ MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 API_KEY_NAME = "api_key_name"
 """Key in a request's state: the name of its API key, on a server with keys."""
+IS_ADMIN = "is_admin"
+"""Key in a request's state: whether its API key is one of `ingress.admin_keys`, or the server has no keys."""
 ALLOWED_MODELS = "allowed_models"
 """Key in a request's state: the names of models that its API key is limited to; None for all."""
 BACKGROUND_CLIENT = "background_client"
@@ -78,10 +79,15 @@ def key_name(request: Request) -> str | None:
     return name
 
 
-def check_admin(request: Request, admin_keys: Collection[str], what: str) -> None:
-    """Raise NotPermitted unless the request's API key is one of these; if there are none, all keys may do `what`."""
-    if admin_keys and key_name(request) not in admin_keys:
-        raise NotPermitted(f"only keys of ingress.admin_keys may {what}")
+def is_admin(request: Request) -> bool:
+    """Return whether the request's API key is one of `ingress.admin_keys`, or the server has no keys."""
+    return bool(getattr(request.state, IS_ADMIN, False))
+
+
+async def check_admin(request: Request) -> None:
+    """Raise NotPermitted unless the request may do what only admins may."""
+    if not is_admin(request):
+        raise NotPermitted(f"only keys of ingress.admin_keys may send {request.method} {request.url.path}")
 
 
 def key_client(request: Request) -> str | None:

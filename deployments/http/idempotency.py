@@ -14,7 +14,7 @@ from starlette.types import Message, Receive
 
 from deployments.http.context import SESSION_HEADER, SOURCE, TIMEOUT_HEADER, key_name
 from deployments.http.json_body import read_json
-from deployments.http.route import Route
+from deployments.http.route import OWNER, Route
 from deployments.jobs.errors import IdempotencyKeyInUse, IdempotencyKeyReused
 from deployments.jobs.event_ids import KNOWN_ID, LAST_EVENT_ID, Position, parse_event_id
 from deployments.jobs.jobs import Jobs
@@ -76,7 +76,7 @@ class IdempotentRoutes:
 
     def routes(self) -> list[Route]:
         summary = "Resume the answer to an Idempotency-Key."
-        return [Route("GET", "/v1/streams/{name}", self.continue_stream, summary, result="text/event-stream")]
+        return [Route(OWNER, "GET", "/v1/streams/{name}", self.continue_stream, summary, result="text/event-stream")]
 
     async def continue_stream(self, request: Request, name: str) -> Response:
         last, known = request.headers.get(LAST_EVENT_ID), None

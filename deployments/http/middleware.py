@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
-from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT
+from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT, IS_ADMIN
 from deployments.http.errors import error_response, get_path, is_anthropic
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
@@ -29,8 +29,6 @@ from engine.errors import (
     UnsupportedMediaType,
 )
 
-OPEN_PATHS = ("/health", "/")  # without an API key: for probes, and for the page that asks for the key
-OPEN_PREFIX = "/console/page/"  # the other files of that page
 UPLOAD_PATH = "/v1/files"
 
 
@@ -41,8 +39,7 @@ class AuthConfig:
     api_keys: Sequence[str] = ()
     """Further keys, as lines of such a file. Without any keys all clients are admitted."""
     admin_keys: Sequence[str] = ()
-    """Names of the keys that may load and unload adapters and fetch the tape, empty for all; and that may make and
-    change keys."""
+    """Names of the keys that may call the routes of Audience.ADMIN. On a server without keys, everybody may."""
     allow_runtime_key_updating: bool = False
     """Whether requests with these keys may make and change keys."""
     allow_runtime_lora_updating: bool = False
@@ -68,11 +65,6 @@ class AuthConfig:
         if self.api_keys_file is None and not self.api_keys:
             return None
         return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)
-
-
-def is_open(path: str) -> bool:
-    """Return whether a path needs no API key."""
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 def around_serve() -> list[Middleware]:
@@ -126,8 +118,12 @@ class AuthMiddleware:
     """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's state.
     The limits of the key apply to what the request computes."""
 
-    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, quotas: Quotas, config: AuthConfig):
+    def __init__(
+        self, app: ASGIApp, api_keys: ApiKeys | None, quotas: Quotas, config: AuthConfig, open_paths: Collection[str]
+    ):
+        """open_paths: paths that need no key."""
         self._app, self._api_keys, self._quotas, self._config = app, api_keys, quotas, config
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,9 +149,10 @@ class AuthMiddleware:
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         if self._api_keys is not None and BACKGROUND_CLIENT in state:
             state[ALLOWED_MODELS] = self._api_keys.models_of(state.get(API_KEY_NAME, ""))
-        elif self._api_keys is not None and not is_open(get_path(scope)):
+        elif self._api_keys is not None and get_path(scope) not in self._open_paths:
             key = self._api_keys.find(_key(headers))
             state[API_KEY_NAME], state[ALLOWED_MODELS] = key.name, key.models
+        state[IS_ADMIN] = self._api_keys is None or state.get(API_KEY_NAME) in self._config.admin_keys
         quota = NO_QUOTA
         if self._quotas.limits and (name := state.get(API_KEY_NAME)) is not None:
             quota = self._quotas.of(name)

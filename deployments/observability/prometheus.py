@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
@@ -111,6 +112,8 @@ MODELS: list[Row] = [
     (Counter, "manta_sdc_checks", "Answers that were computed again, and compared.", "sdc_checks", "result"),
 ]
 
+ANONYMOUS = [row for row in MODELS if "key" not in row]
+
 
 def _by_operation(time: str) -> Callable[[ModelStats], dict[str, dict[str, Histogram]]]:
     return lambda model: {name: {SERVICE: getattr(stats, time)} for name, stats in model.operations.items()}
@@ -169,25 +172,46 @@ ROUTING_COUNTERS = {
 }
 
 
-async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry, node: str | None = None) -> bytes:
-    """Return the text of one scrape. pools: by model name. node: Ray's id of the only node to ask; None for all.
+class Metrics:
+    """Renders scrapes, one at a time and outside the event loop, so that streams go on meanwhile. Scrapes that come
+    while one of their kind is rendered get the same text."""
 
-    A model without a healthy replica has `manta_up` 0 and no series of engines.
-    """
-    replicas, ingresses = await asyncio.gather(ModelReplicas.of_all(pools), telemetry.all_stats())
-    if node is not None:
-        replicas = [model.on(node) for model in replicas]
-        ingresses = [stats for stats in ingresses if stats.node == node]
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(replicas, ingresses))
-    return generate_latest(registry)
+    def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
+        """pools: by model name."""
+        self._pools, self._telemetry = pools, telemetry
+        self._rendering: dict[tuple[str | None, bool], asyncio.Task[bytes]] = {}
+        self._one = asyncio.Lock()
+
+    async def text(self, node: str | None = None, *, by_key: bool = True) -> bytes:
+        """Return the text of one scrape. node: Ray's id of the only node to ask; None for all. by_key: whether it tells
+        what each API key has used.
+
+        A model without a healthy replica has `manta_up` 0 and no series of engines.
+        """
+        kind = node, by_key
+        if (task := self._rendering.get(kind)) is None:
+            task = self._rendering[kind] = asyncio.create_task(self._render(node, by_key))
+            task.add_done_callback(lambda _: self._rendering.pop(kind))
+        return await asyncio.shield(task)
+
+    async def _render(self, node: str | None, by_key: bool) -> bytes:
+        async with self._one:
+            replicas, ingresses = await asyncio.gather(ModelReplicas.of_all(self._pools), self._telemetry.all_stats())
+            if node is not None:
+                replicas = [model.on(node) for model in replicas]
+                ingresses = [stats for stats in ingresses if stats.node == node]
+            # a copy, since this ingress goes on counting
+            ingresses = msgspec.msgpack.decode(msgspec.msgpack.encode(ingresses), type=list[IngressStats])
+            registry = CollectorRegistry()
+            registry.register(_Snapshot(replicas, ingresses, MODELS if by_key else ANONYMOUS))
+            return await asyncio.to_thread(generate_latest, registry)
 
 
 class _Snapshot(Collector):
     """Answers of all replicas and ingresses to one scrape."""
 
-    def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats]):
-        self._replicas, self._ingresses = replicas, ingresses
+    def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats], of_models: Sequence[Row]):
+        self._replicas, self._ingresses, self._of_models = replicas, ingresses, of_models
         self._answering = [([r.model, status.engine_id], status) for r in replicas for status in r.answering]
         self._decode = [([r.model, status.engine_id], status) for r in replicas for status in r.decode]
         self._prefill = [([r.model, status.engine_id], status) for r in replicas for status in r.prefill]
@@ -202,7 +226,7 @@ class _Snapshot(Collector):
         yield from collect(STATUS, LABELS, [*others, *self._encode])
         yield from handoff_metrics(others, self._encode)
         yield from self._routing()
-        yield from collect(MODELS, MODEL_LABELS, self._models)
+        yield from collect(self._of_models, MODEL_LABELS, self._models)
         yield from collect(GEN_AI, ["gen_ai_request_model", "ingress"], self._models)
         yield from collect(INGRESSES, ["ingress"], [([i.ingress_id], i) for i in self._ingresses])
         routes = [

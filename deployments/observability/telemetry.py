@@ -146,15 +146,15 @@ class Telemetry:
     def own_timelines(self, name: str) -> list[SequenceTimeline]:
         return self.timelines.of(name)
 
-    async def explain(self, name: str) -> RequestTimeline:
+    async def explain(self, name: str, key: str | None = None) -> RequestTimeline:
         """Return the timeline of a request, gathered from every ingress that answers. name: as in
-        SequenceTimeline.is_of.
+        SequenceTimeline.is_of. key: name of the API key of which it must be; None for any.
 
         Raises RequestNotFound if none of them knows the request.
         """
         others = await self._peers.ask("timelines", list[SequenceTimeline], name)
         every = [*others, self.own_timelines(name)]
-        found = {timeline.request_id: timeline for timelines in every for timeline in timelines}
+        found = {each.request_id: each for timelines in every for each in timelines if key in (None, each.key)}
         if not found:
             raise RequestNotFound(name)
         return RequestTimeline(name, sorted(found.values(), key=lambda timeline: timeline.arrived_at))

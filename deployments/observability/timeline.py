@@ -24,6 +24,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
 
     request_id: str  #: id of its first attempt in an engine; later ones add `.1`, `.2`
     model: str
+    key: str = ""  #: name of its API key; empty on a server without keys
     adapter: str | None = None  #: name of the LoRA adapter that computes it
     prompt_tokens: int
     arrived_at: float  #: seconds since 1970

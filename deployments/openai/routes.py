@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from deployments.http.context import RequestContext
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.route import Route
+from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.chat import ChatResponse
@@ -33,8 +33,11 @@ class OpenAIRoutes:
         answer, continue_text = "Answer a conversation.", "Continue a text."
         tokens, text = "Convert text or messages to token ids.", "Convert token ids to text."
         return [
-            Route("POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True),
             Route(
+                KEY, "POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True
+            ),
+            Route(
+                KEY,
                 "POST",
                 completions,
                 once(completions)(self.completion),
@@ -43,17 +46,10 @@ class OpenAIRoutes:
                 result=Completion,
                 streams=True,
             ),
-            Route("POST", "/tokenize", self.tokenize, tokens, body=TokenizeBody, result=Tokens),
-            Route(
-                "POST",
-                "/detokenize",
-                self.detokenize,
-                text,
-                body=DetokenizeBody,
-                result=DetokenizedText,
-            ),
-            Route("GET", "/v1/models", self.list_models, "The served models.", result=ModelList),
-            Route("GET", "/v1/models/{name:path}", self.retrieve_model, "One model.", result=ModelCard),
+            Route(KEY, "POST", "/tokenize", self.tokenize, tokens, body=TokenizeBody, result=Tokens),
+            Route(KEY, "POST", "/detokenize", self.detokenize, text, body=DetokenizeBody, result=DetokenizedText),
+            Route(KEY, "GET", "/v1/models", self.list_models, "The served models.", result=ModelList),
+            Route(KEY, "GET", "/v1/models/{name:path}", self.retrieve_model, "One model.", result=ModelCard),
         ]
 
     async def chat(self, request: Request) -> Response:

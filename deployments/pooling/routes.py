@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from deployments.http.context import RequestContext
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.route import Route
+from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
@@ -30,9 +30,9 @@ class PoolingRoutes:
         vectors, fit = "Texts to vectors.", "Score how well documents fit queries."
         ranked = "Rank documents by how well they fit a query."
         return [
-            Route("POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
-            *(Route("POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),
-            *(Route("POST", path, self.rerank, ranked, body=RerankBody, result=Ranking) for path in RERANK_PATHS),
+            Route(KEY, "POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
+            *(Route(KEY, "POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),
+            *(Route(KEY, "POST", path, self.rerank, ranked, body=RerankBody, result=Ranking) for path in RERANK_PATHS),
         ]
 
     async def embeddings(self, request: Request) -> Response:

@@ -70,7 +70,7 @@ async def test_prices_turn_costs_into_money_in_answers_metrics_and_files(folder,
     section = ModelSection(name="tiny", model=str(folder), prices={"engine_hour": 3600.0})
     info = replace(model_info(section, IngressSection()), identity=None)
     files = UsageFiles(UsageConfig(folder=str(tmp_path)), "ingress-1")
-    auth = AuthConfig(api_keys=(key_line("alice", "sk-alice"),))
+    auth = AuthConfig(api_keys=(key_line("alice", "sk-alice"),), admin_keys=("alice",))
     async with real_api(folder, info=info, auth=auth, usage_files=files) as api:
         api.client.headers["authorization"] = "Bearer sk-alice"
         answer = await api.complete(**ASKED, n=2, **COST)

@@ -13,6 +13,7 @@ import yaml
 from cluster.cli.main import app
 from cluster.config.app_config import AppConfig
 from tests.docs.pages import PAGES, blocks, commands, named_commands
+from tools import routes
 from tools.reference import reference
 from tools.site import FENCE, ROOT, links
 
@@ -93,6 +94,10 @@ def test_configurations_on_a_page_are_read_as_they_stand_there(page):
 
 def test_reference_is_what_the_code_says():
     assert (ROOT / "docs" / "reference.md").read_text() == reference(), "python tools/reference.py > docs/reference.md"
+
+
+def test_the_table_of_routes_is_what_the_code_says():
+    assert routes.PAGE.read_text() == routes.page(routes.PAGE.read_text()), "python tools/routes.py"
 
 
 def test_examples_of_models_on_gpus_ask_for_gpus():

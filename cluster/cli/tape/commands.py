@@ -33,7 +33,7 @@ def save(
 ) -> None:
     """Save the newest part of the tapes of all engines and routers, for `manta replay`. They contain no text.
 
-    With `ingress.admin_keys`, only these keys may save a tape.
+    On a server with API keys, only those of `ingress.admin_keys` may save a tape.
 
     Example: manta tape save monday.tape --url http://127.0.0.1:8000
     """

@@ -14,7 +14,8 @@ export class ConfigurationView {
     try {
       const { configuration, version } = await getJson("console/facts");
       this.version.textContent = `Manta ${version}. Every key of serve_config.yaml as it is in force; API keys and passwords are left out.`;
-      this.body.replaceChildren(...entries(configuration));
+      const hidden = h("p", {}, "Only keys of ingress.admin_keys see the configuration.");
+      this.body.replaceChildren(...(Object.keys(configuration).length ? entries(configuration) : [hidden]));
     } catch (error) {
       this.body.replaceChildren(h("p", { class: "problem", role: "alert" }, error.message));
     }

@@ -18,7 +18,7 @@ from deployments.http.body import validated
 from deployments.http.context import key_name
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.middleware import AuthConfig
-from deployments.http.route import Route
+from deployments.http.route import OWNER, Route
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
 from deployments.openai.batches.files import File
@@ -79,15 +79,23 @@ class BatchRoutes:
         files, batches, needs = "/v1/files", "/v1/batches", [Depends(self._check_configured)]
         store, download = "Store the requests of a batch.", "application/octet-stream"
         found = [
-            Route("POST", files, self.upload, store, body=UploadForm, result=File, body_type=FORM),
-            Route("GET", files, self.list_files, "The files, newest first.", body=FileQuery, result=FileList),
-            Route("GET", f"{files}/{{name}}", self.retrieve_file, "One file.", result=File),
-            Route("DELETE", f"{files}/{{name}}", self.delete_file, "Delete a file.", result=DeletedFile),
-            Route("GET", f"{files}/{{name}}/content", self.content, "The content of a file.", result=download),
-            Route("POST", batches, self.create, "Answer the requests of a file.", body=BatchBody, result=Batch),
-            Route("GET", batches, self.list_batches, "The batches, newest first.", body=BatchQuery, result=BatchList),
-            Route("GET", f"{batches}/{{name}}", self.retrieve, "One batch.", result=Batch),
-            Route("POST", f"{batches}/{{name}}/cancel", self.cancel, "Cancel a batch.", result=Batch),
+            Route(OWNER, "POST", files, self.upload, store, body=UploadForm, result=File, body_type=FORM),
+            Route(OWNER, "GET", files, self.list_files, "The files, newest first.", body=FileQuery, result=FileList),
+            Route(OWNER, "GET", f"{files}/{{name}}", self.retrieve_file, "One file.", result=File),
+            Route(OWNER, "DELETE", f"{files}/{{name}}", self.delete_file, "Delete a file.", result=DeletedFile),
+            Route(OWNER, "GET", f"{files}/{{name}}/content", self.content, "The content of a file.", result=download),
+            Route(OWNER, "POST", batches, self.create, "Answer the requests of a file.", body=BatchBody, result=Batch),
+            Route(
+                OWNER,
+                "GET",
+                batches,
+                self.list_batches,
+                "The batches, newest first.",
+                body=BatchQuery,
+                result=BatchList,
+            ),
+            Route(OWNER, "GET", f"{batches}/{{name}}", self.retrieve, "One batch.", result=Batch),
+            Route(OWNER, "POST", f"{batches}/{{name}}/cancel", self.cancel, "Cancel a batch.", result=Batch),
         ]
         return [replace(route, dependencies=needs) for route in found]
 

@@ -17,7 +17,7 @@ from deployments.http.body import validated
 from deployments.http.context import RequestContext, key_name
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.route import Route
+from deployments.http.route import KEY, OWNER, Route
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.chat_output import ChatOutput
@@ -58,11 +58,28 @@ class ResponsesRoutes:
         create, respond = self._idempotent.once(path)(self.create), "Respond to items of a conversation."
         one, items = f"{path}/{{name}}", "The input items of a stored response."
         return [
-            Route("POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
-            Route("GET", one, self.retrieve, "A stored response.", body=RetrieveQuery, result=Response, streams=True),
-            Route("DELETE", one, self.delete, "Delete a response.", result=DeletedResponse),
-            Route("GET", f"{one}/input_items", self.list_input_items, items, body=InputItemsQuery, result=InputItems),
-            Route("POST", f"{one}/cancel", self.cancel, "End a background response.", result=Response),
+            Route(KEY, "POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
+            Route(
+                OWNER,
+                "GET",
+                one,
+                self.retrieve,
+                "A stored response.",
+                body=RetrieveQuery,
+                result=Response,
+                streams=True,
+            ),
+            Route(OWNER, "DELETE", one, self.delete, "Delete a response.", result=DeletedResponse),
+            Route(
+                OWNER,
+                "GET",
+                f"{one}/input_items",
+                self.list_input_items,
+                items,
+                body=InputItemsQuery,
+                result=InputItems,
+            ),
+            Route(OWNER, "POST", f"{one}/cancel", self.cancel, "End a background response.", result=Response),
         ]
 
     async def create(self, request: Request) -> HttpResponse:

@@ -40,7 +40,7 @@ def number_of(event: bytes) -> float:
 async def watch(shared: ClusterFeed, count: int) -> list[float]:
     """The numbers of the first polls that a viewer sees."""
     seen = []
-    async with aclosing(shared.events()) as events:
+    async with aclosing(shared.events(with_requests=True)) as events:
         async for event in events:
             seen.append(number_of(event))
             if len(seen) == count:
@@ -73,7 +73,7 @@ async def test_a_poll_that_fails_costs_a_viewer_nothing_but_time():
 async def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
     monkeypatch.setattr(feed, "STREAM_S", 0.02)
     shared = ClusterFeed(FakeWatcher())  # type: ignore[arg-type]
-    assert [number_of(event) async for event in shared.events()]
+    assert [number_of(event) async for event in shared.events(with_requests=True)]
 
 
 async def test_a_viewer_that_comes_just_before_polling_ends_is_shown_the_next_one(monkeypatch):

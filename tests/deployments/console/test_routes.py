@@ -5,6 +5,7 @@ import re
 import msgspec
 import pytest
 from httpx import ASGITransport, AsyncClient
+from starlette.requests import Request
 
 from cluster.config.app_config import AppConfig
 from deployments.app import http_app
@@ -13,6 +14,7 @@ from deployments.console.config import ConsoleConfig
 from deployments.console.routes import PAGE
 from deployments.frontend import sequence
 from deployments.frontend.api_keys import hash_key
+from deployments.http.context import IS_ADMIN
 from deployments.http.middleware import AuthConfig
 from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says
@@ -69,8 +71,9 @@ async def test_the_state_has_replicas_and_requests_but_no_text_of_them():
         await api.until_status()
         await api.post("completions", prompt="a secret prompt", max_tokens=3)
         app = http_app({"fake": api.model}, api.telemetry)
+        of_an_admin = Request({"type": "http", "state": {IS_ADMIN: True}})
         feed = next(route for route in app.routes if getattr(route, "path", "") == "/console/state")
-        stream = (await feed.endpoint()).body_iterator  # type: ignore[attr-defined]
+        stream = (await feed.endpoint(of_an_admin)).body_iterator  # type: ignore[attr-defined]
         event = await anext(stream)
         await stream.aclose()
         state = msgspec.json.decode(event.removeprefix(b"data: "), type=ClusterState)

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
 from deployments.http.server_header import NODE_HEADER
-from deployments.observability.prometheus import render_metrics
+from deployments.observability.prometheus import Metrics
 from deployments.observability.stats import IngressStats
 from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
@@ -219,5 +219,5 @@ async def test_a_broken_hold_counts_once_however_many_ingresses_knew_of_it():
                 ingress.model("tiny").routing.holds_broken = broken
             return found
 
-    scrape = Scrape((await render_metrics({}, Ingresses())).decode())  # type: ignore[arg-type]
+    scrape = Scrape((await Metrics({}, Ingresses()).text()).decode())  # type: ignore[arg-type]
     assert scrape.sum("manta_holds_broken_total", model_name="tiny") == 3

@@ -50,7 +50,8 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
         {"name": "tiny", "model": model, "decode": DECODE, "engine": {**ENGINE, "max_num_seqs": MAX_NUM_SEQS}},
         {"name": "apart", "model": model, **APART},
     ]
-    args = {"models": models, "ingress": {"max_waiting": MAX_WAITING, "api_keys_file": str(keys)}}
+    ingress = {"max_waiting": MAX_WAITING, "api_keys_file": str(keys), "admin_keys": ["alice"]}
+    args = {"models": models, "ingress": ingress}
     with ServeRun(folder, args, manta=True) as server:
         server.wait_for_line("prefill engines: prefill-apart-", timeout_s=280)  # the dispatcher knows it
         wait_until(lambda: httpx.get(f"{server.url}/health", timeout=10).status_code == 200, timeout_s=60)
