@@ -16,6 +16,7 @@ TIMEOUT_S = 2.0  # of each command, connecting included
 SETTLE_S = 3.0
 """Seconds without new leases after a Redis has become available or another has taken its place, perhaps without its
 values."""
+MAX_SETTLES = 4  # times that a call waits for a Redis that keeps restarting
 REPLACE = "return redis.call('get',KEYS[1]) == ARGV[1] and redis.call('set',KEYS[1],ARGV[2],'px',ARGV[3]) and 1 or 0"
 
 
@@ -44,11 +45,17 @@ class RedisStore(KeyValueStore):
         await self._run("delete", key)
 
     async def settled(self) -> None:
-        server, now = await self._run("info", "server"), asyncio.get_running_loop().time()
-        if server["run_id"] != self._run_id:  # restarted, or replaced by its replica, since this store was last used
-            self._back_at = now if self._run_id else max(self._back_at, now - server["uptime_in_seconds"])
-            self._run_id = server["run_id"]
-        await asyncio.sleep(max(0.0, self._back_at + SETTLE_S - now))
+        for _ in range(MAX_SETTLES):
+            server, now = await self._run("info", "server"), asyncio.get_running_loop().time()
+            if (
+                server["run_id"] != self._run_id
+            ):  # restarted, or replaced, since it was last used
+                self._back_at = now if self._run_id else max(self._back_at, now - server["uptime_in_seconds"])
+                self._run_id = server["run_id"]
+            if now >= self._back_at + SETTLE_S:
+                return
+            await asyncio.sleep(self._back_at + SETTLE_S - now)  # it may restart once more meanwhile
+        raise self.unavailable(f"it has restarted {MAX_SETTLES} times within {MAX_SETTLES * SETTLE_S:.0f} s")
 
     async def close(self) -> None:
         await self._run("aclose")
