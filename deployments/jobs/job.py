@@ -166,8 +166,8 @@ class Job:
             # else another ingress may have completed the answer since the record was read
             await self._store.replace(self._key, known, self.record.encode(), self._ttl_s)
 
-    async def _restore(self) -> None:
-        await self._store.add(self._key, self.record.encode(), self._ttl_s)
+    async def _restore(self) -> bool:
+        return await self.record.restore(self._store, self.job_id, self._ttl_s)
 
     def _note(self, choice: int, delta: TokenDelta) -> None:
         self._log.add((choice, delta))

@@ -18,7 +18,8 @@ RETRY_S = 1.0
 """Seconds until a lease is renewed after the store has failed; shorter than the store takes to settle."""
 
 
-async def _nothing() -> None: ...
+async def _unfinished() -> bool:
+    return True
 
 
 def _ignore() -> None: ...
@@ -30,23 +31,26 @@ class Lease:
     All methods except `kept` raise StoreUnavailable.
     """
 
-    def __init__(self, store: KeyValueStore, job_id: str, restore: Callable[[], Awaitable[None]] = _nothing):
-        """restore: stores the job again unless it is stored; called if the lease was lost with the store's values."""
+    def __init__(self, store: KeyValueStore, job_id: str, restore: Callable[[], Awaitable[bool]] = _unfinished):
+        """restore: called if nobody has the lease any more, because it has expired or was lost with the store's values.
+        Stores the job again unless it is stored, and returns whether it is still to be done."""
         self._store, self._key, self._restore = store, lease_key(job_id), restore
         self._holder = secrets.token_hex(16).encode()
 
     async def take(self) -> bool:
         """Take the job unless another holder has it. Returns whether this holder has it now."""
-        return await self._store.add(self._key, self._holder, LEASE_S)
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        taken = await self._store.add(self._key, self._holder, LEASE_S)
+        if loop.time() < asked_at + LEASE_S:
+            return taken
+        return await self.holds()  # this process stood still, so the lease may have expired before it was told
 
     async def renew(self) -> bool:
-        """Hold the job for another LEASE_S. Returns False if another holder has it."""
+        """Hold the job for another LEASE_S. Returns False if another holder has it, or has done it."""
         if await self.holds():
             return True
-        if await self.is_held():
-            return False
-        await self._restore()
-        return await self.take()
+        return not await self.is_held() and await self._restore() and await self.take()
 
     async def seize(self) -> None:
         """Take the job from its holder, which notices within RENEW_S, so that nobody computes it."""

@@ -11,7 +11,7 @@ import msgspec
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.retry import signed
-from deployments.storage.key_value import KeyValueStore, sealed
+from deployments.storage.key_value import KeyValueStore, StoredValueCorrupt, sealed
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import seed_of
 from engine.wire.token_delta import TokenDelta
@@ -68,6 +68,17 @@ class JobRecord(msgspec.Struct):
         """Return the stored record of a job, or None. Raises StoreUnavailable, StoredValueCorrupt."""
         value = await store.get(key := record_key(job_id))
         return None if value is None else store.unsealed(key, value, msgspec.msgpack.Decoder(cls).decode)
+
+    async def restore(self, store: KeyValueStore, job_id: str, ttl_s: float) -> bool:
+        """Store the record unless the job is stored. Returns whether its answer is still to be computed. Raises
+        StoreUnavailable."""
+        if await store.add(record_key(job_id), self.encode(), ttl_s):
+            return True
+        try:
+            stored = await JobRecord.load(store, job_id)
+        except StoredValueCorrupt:
+            return True
+        return stored is None or stored.outputs is None
 
 
 def job_id_of(owner: str, key: str) -> str:

@@ -175,9 +175,10 @@ class BatchLease:
                 if await self._lease.holds():
                     await self._lease.release()
 
-    async def _restore(self) -> None:
+    async def _restore(self) -> bool:
         await self._store.values.add(object_key(self._batch_id), self._stored, TTL_S)
         await self._store.add(self.record)  # restores its entries in lists too
+        return True  # `save` notices whether another ingress has ended it
 
 
 def _link_input(content: Path, work: Path) -> None:
