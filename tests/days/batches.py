@@ -225,9 +225,11 @@ class BatchPart(Part):
         await self._check_answers(job, batch)
 
     def _is_forgotten(self, batch: Batch) -> bool:
-        """Return whether the store has lost a batch, whose record was just written again by its client."""
+        """Return whether the store has lost a batch, on which nobody works since. Its client may have written its
+        record again."""
         lost_at = self._cluster.redis.lost_at
-        return lost_at > 0 and self._cluster.loop.time() > lost_at + 60.0
+        is_running = any(count for (_, batch_id), count in self.working.items() if batch_id == batch.id)
+        return lost_at > 0 and self._cluster.loop.time() > lost_at + 60.0 and not is_running
 
     async def _ask(self, job: Job, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
         """Call a route of an ingress until one has answered."""

@@ -120,12 +120,18 @@ class Cluster:
         self.is_autoscaled = False
         self.roles: dict[str, Role] = {}  #: that the autoscaler has given, by engine
         self.redis = Redis(self)
+        self.has_lost_ingress = False
         self.store_fails = False  #: whether it has been away
         self.computations: list[Computation] = []  #: of answers with an idempotency key
         self.stands_still = False  #: whether an ingress has stood still
         self.disk_full_until = 0.0  #: of the folder of batches
         self.on_new_ingress: list[Callable[[Ingress], None]] = []
         self.ingresses = [self._new_ingress(f"i{i}") for i in range(size.ingresses)]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that engines' replicas work on."""
+        return sum(len(replica.calls) for each in self.deployments.values() for replica in each.replicas)
 
     def start(self) -> None:
         for deployment in reversed(self.deployments.values()):
@@ -143,6 +149,7 @@ class Cluster:
     def kill_ingress(self, ingress: Ingress) -> None:
         """End the process of an ingress, and start another one some time later."""
         if ingress.up:
+            self.has_lost_ingress = True
             ingress.die()
             number = self.ingresses.index(ingress)
 

@@ -36,21 +36,21 @@ class Computation(LiveGeneration):
         super().__init__(frontend, prompts, client, record, resumes=resumes)
         self.key = prompts[0][0].request_id.partition("-")[0]
         self.ingress: Ingress = frontend.channel.ingress
-        self.running = self.is_complete = self.is_cancelled = False
+        self.running = self.is_cancelled = False
         self.made_at = self.ingress.cluster.loop.time()
         self.ingress.cluster.computations.append(self)
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
-        cluster, self.running, process = self.ingress.cluster, True, self.ingress.process
-        num_stops = 0 if process is None else process.num_stops
+        cluster, self.running = self.ingress.cluster, True
+        cluster.seen["an answer is computed again"] += sum(each.key == self.key for each in cluster.computations) > 1
         try:
-            check_that_one_computes(cluster, self.key)
+            self._check_that_it_is_due()
             async with aclosing(super().chunks()) as chunks:
                 async for chunk in chunks:
+                    self._check_that_it_is_due()
                     if self.computed_again:
                         cluster.loop.fail(AssertionError(f"{self.key} is computed by an ingress that has lost it"))
                     yield chunk
-            self.is_complete = process is None or process.num_stops == num_stops  # else it may have lost the key
         except asyncio.CancelledError:
             self.is_cancelled = True
             cluster.seen["an answer is left to another ingress"] += self.computed_again
@@ -58,15 +58,16 @@ class Computation(LiveGeneration):
         finally:
             self.running = False
 
-
-def check_that_one_computes(cluster: Cluster, key: str) -> None:
-    """Check that a key is not computed twice at a time, nor again unless the store was away when it ended."""
-    of_key = [each for each in cluster.computations if each.key == key and each.ingress.up]
-    cluster.seen["an answer is computed again"] += sum(each.key == key for each in cluster.computations) > 1
-    running = sum(each.running and not each.ingress.is_behind for each in of_key)
-    assert running <= 1, f"{key} is computed twice at a time"
-    if not cluster.store_fails:
-        assert not any(each.is_complete for each in of_key), f"{key} is computed again, although it was complete"
+    def _check_that_it_is_due(self) -> None:
+        """Check that a key is not computed twice at a time, nor again after its answer was in the store."""
+        cluster = self.ingress.cluster
+        if self.ingress.is_behind or not self.ingress.up:
+            return
+        of_key = [each for each in cluster.computations if each.key == self.key and each.ingress.up]
+        running = sum(each.running and not each.ingress.is_behind for each in of_key)
+        assert running <= 1, f"{self.key} is computed twice at a time"
+        is_complete = cluster.redis.is_complete(job_id_of("", self.key))
+        assert not is_complete, f"{self.key} is computed again, although it was complete"
 
 
 class KeyedClient:

@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from deployments.jobs.record import JobRecord, record_key
+from deployments.storage.key_value import CHECKSUM_BYTES
 from deployments.storage.redis import REPLACE, RedisStore
 
 if TYPE_CHECKING:
     from tests.days.cluster import Cluster
 
 NODE = "store"
+RECORD = msgspec.msgpack.Decoder(JobRecord).decode
 
 
 class Redis:
@@ -25,6 +29,7 @@ class Redis:
         self._away_until = 0.0
         self._started_at, self._starts = float("-inf"), 0
         self.lost_at = float("-inf")  #: when it has last lost its values
+        self._complete: set[str] = set()  # keys of the jobs whose whole answer it has had since then
 
     @property
     def is_away(self) -> bool:
@@ -36,11 +41,16 @@ class Redis:
         self._starts += 1
         if forgets:
             self._values.clear()
+            self._complete.clear()
             self.lost_at = self._loop.time()
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys whose values have not expired."""
         return [key for key in self._values if key.startswith(prefix) and self.get(key) is not None]
+
+    def is_complete(self, job_id: str) -> bool:
+        """Return whether it has had the whole answer of a job, also if another value was written over it."""
+        return record_key(job_id) in self._complete
 
     def get(self, key: str) -> bytes | None:
         expires, value = self._values.get(key, (0.0, b""))
@@ -50,6 +60,8 @@ class Redis:
         if nx and self.get(key) is not None:
             return None
         self._values[key] = self._loop.time() + px / 1000, value
+        if key.startswith(record_key("")) and RECORD(value[CHECKSUM_BYTES:]).outputs is not None:
+            self._complete.add(key)
         return True
 
     def eval(self, script: str, _: int, key: str, expected: bytes, value: bytes, px: int) -> int:

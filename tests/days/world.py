@@ -135,6 +135,7 @@ class World:
         watch.cancel()
         cluster.network.loss = cluster.network.repeats = cluster.network.busy = 0.0
         await asyncio.sleep(max(0.0, day.last_at - self.loop.time()))
+        await self._orphans_end()
         forgets = day.seed % 8 == 0
         await asyncio.sleep(SETTLE_S + FORGET_S * forgets)
         check_jobs(cluster)
@@ -143,6 +144,13 @@ class World:
             part.check_end()
         if day.is_calm:
             check_that_nothing_failed(cluster, day.scales)
+
+    async def _orphans_end(self) -> None:
+        """Wait for the calls of ingresses that have died. A process that is gone cancels nothing, so its requests run
+        to their end or their timeout."""
+        until = self.loop.time() + LIMIT_S
+        while self.cluster.has_lost_ingress and self.cluster.num_calls and self.loop.time() < until:
+            await asyncio.sleep(1.0)
 
     def rng_of(self, ask: Ask) -> random.Random:
         """Return random numbers that do not depend on other requests."""
