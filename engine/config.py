@@ -53,8 +53,8 @@ class EngineConfig:
     block_size: int | None = option(None, "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.")
     kv_cache_memory_gib: float | None = option(
         None,
-        "Size of the KV cache. Default: 2 GiB on a CPU; on a GPU, the rest of `gpu_memory_utilization` after a "
-        "profiling run.",
+        "Size of the KV cache. Default: 2 GiB on a CPU, or half of the memory that is available within the container's "
+        "limits if that is less; on a GPU, the rest of `gpu_memory_utilization` after a profiling run.",
     )
     gpu_memory_utilization: float = option(
         0.9, "Fraction of a GPU's memory for weights, KV cache and activations together."

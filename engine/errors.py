@@ -251,15 +251,15 @@ class EngineLost(EngineUnavailable):
 class ExpertsDoNotFit(EngineUnavailable):
     """The engines that are left have too little memory for the experts of one that died."""
 
-    def __init__(self, rank: int, needed: int, free: int):
-        """needed, free: bytes of one of the ranks."""
+    def __init__(self, rank: int, needed: int, free: str):
+        """needed: bytes of one of the ranks. free: what it has, in words."""
         Exception.__init__(self, rank, needed, free)
 
     def __str__(self) -> str:
         rank, needed, free = self.args
         return (
             f"the experts of a lost engine do not fit: rank {rank} needs {needed / 2**30:.2f} GiB for its part, "
-            f"and {free / 2**30:.2f} GiB are free"
+            f"and {free}"
         )
 
 

@@ -11,6 +11,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
 
@@ -52,7 +53,8 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     assert cfg is not None
     dtype, states = getattr(torch, cfg.dtype), state_specs(cfg.recurrent, cfg.dtype, ranks)
     running = sum(spec.kept_bytes + spec.row_bytes for spec in states)
-    free = int((usable_bytes(card, ranks) - model.weight_bytes) / ranks) - engine.max_num_seqs * running
+    each = FreeMemory(int((usable_bytes(card, ranks) - model.weight_bytes) / ranks), "the GPU's memory")
+    free = each.less(engine.max_num_seqs * running)
     snapshots = memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
         engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * memory.snapshot_bytes(states)

@@ -24,6 +24,7 @@ from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
 from engine.eplb.placement import EMPTY, Placement, adopt, most_adopted
 from engine.errors import ExpertsDoNotFit, ModelFolderError
+from engine.free_memory import FreeMemory
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
 from engine.model.layers.moe import Experts
@@ -118,9 +119,9 @@ class AdoptedExperts:
 class LostExperts:
     """The mixture layers of one rank, and the checkpoint from which it reads experts of engines that are lost."""
 
-    def __init__(self, model: Model, folder: Path | None, free_bytes: Callable[[], int]):
+    def __init__(self, model: Model, folder: Path | None, free_memory: Callable[[], FreeMemory]):
         """model: whose experts are spread over engines. folder: None for random weights."""
-        self._model, self._folder, self._free_bytes = model, folder, free_bytes
+        self._model, self._folder, self._free_memory = model, folder, free_memory
         self._layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Experts)}
         self.placements: list[Placement] = []  #: of each layer, since the last loss
 
@@ -154,10 +155,11 @@ class LostExperts:
     def _check_memory(self, ranks: ConnectedGroup, adopted: Sequence[AdoptedExperts]) -> None:
         needs = [each.needed_bytes for each in adopted]
         own = sum(kept for kept, _ in needs) + max((moment for _, moment in needs), default=0)
-        for rank, answer in enumerate(ranks.exchange(f"{own} {self._free_bytes()}")):
-            needed, free = map(int, answer.split())
-            if needed > free:
-                raise ExpertsDoNotFit(rank, needed, free)
+        free = self._free_memory()
+        for rank, answer in enumerate(ranks.exchange(f"{own} {free.size} {free.limit}")):
+            needed, size, limit = answer.split(" ", 2)
+            if int(needed) > int(size):
+                raise ExpertsDoNotFit(rank, int(needed), str(FreeMemory(int(size), limit)))
 
     def _read(self, adopted: Sequence[AdoptedExperts], check: Callable[[], None]) -> None:
         """Load the weights of the adopted experts, and pack them. check: function that raises if this is to end, since

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
+from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
@@ -93,19 +93,19 @@ def choose_num_blocks(
     dtype: torch.dtype,
     device: torch.device,
     tp: TPGroup,
-    free_bytes: int,
+    free: FreeMemory,
     drafter_bytes: int = 0,
     state_bytes: int = 0,
 ) -> tuple[list[int], int]:
     """Return the number of blocks of each KV cache group, and max_model_len. Log the limit that sets them.
 
-    free_bytes: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, the machine's free memory.
+    free: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, this rank's part of the machine's.
     drafter_bytes: bytes that a drafter needs for each block of the first group. state_bytes: bytes of snapshots of
     states. Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
     needs = group_needs(config, block_size, model, dtype, tp, drafter_bytes)
     if device.type == "cuda" and config.handoff is not None and config.handoff.transport != "tcp":
-        free_bytes -= nixl.MAX_BUFFERS * sum(nixl.buffer_bytes(need.block_bytes) for need in needs)
+        free = free.less(nixl.MAX_BUFFERS * sum(nixl.buffer_bytes(need.block_bytes) for need in needs))
     longest = model.longest_sequence(config.max_model_len)
     desired = [need.most(longest, config.max_num_seqs) for need in needs]
     if not any(need.block_bytes for need in needs):
@@ -114,14 +114,14 @@ def choose_num_blocks(
     if config.num_blocks is not None:
         first, *others = config.num_blocks, *desired[1:]
         blocks, limit = [first, *(min(first, other) for other in others)], "num_blocks"
-        if (used := total_bytes(needs, blocks) + state_bytes) > free_bytes:
-            fit, more = config.num_blocks * free_bytes // used, " and states" if state_bytes else ""
+        if (used := total_bytes(needs, blocks) + state_bytes) > free.size:
+            fit, more = max(0, config.num_blocks * free.size // used), " and states" if state_bytes else ""
             raise OutOfMemory(
-                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache{more}, but only "
-                f"{free_bytes / GIB:.2f} GiB are free; at most {fit} blocks fit"
+                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache{more}, but only {free}; "
+                f"at most {fit} blocks fit"
             )
     else:
-        budget, limit = kv_budget(config, device, free_bytes)
+        budget, limit = kv_budget(config, device, free)
         blocks = divide(max(0, budget - state_bytes), needs, longest, config.max_num_seqs)
         if blocks == desired:
             limit = f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
@@ -219,20 +219,20 @@ def full_requests(needs: list[GroupNeed], blocks: list[int], length: int) -> flo
     )
 
 
-def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
+def kv_budget(config: EngineConfig, device: torch.device, free: FreeMemory) -> tuple[int, str]:
     """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if a configured
     size is not free."""
     if config.kv_cache_memory_gib is not None:
         requested = int(config.kv_cache_memory_gib * GIB)
-        if requested > free_bytes:
-            raise OutOfMemory(
-                f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: only "
-                f"{free_bytes / GIB:.2f} GiB are free"
-            )
+        if requested > free.size:
+            raise OutOfMemory(f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: only {free}")
         return requested, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
     if device.type == "cuda":
-        return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
-    return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
+        return free.size, free.limit
+    default = int(CPU_DEFAULT_GIB * GIB)
+    if free.size // 2 < default:
+        return free.size // 2, f"half of the free {max(0, free.size) / GIB:.2f} GiB ({free.limit})"
+    return default, f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -268,11 +268,6 @@ def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
         raise ModelFolderError(str(folder), "a k_scale or v_scale is not above 0")
     logger.info("kv cache in FP8: %s", f"{found} scales from the checkpoint" if found else "no scales, all are 1")
     return scales.to(device)
-
-
-def free_host_bytes() -> int:
-    """Return how many bytes of the machine's memory are free."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate(

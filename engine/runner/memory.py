@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import OutOfMemory
+from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache
@@ -39,14 +40,14 @@ def plan_blocks(
     these or the configured lengths do not fit.
     """
     if setup.torch_device.type == "cpu":
-        free = kv_cache.free_host_bytes() // setup.tp.all_engines.local_size
+        free = free_host_memory().shared_by(setup.tp.all_engines.local_size)
     else:
-        free = free_gpu_bytes(setup, run_dummy_step, encoder_cache)
+        free = free_gpu_memory(setup, run_dummy_step, encoder_cache)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
     free = keep_free(free, spare_bytes)
     device, specs = setup.torch_device, setup.state_specs
     if device.type == "cuda":  # a CPU's pages are taken only when sequences write to them
-        free -= config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs))
+        free = free.less(config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs)))
     snapshots = choose_num_snapshots(config, size, model, specs, dtype, device, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
         config,
@@ -55,7 +56,7 @@ def plan_blocks(
         dtype,
         device,
         tp,
-        free_bytes=free,
+        free=free,
         drafter_bytes=drafter_block_bytes,
         state_bytes=snapshots * snapshot_bytes(specs),
     )
@@ -66,23 +67,23 @@ def plan_blocks(
     return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots
 
 
-def keep_free(free: int, spare_bytes: int) -> int:
-    """Return how many of the free bytes are left if room is kept for the experts of a lost engine. Raises OutOfMemory
+def keep_free(free: FreeMemory, spare_bytes: int) -> FreeMemory:
+    """Return what is left of the free memory if room is kept for the experts of a lost engine. Raises OutOfMemory
     if there is too little."""
-    if spare_bytes > free:
+    if spare_bytes > free.size:
         raise OutOfMemory(
             f"with enable_elastic_ep, this rank needs {spare_bytes / 2**30:.2f} GiB for its part of the experts of a "
-            f"lost engine, but only {max(0, free) / 2**30:.2f} GiB are free; use more ranks, or leave the option out"
+            f"lost engine, but only {free}; use more ranks, or leave the option out"
         )
     if spare_bytes:
         logger.info("%.2f GiB are kept free for experts of a lost engine", spare_bytes / 2**30)
-    return free - spare_bytes
+    return free.less(spare_bytes)
 
 
-def free_gpu_bytes(
+def free_gpu_memory(
     setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | NoEncoderCache
-) -> int:
-    """Return the bytes that `gpu_memory_utilization` leaves for the KV cache and snapshots. Encodes the largest image
+) -> FreeMemory:
+    """Return the memory that `gpu_memory_utilization` leaves for the KV cache and snapshots. Encodes the largest image
     and runs the largest step, to measure their activations; subtracts these, weights, graphs, token history and block
     tables."""
     config = setup.config
@@ -115,7 +116,13 @@ def free_gpu_bytes(
         "and block tables",
         activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
     )  # fmt: skip
-    return int(total * config.gpu_memory_utilization) - used - activations - graphs - sequences - threads
+    return usable_gpu_memory(total, config).less(used + activations + graphs + sequences + threads)
+
+
+def usable_gpu_memory(total: int, config: EngineConfig) -> FreeMemory:
+    """Return the part of a GPU's memory that an engine may use."""
+    utilization = config.gpu_memory_utilization
+    return FreeMemory(int(total * utilization), f"gpu_memory_utilization ({utilization})")
 
 
 def snapshot_border(block_size: int) -> int:
@@ -151,7 +158,7 @@ def choose_num_snapshots(
     dtype: torch.dtype,
     device: torch.device,
     tp: TPGroup,
-    free_bytes: int,
+    free: FreeMemory,
 ) -> int:
     """Return the number of snapshots of recurrent states.
 
@@ -166,7 +173,7 @@ def choose_num_snapshots(
         return useful  # a stage without recurrent layers, where a snapshot takes no memory
     needs = kv_cache.group_needs(config, block_size, model, dtype, tp)
     if config.num_blocks is None:
-        budget = max(0, kv_cache.kv_budget(config, device, free_bytes)[0])
+        budget = max(0, kv_cache.kv_budget(config, device, free)[0])
     else:
         budget = config.num_blocks * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
     return min(useful, max(LEAST, budget // SHARE // snapshot_bytes(specs)))

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
+from engine.free_memory import free_host_memory
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
@@ -28,7 +29,7 @@ from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.runner import kv_cache
-from engine.runner.memory import choose_num_snapshots, snapshot_bytes
+from engine.runner.memory import choose_num_snapshots, snapshot_bytes, usable_gpu_memory
 from engine.runner.stages.stage_runner import divide_layers
 from placement.capacity import Node, can_grow, missing
 
@@ -124,11 +125,12 @@ def check_kv_cache(
     per rank, including slots for adapters."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
-        free, less = int(total * engine.gpu_memory_utilization) - weights, ", minus the memory of a step's activations"
+        usable, less = usable_gpu_memory(total, engine), ", minus the memory of a step's activations"
     else:
-        free, less = kv_cache.free_host_bytes() // engine.world_size - weights, ""
-    if free <= 0:
-        message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
+        usable, less = free_host_memory().shared_by(engine.world_size), ""
+    free = usable.less(weights)
+    if free.size <= 0:
+        message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory: only {usable}"
         return Finding("problem", topic, message, "Raise tensor_parallel or pipeline_parallel, or use a smaller model")
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
     size = engine.known_block_size

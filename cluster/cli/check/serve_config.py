@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from cluster import ray_serve_llm
@@ -16,6 +15,7 @@ from cluster.config.app_config import AppConfig
 from cluster.entry_point import BUILDER, BUILDERS, HOST, PORT
 from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
+from engine.free_memory import free_host_memory
 from engine.model.checkpoint.folder import resolve
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -73,7 +73,7 @@ def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
             for role, pool in model.pools.items():
                 kv_gib = model.engine_config(role).kv_cache_memory_gib or KV_CACHE_GIB
                 needed += pool.bounds[0] * (weights + kv_gib * 2**30)
-    return needed > psutil.virtual_memory().available / 2
+    return needed > free_host_memory().size / 2
 
 
 def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:

@@ -12,8 +12,8 @@ from engine.distributed.roster import Lost, Message
 from engine.distributed.survivors import Survivors
 from engine.eplb.lost_experts import LostExperts
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.state import KeptStates
-from engine.runner import kv_cache
 from engine.runner.inputs import StepInputs
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 
@@ -78,7 +78,7 @@ class Recovery(NoRecovery):
         setup = runner.setup
         self._survivors = Survivors(group)
         folder = None if setup.config.load_format == "dummy" else setup.folder
-        self._experts = LostExperts(runner.model, folder, self._free_bytes)
+        self._experts = LostExperts(runner.model, folder, self._free_memory)
         self._num_computed = 0  # steps
         #: States from before the step whose launch was interrupted, and the step if this rank has computed it.
         self._interrupted: tuple[KeptStates, LaunchedStep | None] = [], None
@@ -147,9 +147,10 @@ class Recovery(NoRecovery):
         )  # fmt: skip
         return launched
 
-    def _free_bytes(self) -> int:
+    def _free_memory(self) -> FreeMemory:
         """Return the memory that this engine can take for more experts."""
         if not self._runner.device.asynchronous:
-            return kv_cache.free_host_bytes() // self._group.all_engines.local_size
+            return free_host_memory().shared_by(self._group.all_engines.local_size)
         free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return FreeMemory(free + unused, "the GPU's memory")

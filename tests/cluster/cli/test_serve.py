@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +26,7 @@ from cluster.config.app_config import AppConfig
 from cluster.flags import WITHOUT, engine_flags
 from engine.config import EngineConfig
 from engine.errors import ServingError, StartupError
+from engine.free_memory import FreeMemory
 
 ROOT = Path(__file__).parents[3]
 
@@ -192,13 +192,12 @@ def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
 def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monkeypatch):
     monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
     monkeypatch.setattr("cluster.cli.check.ports.check_port", lambda *port: Finding("ok", "port", "free"))
-    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    for user in ("serve_config", "model_fit"):
+        monkeypatch.setattr(f"cluster.cli.check.{user}.free_host_memory", lambda: FreeMemory(1000, "the box"))
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, StartupError)
-    assert "do not fit into memory. Raise tensor_parallel or pipeline_parallel, or use a smaller model" in str(
-        result.exception
-    )
+    told = str(result.exception)
+    assert "do not fit into memory: only 0.00 GiB are free (the box). Raise tensor_parallel or pipeline_p" in told
 
 
 def test_a_model_that_needs_little_is_served_without_a_closer_look():

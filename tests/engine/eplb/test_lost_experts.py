@@ -21,6 +21,7 @@ from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import LostExperts, slots_of, spare_bytes
 from engine.errors import ExpertsDoNotFit, StartupError
+from engine.free_memory import FreeMemory
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.moe import Experts
 from tests.batches import ByHand, load_by_hand
@@ -32,7 +33,7 @@ from tests.mxfp4_files import make_mxfp4
 from tests.ranks import on_all
 
 TIMEOUT_S = 30.0
-PLENTY = 2**40
+PLENTY = FreeMemory(2**40, "")
 
 
 @contextmanager
@@ -156,11 +157,11 @@ def test_experts_that_do_not_fit_are_an_error_of_all_engines_and_change_nothing(
     with joined(3) as three, joined(2) as two:
         engines = Engines(folder, three, fixed_order=False)
         before = [held(model) for model in engines.models]
-        engines.lost[2]._free_bytes = lambda: 100  # type: ignore[method-assign]
+        engines.lost[2]._free_memory = lambda: FreeMemory(100, "the box")  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(engines.lost[number].share, two[rank]) for rank, number in enumerate((0, 2))]
             for call in calls:
-                with pytest.raises(ExpertsDoNotFit, match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free"):
+                with pytest.raises(ExpertsDoNotFit, match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free \(the box\)"):
                     call.result(TIMEOUT_S)
         assert [held(model) for model in engines.models] == before
 
@@ -174,7 +175,7 @@ def test_what_is_kept_free_is_enough_for_the_loss_of_any_engine(tmp_path, redund
             engines = Engines(folder, three, fixed_order=False, redundant=redundant)
             for number in left:
                 spare = spare_bytes(layers(engines.models[number]), 3, 1)
-                engines.lost[number]._free_bytes = partial(int, spare)  # type: ignore[method-assign]
+                engines.lost[number]._free_memory = partial(FreeMemory, spare, "")  # type: ignore[method-assign]
             assert sum(engines.go_on(left, two)) > 0
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from engine import SamplingParams
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.errors import ConfigError, EngineUnavailable, StartupError
+from engine.free_memory import FreeMemory
 from engine.offline.llm import LLM
 from engine.wire.generate_request import GenerateRequest
 from tests.engine.lora.peft_adapters import make_adapter
@@ -249,7 +250,7 @@ def test_engines_whose_layers_are_compiled_give_the_tokens_of_one_that_is_not(
 
 
 def run_with_little_memory(*args: Any) -> None:
-    with mock.patch("engine.runner.kv_cache.free_host_bytes", return_value=2**20):
+    with mock.patch("engine.runner.memory.free_host_memory", return_value=FreeMemory(2**20, "")):
         run_rank(*args)
 
 

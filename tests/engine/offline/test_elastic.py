@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from engine import SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable
+from engine.free_memory import FreeMemory
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
-from engine.runner import kv_cache
+from engine.runner.launching import recovery
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
@@ -204,7 +205,7 @@ def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
 def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(folder_of, monkeypatch):
     options = {**OPTIONS, "data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
     with LLM(folder_of("qwen3_moe"), **options) as llm:
-        monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 100)
+        monkeypatch.setattr(recovery, "free_host_memory", lambda: FreeMemory(100, "the box"))
         with pytest.raises(EngineUnavailable, match=r"do not fit: rank 0 needs .* GiB are free"):
             answers_with_kills(llm, GREEDY, [1])
 

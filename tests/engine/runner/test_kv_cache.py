@@ -9,6 +9,7 @@ from hypothesis import given
 from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
+from engine.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.runner import kv_cache
 from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
@@ -19,11 +20,14 @@ MODEL = tiny_config(num_layers=4, num_kv_heads=2, head_dim=64, max_position_embe
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, KV heads, head_dim, float32
 BLOCK_BYTES = 16 * TOKEN_BYTES
 ONE = TPGroup.single()
+PLENTY = FreeMemory(64 * GIB, "")
 
 
 def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.float32, model=MODEL, **options):
     """The blocks of the only group, and max_model_len."""
-    (blocks,), longest = kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, int(free))
+    limit = f"gpu_memory_utilization ({EngineConfig().gpu_memory_utilization})" if device == CUDA else "the box"
+    room = FreeMemory(int(free), limit)
+    (blocks,), longest = kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, room)
     return blocks, longest
 
 
@@ -48,7 +52,7 @@ def test_half_the_width_of_a_number_is_twice_the_blocks():
 def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
     config = EngineConfig(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB)
     tp = TPGroup(rank=0, size=ranks)
-    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == [blocks]
+    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, PLENTY)[0] == [blocks]
 
 
 def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
@@ -68,7 +72,7 @@ def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
 def test_a_gpu_gives_all_that_was_measured_as_free(option):
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     config = EngineConfig(device=option)
-    (blocks,), _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
+    (blocks,), _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, FreeMemory(40 * GIB, ""))
     assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
 
 
@@ -96,8 +100,8 @@ def test_num_blocks_that_memory_does_not_hold_are_refused_with_the_number_that_f
     with pytest.raises(OutOfMemory) as caught:
         choose(num_blocks=16384, free=0.25 * GIB)
     fit = GIB // 4 // BLOCK_BYTES
-    message = f"num_blocks=16384 needs 1.00 GiB of KV cache, but only 0.25 GiB are free; at most {fit} blocks fit"
-    assert str(caught.value) == message
+    message = "num_blocks=16384 needs 1.00 GiB of KV cache, but only 0.25 GiB are free (the box)"
+    assert str(caught.value) == f"{message}; at most {fit} blocks fit"
 
 
 def test_a_size_that_is_not_free_is_refused_with_what_is():
@@ -129,7 +133,7 @@ def test_the_size_that_a_refusal_asks_for_is_enough():
 def test_memory_for_nothing_at_all_is_refused_without_advice_that_cannot_help():
     with pytest.raises(OutOfMemory) as caught:
         choose(free=BLOCK_BYTES)
-    assert "holds 0 tokens (limited by the default on a CPU (2.0 GiB))" in str(caught.value)
+    assert "holds 0 tokens (limited by half of the free 0.00 GiB (the box))" in str(caught.value)
     assert "max_model_len" not in str(caught.value)
 
 
@@ -157,10 +161,6 @@ def test_memory_of_a_cpu_is_taken_block_by_block_as_blocks_are_written():
     assert cache.nbytes >= 4 * 64 * 2**20 - BLOCK_BYTES
     assert process.memory_info().rss - before < 64 * 2**20
     assert (cache[7] == 1.0).all() and not cache[8].any()
-
-
-def test_the_machines_free_memory_is_some_number_of_bytes():
-    assert kv_cache.free_host_bytes() > 2**20
 
 
 def test_a_gpu_whose_memory_is_taken_already_holds_nothing_rather_than_less():
@@ -210,3 +210,17 @@ def test_groups_share_a_budget_so_that_the_longest_sequence_fits_alone_if_it_can
         or budget - total_bytes(needs, blocks) < sum(need.block_bytes for need in needs)
         or (blocks[0] == most[0])
     ), "memory is left that nobody needs"
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, r"limited by half of the free 0\.00 GiB \(the box\)"),
+        ({"device": CUDA}, r"limited by gpu_memory_utilization"),
+        ({"kv_cache_memory_gib": 1.0}, r"kv_cache_memory_gib=1\.0 does not fit: only 0\.00 GiB are free \(the box\)"),
+        ({"num_blocks": 9}, r"num_blocks=9 .* only 0\.00 GiB are free \(the box\); at most 1 blocks fit"),
+    ],
+)
+def test_a_cache_that_does_not_fit_names_what_limits_it(options, limit):
+    with pytest.raises(OutOfMemory, match=limit):
+        choose(free=BLOCK_BYTES * 1.5, max_model_len=100, **options)

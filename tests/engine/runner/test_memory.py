@@ -10,9 +10,10 @@ import torch
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import OutOfMemory
+from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
-from engine.runner import kv_cache
+from engine.runner import kv_cache, memory
 from engine.runner.images import NoEncoderCache
 from engine.runner.kv_cache import choose_num_blocks
 from engine.runner.memory import choose_num_snapshots, plan_blocks, snapshot_bytes, snapshot_interval
@@ -25,11 +26,12 @@ MODEL = tiny_config(num_layers=4, num_kv_heads=2, head_dim=64, max_position_embe
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, KV heads, head_dim, float32
 SPECS = [StateSpec({"state": ((4, 64, 64), "float32")})] * 8
 ONE = TPGroup.single()
+PLENTY = FreeMemory(64 * GIB, "")
 
 
 def snapshots(specs=SPECS, **options) -> int:
     config = EngineConfig(**{"max_num_seqs": 8, **options})
-    return choose_num_snapshots(config, 16, MODEL, specs, torch.float32, CPU, ONE, 64 * GIB)
+    return choose_num_snapshots(config, 16, MODEL, specs, torch.float32, CPU, ONE, PLENTY)
 
 
 def test_a_quarter_of_the_kv_cache_is_for_snapshots():
@@ -37,7 +39,7 @@ def test_a_quarter_of_the_kv_cache_is_for_snapshots():
     assert snapshots(kv_cache_memory_gib=1.0) == GIB // 4 // size
     config = EngineConfig(max_num_seqs=8, kv_cache_memory_gib=1.0)
     reserved = snapshots(kv_cache_memory_gib=1.0) * size
-    (blocks,), _ = choose_num_blocks(config, 16, MODEL, torch.float32, CPU, ONE, 64 * GIB, state_bytes=reserved)
+    (blocks,), _ = choose_num_blocks(config, 16, MODEL, torch.float32, CPU, ONE, PLENTY, state_bytes=reserved)
     assert blocks == (GIB - reserved) // (16 * TOKEN_BYTES)
 
 
@@ -68,7 +70,7 @@ def test_they_are_as_far_apart_as_tokens_whose_kv_takes_the_memory_of_one():
 
 def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="engine.runner.memory")
-    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: GIB)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: FreeMemory(GIB, "the box"))
     config = EngineConfig(model=str(make_model(tmp_path, "qwen3_moe")), dtype="float32", device="cpu", max_num_seqs=64)
     setup = RankSetup.of(config, ModelConfig.from_folder(tmp_path), tmp_path, ONE)
     block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, 16, setup.model, torch.float32, ONE))
@@ -82,5 +84,7 @@ def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_pat
     assert [record.message for record in caplog.records] == [
         f"{spare / GIB:.2f} GiB are kept free for experts of a lost engine"
     ]
-    with pytest.raises(OutOfMemory, match=r"this rank needs 2.00 GiB for its part .* but only 1.00 GiB are free"):
+    with pytest.raises(
+        OutOfMemory, match=r"this rank needs 2.00 GiB for its part .* but only 1.00 GiB are free \(the box\)"
+    ):
         blocks(2 * GIB)

@@ -21,6 +21,7 @@ from cluster.cli.check.ports import check_port
 from cluster.cli.main import app
 from cluster.config.app_config import AppConfig
 from engine.errors import StartupError
+from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.stage import nth_stage
 from engine.runner.kv_cache import GIB
@@ -142,12 +143,12 @@ def test_memory_is_told_of_each_kv_cache_group_and_of_states(tmp_path_factory):
 
 
 def test_model_or_cache_that_does_not_fit_into_memory_is_a_problem(folder: Path, monkeypatch):
-    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(10 * GIB, "the box"))
     assert any(
-        "kv_cache_memory_gib=11.0 does not fit" in line
+        "kv_cache_memory_gib=11.0 does not fit: only 10.00 GiB are free (the box)" in line
         for line in told(config(folder, engine={"kv_cache_memory_gib": 11}))
     )
-    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 0)
+    monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(0, "the box"))
     assert any("do not fit into memory" in line for line in told(config(folder)))
 
 
@@ -197,7 +198,7 @@ def test_adapters_that_are_listed_are_compared_with_the_model_and_slots_with_mem
     assert "of a layer with 48 inputs and 64 outputs, got 16 and 32" in found["adapter wrong of tiny"].message
     assert any("4 slots for adapters of rank 16: 0.00 GiB per rank" in line for line in told(configured))
     monkeypatch.setattr("cluster.cli.check.adapters.ModelAdapters.slot_bytes", 20 * GIB)
-    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(10 * GIB, "the box"))
     assert any("do not fit into memory" in line for line in told(configured))
 
 

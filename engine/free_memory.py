@@ -1,0 +1,122 @@
+"""How much memory can still be taken, and what limits it.
+
+A machine's free memory says little: Linux fills it with the files that were read last, weights among them, and gives it
+back when a process asks. In a container, or below a systemd unit with a limit, the control group counts too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+GIB = 2**30
+ESCAPE = re.compile(r"\\([0-7]{3})")  # of blanks in /proc/self/mountinfo
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory that can be taken. limit: what ends it, in words for messages."""
+
+    size: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{max(0, self.size) / GIB:.2f} GiB are free ({self.limit})"
+
+    def less(self, size: int) -> FreeMemory:
+        """Return what is left beside `size` bytes; below 0 if these do not fit."""
+        return replace(self, size=self.size - size)
+
+    def shared_by(self, count: int) -> FreeMemory:
+        """Return the part of one of `count` processes that share it."""
+        return self if count == 1 else FreeMemory(self.size // count, f"{self.limit}, shared by {count} ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroups:
+    """One version of Linux's control groups, and its names for what memory uses."""
+
+    mounted: re.Pattern[str]  # type and options of its mount in /proc/self/mountinfo
+    member: re.Pattern[str]  # a process's line in /proc/self/cgroup
+    limits: tuple[str, ...]
+    used: str
+    cached: tuple[str, ...]  # in `memory.stat`: pages of files, which are dropped when memory is short
+
+
+VERSIONS = (
+    ControlGroups(
+        re.compile(r"cgroup2 "),
+        re.compile(r"^0::(.*)$", re.M),
+        ("memory.max", "memory.high"),
+        "memory.current",
+        ("inactive_file", "active_file"),
+    ),
+    ControlGroups(
+        re.compile(r"cgroup .*\bmemory\b"),
+        re.compile(r"^\d+:(?:[^:\n]*,)?memory(?:,[^:\n]*)?:(.*)$", re.M),
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+def free_host_memory(root: Path = Path("/")) -> FreeMemory:
+    """Return what this process can take of the machine's memory, within the limits of all its control groups.
+
+    root: folder that contains `proc` and `sys/fs/cgroup`.
+    """
+    machine = FreeMemory(_available(root), "the machine's available memory")
+    return min([machine, *_of_groups(root)], key=lambda free: free.size)
+
+
+def _available(root: Path) -> int:
+    """Return how many bytes Linux can hand out without swapping, those of cached files included."""
+    kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", _text(root / "proc/meminfo"), re.M)}
+    return 1024 * kib.get("MemAvailable", kib.get("MemFree", 0) + kib.get("Cached", 0))
+
+
+def _of_groups(root: Path) -> Iterator[FreeMemory]:
+    """Yield what each limit of this process's control groups, and of those that contain them, leaves."""
+    member_of, mounts = _text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo").splitlines()
+    for version in VERSIONS:
+        for line in mounts:
+            mount, _, kind = line.partition(" - ")
+            if version.mounted.match(kind) and (own := version.member.search(member_of)):
+                top, point = (ESCAPE.sub(lambda code: chr(int(code[1], 8)), field) for field in mount.split(" ")[3:5])
+                yield from _of_folders(version, root, Path(point), _below(own[1], top))
+
+
+def _of_folders(version: ControlGroups, root: Path, point: Path, below: Path) -> Iterator[FreeMemory]:
+    for folder in [point / below, *(point / parent for parent in below.parents)]:
+        inside = root / folder.relative_to("/")
+        used = _number(inside / version.used)
+        stat = dict(line.split() for line in _text(inside / "memory.stat").splitlines() if len(line.split()) == 2)
+        cached = sum(int(stat.get(name, 0)) for name in version.cached)
+        for name in version.limits:
+            if used is not None and (limit := _number(inside / name)) is not None:
+                where = f"the container's memory limit of {limit / GIB:.2f} GiB, {folder / name}"
+                yield FreeMemory(max(0, limit - max(0, used - cached)), where)
+
+
+def _below(group: str, top: str) -> Path:
+    """Return a group's path below the group that is mounted. A container may see the name that its group has outside,
+    of which it has mounted only the last part."""
+    path = Path(group)
+    inside = path.relative_to(top) if path.is_relative_to(top) else Path()
+    return Path() if ".." in inside.parts else inside
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if there is no file, or it says `max`."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:  # another version of Linux or of control groups
+        return ""
