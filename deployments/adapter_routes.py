@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import Request, Response
 from pydantic import Field
 
@@ -25,7 +27,7 @@ class LoadAdapterBody(RequestBody):
     """Folder that all replicas have, or a Hub id."""
     load_inplace: bool = False
     """Whether it may replace an adapter of the same name, for all later requests."""
-    base_model_name: str | None = None
+    base_model_name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     """The model that it adapts; needed if several models have adapters."""
     is_3d_lora_weight: bool = False
     """Ignored, since this is read from the adapter's files."""
@@ -33,7 +35,7 @@ class LoadAdapterBody(RequestBody):
 
 class UnloadAdapterBody(RequestBody):
     lora_name: str = Field(default="", max_length=MAX_NAME)
-    lora_int_id: int | None = None
+    lora_int_id: Annotated[int, Field(ge=0, le=2**53)] | None = None
     """Ignored, since Manta identifies adapters by name."""
 
 

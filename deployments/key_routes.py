@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import pydantic
@@ -21,8 +21,8 @@ from deployments.quotas.limits import KeyLimits
 from deployments.quotas.quotas import Quotas
 from engine.errors import Described, InvalidParameter, RequestError
 
-NAME = r"^[^\s:]{1,256}$"
-MIN_KEY = 16  # characters, since only a plain hash protects it
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,255}$"
+KEY = r"^[!-~]{16,1024}$"  # what a header can have, and so many characters because only a plain hash protects it
 KEYS = "makes, changes and deletes keys of any name"
 
 Fields = TypeVar("Fields", bound=BaseModel)
@@ -31,21 +31,22 @@ Fields = TypeVar("Fields", bound=BaseModel)
 class GenerateKeyBody(KeyLimits):
     key_alias: str = Field(pattern=NAME)
     """Name of the key. Keys of one name share their limits."""
-    key: str | None = Field(default=None, min_length=MIN_KEY, max_length=1024)
+    key: str | None = Field(default=None, pattern=KEY)
     """The key; None to have a new one made."""
 
 
 class UpdateKeyBody(KeyLimits):
     """Limits that are left out stay as they are; null removes one."""
 
-    key_alias: str = Field(pattern=NAME)
+    key_alias: str = Field(min_length=1, max_length=256)
+    """Name of a key that there is, also one of the configuration."""
 
 
 class DeleteKeyBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    key_aliases: list[str] = Field(default=[], max_length=1000)
-    keys: list[str] = Field(default=[], max_length=1000)
+    key_aliases: list[Annotated[str, Field(max_length=256)]] = Field(default=[], max_length=1000)
+    keys: list[Annotated[str, Field(max_length=1024)]] = Field(default=[], max_length=1000)
 
 
 class KeyQuery(BaseModel):
@@ -135,8 +136,9 @@ class KeyRoutes:
 
         def edit(table: KeyTable) -> None:
             digest = hash_key(key)
-            if any(digest in known.digests for known in table.keys.values()):
+            if self._keys.is_configured(digest) or any(digest in known.digests for known in table.keys.values()):
                 raise InvalidParameter("key", Described("one that exists"), "a new key")
+            table.check_readable(body.key_alias)
             if (entry := table.keys.get(body.key_alias)) is None or entry.deleted_at is not None:
                 entry = table.keys[body.key_alias] = ManagedKey()
             entry.digests.append(digest)
@@ -150,6 +152,9 @@ class KeyRoutes:
         body = await _read(request, UpdateKeyBody)
 
         def edit(table: KeyTable) -> None:
+            table.check_readable(body.key_alias)
+            if body.key_alias not in table.keys and not self._keys.knows(body.key_alias):
+                raise InvalidParameter("key_alias", body.key_alias, "the name of a key")
             entry = table.keys.setdefault(body.key_alias, ManagedKey())
             entry.limits = _limits(body, self._keys.limits_of(body.key_alias))
 

@@ -78,6 +78,16 @@ class ApiKeys:
             raise InvalidApiKey("the API key is unknown")
         return matches[0]
 
+    def has_digest(self, digest: str) -> bool:
+        """Return whether the configuration or the file has this key."""
+        self._reload_if_changed()
+        return digest in self._fixed or digest in self._keys
+
+    def has_name(self, name: str) -> bool:
+        """Return whether the configuration or the file has a key of this name."""
+        self._reload_if_changed()
+        return any(key.name == name for key in (*self._fixed.values(), *self._keys.values()))
+
     def models_of(self, name: str) -> frozenset[str] | None:
         """Return the models to which the keys of this name are limited; None for all models. Several keys may have this
         name."""
@@ -122,7 +132,7 @@ def _keys(source: str, lines: Iterable[str]) -> dict[str, ApiKey]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = LINE.fullmatch(line.strip())
-        if match is None:
+        if match is None or not match[0].isprintable():
             raise ConfigError(source, Described(f"something else in line {number}"), RULE)
         models = match["models"]
         keys[match["digest"]] = ApiKey(match["name"], None if models is None else frozenset(models.split(",")))

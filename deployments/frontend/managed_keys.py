@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pydantic
 
 from deployments.frontend.api_keys import ApiKey, ApiKeys
 from deployments.quotas.limits import KeyLimits
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable, sealed
+from engine.errors import InvalidParameter
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,49 @@ class ManagedKey(msgspec.Struct):
     deleted_at: float | None = None
     """Seconds since 1970; None while the name is in use."""
 
+    def read_limits(self) -> KeyLimits | None:
+        """Raises pydantic.ValidationError."""
+        return None if self.limits is None else KeyLimits.model_validate(self.limits)
+
+
+class StoredTable(msgspec.Struct):
+    version: int = 0
+    keys: dict[str, Any] = {}
+
 
 class KeyTable(msgspec.Struct):
     version: int = 0
     """Number of changes."""
     keys: dict[str, ManagedKey] = {}
     """By name."""
+    unreadable: dict[str, Any] = {}
+    """Keys that are none for this version of Manta, by name. They are refused, and kept as they are."""
+
+    @classmethod
+    def decode(cls, value: bytes) -> KeyTable:
+        """Raises msgspec.DecodeError."""
+        stored = _decode(value)
+        table = cls(stored.version)
+        for name, each in stored.keys.items():
+            try:
+                key = msgspec.convert(each, ManagedKey)
+                key.read_limits()
+                table.keys[name] = key
+            except (msgspec.ValidationError, pydantic.ValidationError):
+                table.unreadable[name] = each
+        return table
+
+    def encode(self) -> bytes:
+        """Raises ValueError if what is written could not be read again."""
+        value = msgspec.json.encode(StoredTable(self.version, self.unreadable | self.keys))
+        if KeyTable.decode(value) != self:
+            raise ValueError("a record of API keys could not be read again")
+        return value
+
+    def check_readable(self, name: str) -> None:
+        """Raise InvalidParameter for a key that cannot be read."""
+        if name in self.unreadable:
+            raise InvalidParameter("key_alias", name, "a key whose stored record can be read; delete it first")
 
 
 class ManagedKeys:
@@ -72,7 +111,7 @@ class ManagedKeys:
             since = time.time() - KEEP_DELETED_S
             table.keys = {name: key for name, key in table.keys.items() if (key.deleted_at or since) >= since}
             table.version += 1
-            new = sealed(msgspec.json.encode(table))
+            new = sealed(table.encode())
             if await self._store.replace(STORED, stored, new, TTL_S):
                 self._use(new)
                 return
@@ -81,11 +120,22 @@ class ManagedKeys:
     @property
     def names(self) -> set[str]:
         """Names of keys that were made here, and those for which the configuration has limits."""
-        return {name for name, key in self.table.keys.items() if key.deleted_at is None} | self._configured.keys()
+        made = {name for name, key in self.table.keys.items() if key.deleted_at is None}
+        return made | self.table.unreadable.keys() | self._configured.keys()
+
+    def knows(self, name: str) -> bool:
+        """Return whether a key of this name was made here or is in the configuration."""
+        return name in self.names or self._api_keys.has_name(name)
+
+    def is_configured(self, digest: str) -> bool:
+        """Return whether the configuration has the key with this digest."""
+        return self._api_keys.has_digest(digest)
 
     def delete(self, table: KeyTable, name: str) -> bool:
         """Delete the keys of a name from the table. Limits that only the table has stay in force for what the name has
         begun. Returns False if there is nothing to delete."""
+        if table.unreadable.pop(name, None) is not None:
+            return True
         key = table.keys.get(name)
         if key is None or key.deleted_at is not None:
             return False
@@ -118,15 +168,15 @@ class ManagedKeys:
         return stored
 
     def _decoded(self, stored: bytes | None) -> KeyTable:
-        return KeyTable() if stored is None else self._store.unsealed(STORED, stored, _decode)
+        return KeyTable() if stored is None else self._store.unsealed(STORED, stored, KeyTable.decode)
 
     def _use(self, value: bytes) -> None:
-        self._value, self.table = value, self._decoded(value)
-        changed = {
-            name: KeyLimits.model_validate(key.limits)
-            for name, key in self.table.keys.items()
-            if key.limits is not None
-        }
+        before, self._value, self.table = self.table, value, self._decoded(value)
+        for name in self.table.unreadable.keys() - before.unreadable.keys():
+            logger.error(
+                "the stored record of API key %r cannot be read; its keys are refused until it is deleted", name
+            )
+        changed = {name: limits for name, key in self.table.keys.items() if (limits := key.read_limits()) is not None}
         self._quotas.limits = {**self._configured, **changed}
         self._api_keys.managed = {
             digest: ApiKey(name, None) for name, key in self.table.keys.items() for digest in key.digests
@@ -134,4 +184,4 @@ class ManagedKeys:
         logger.info("API keys of the store read keys=%d", len(self._api_keys.managed))
 
 
-_decode = msgspec.json.Decoder(KeyTable).decode
+_decode = msgspec.json.Decoder(StoredTable).decode

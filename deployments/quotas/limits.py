@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,7 +13,14 @@ from pydantic_core import PydanticCustomError
 DURATION = r"^[1-9]\d{0,4}(s|m|h|d|mo)$"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MONDAY = 4 * 86400  # the first Monday since 1970
+MAX_DURATION_S = 100 * 366 * 86400  # dates end with the year 9999
 PRIORITY = 2**31 - 1
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+"""A whole number that a float has exactly, as stores and windows have it."""
+Amount = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+"""What can be spent."""
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 
 Unit = Literal["requests", "tokens", "parallel", "money", "engine_seconds"]
 """What a limit counts: requests, tokens of prompts and answers, requests at a time, and the costs of requests."""
@@ -25,8 +32,16 @@ class BudgetLimit(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     budget_duration: str = Field(pattern=DURATION)  #: `1d`, `7d`, `1mo`; in UTC, weeks begin on Mondays
-    max_budget: float | None = Field(default=None, ge=0)  #: money, by the models' `prices`
-    max_engine_seconds: float | None = Field(default=None, ge=0)  #: seconds of engines (`compute_seconds`)
+    max_budget: Amount | None = Field(default=None)  #: money, by the models' `prices`
+    max_engine_seconds: Amount | None = Field(default=None)  #: seconds of engines (`compute_seconds`)
+
+    @field_validator("budget_duration")
+    @classmethod
+    def _ends(cls, duration: str) -> str:
+        count, unit = _parts(duration)
+        if count * SECONDS.get(unit, 31 * 86400) > MAX_DURATION_S:
+            raise PydanticCustomError("too_long", "at most 100 years")
+        return duration
 
     @model_validator(mode="after")
     def _limits_something(self) -> BudgetLimit:
@@ -40,13 +55,15 @@ class KeyLimits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rpm_limit: int | None = Field(default=None, ge=0)  #: requests per minute
-    tpm_limit: int | None = Field(default=None, ge=0)  #: tokens of prompts and answers per minute
-    max_parallel_requests: int | None = Field(default=None, ge=0)  #: requests at a time
-    budget_limits: tuple[BudgetLimit, ...] = Field(default=())  #: costs, each in its time
+    rpm_limit: Count | None = Field(default=None)  #: requests per minute
+    tpm_limit: Count | None = Field(default=None)  #: tokens of prompts and answers per minute
+    max_parallel_requests: Count | None = Field(default=None)  #: requests at a time
+    budget_limits: tuple[BudgetLimit, ...] = Field(default=(), max_length=100)  #: costs, each in its time
     ends_running_requests: bool = Field(default=False)
     """Whether requests that run end with an error when a budget is used up. By default they run to their end."""
-    models: tuple[str, ...] | None = Field(default=None)  #: models and adapters that requests may name; None: all
+    models: tuple[ModelName, ...] | None = Field(
+        default=None, max_length=1000
+    )  #: models and adapters that requests may name; None: all
     priority: int = Field(default=0, ge=-PRIORITY, le=PRIORITY)
     """Priority of its requests. They may ask for a lower priority (a greater number), not for a higher one."""
 
@@ -111,9 +128,7 @@ class Limit:
 
 def window(duration: str, now: float) -> tuple[float, float]:
     """Return the start and the end of the window of a duration, in seconds since 1970."""
-    match = re.fullmatch(r"(\d+)(\D+)", duration)
-    assert match is not None
-    count, unit = int(match[1]), match[2]
+    count, unit = _parts(duration)
     if unit == "mo":
         day = datetime.fromtimestamp(now, UTC)
         months = (day.year * 12 + day.month - 1) // count * count
@@ -121,6 +136,12 @@ def window(duration: str, now: float) -> tuple[float, float]:
     seconds = count * SECONDS[unit]
     start = MONDAY + (now - MONDAY) // seconds * seconds
     return start, start + seconds
+
+
+def _parts(duration: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(\d+)(\D+)", duration)
+    assert match is not None
+    return int(match[1]), match[2]
 
 
 def _month(months: int) -> float:

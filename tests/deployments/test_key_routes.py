@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from deployments.app import http_app
 from deployments.frontend import managed_keys
 from deployments.frontend.api_keys import ApiKeys, hash_key, key_line
 from deployments.frontend.managed_keys import ManagedKey, ManagedKeys
 from deployments.http.middleware import AuthConfig
+from deployments.http.route import ADMIN as ADMINS
+from deployments.observability.telemetry import Telemetry
 from deployments.quotas import key_quota
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.key_value import sealed
 from tests.deployments.fake_api import FakeApi, fake_api, says
 
+LONG = "sk-long-enough-for-a-key"
 ADMIN, USER = {"authorization": "Bearer sk-admin"}, {"authorization": "Bearer sk-user"}
+JSON = {**ADMIN, "content-type": "application/json"}
 BUDGETS = (BudgetLimit(budget_duration="1d", max_engine_seconds=5.0),)
 AUTH = AuthConfig(
     api_keys=tuple(key_line(name, f"sk-{name}") for name in ("admin", "user")),
@@ -29,6 +37,9 @@ AUTH = AuthConfig(
     allow_runtime_key_updating=True,
     key_limits={"user": KeyLimits(rpm_limit=1000, budget_limits=BUDGETS)},
 )
+
+
+LONG = "sk-long-enough-for-a-key"
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +187,127 @@ async def test_keys_survive_a_store_that_loses_its_values(tmp_path):
         assert await complete(one, key) == 200
     async with serving(tmp_path) as two:
         await until_status(two, key, 200)
+
+
+BIG = "9" * 400
+BAD_NUMBERS = ["Infinity", "-Infinity", "NaN", "1e999", "1e16", "-1", BIG, "9007199254740993", '"1"', "true", "[]"]
+BAD_LIMITS = [
+    *((field, number) for field in ("rpm_limit", "tpm_limit", "max_parallel_requests") for number in BAD_NUMBERS),
+    *(("priority", number) for number in ("Infinity", "2147483648", BIG)),
+    *(
+        ("budget_limits", f'[{{"budget_duration": "1d", "{cost}": {number}}}]')
+        for cost in ("max_budget", "max_engine_seconds")
+        for number in BAD_NUMBERS
+    ),
+    *(
+        ("budget_limits", f'[{{"budget_duration": "{duration}", "max_budget": 1}}]')
+        for duration in ("99999mo", "1201mo", "99999d", "0d", "1y", "1d\\n", "٣d", "")
+    ),
+    ("models", "[" + ",".join(['"m"'] * 1001) + "]"),
+    ("models", f'["{"m" * 257}"]'),
+]
+
+
+async def test_a_limit_that_is_no_bounded_number_is_refused_by_name_and_nothing_is_stored(tmp_path):
+    async with serving(tmp_path) as api:
+        before = (await api.client.get("/key/info", headers=USER)).json()
+        for field, value in BAD_LIMITS:
+            for what in ("generate", "update"):
+                body = f'{{"key_alias": "user", "{field}": {value}}}'
+                answer = await api.client.post(f"/key/{what}", content=body, headers=JSON)
+                assert answer.status_code == 400, (field, value, answer.text)
+                error = answer.json()["error"]
+                assert "not valid JSON" in error["message"] or error["param"] == field
+                assert error["message"].isprintable() and len(error["message"]) < 1000
+        assert (await api.client.get("/key/list", headers=ADMIN)).json()["keys"] == ["user"]
+        assert (await api.client.get("/key/info", headers=USER)).json() == before
+
+
+BAD_NAMES = [
+    "", " ", "a b", "a\n", "\u0000", "a\u0000b", "\u001b[31m", "\u007f", "../a", "..", "/etc/passwd", "a/b", "a:b",
+    "\u0430dmin", "adm\u200bin", "\u202eadmin", "\uff41dmin", "\u00a0", "-a", "a" * 257,
+]  # fmt: skip
+BAD_KEYS = [
+    "", " " * 20, "k" * 15, "k" * 1025, "a key with blanks in it", "0123456789abcde\n", "0123456789abcdef\u0000",
+    "schl\u00fcssel-0123456789", "sk-user",
+]  # fmt: skip
+
+
+async def test_names_and_keys_that_look_like_others_or_fit_in_no_header_are_refused_by_name(tmp_path):
+    auth = replace(AUTH, api_keys=(*AUTH.api_keys, key_line("long", LONG)))
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store")
+    async with fake_api(says("hello"), auth=auth, store=store) as api:
+        await refuse(api)
+
+
+async def refuse(api: FakeApi) -> None:
+    for field, values in (("key_alias", BAD_NAMES), ("key", BAD_KEYS)):
+        for value in values:
+            answer = await manage(api, "generate", **{"key_alias": "new", field: value})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field), (value, answer.text)
+            assert error["message"].isprintable()
+    for body in (b'{"key_alias": "\\ud800"}', b'{"key_alias": "new", "key": "0123456789abcdef\\ud800"}'):
+        assert (await api.client.post("/key/generate", content=body, headers=JSON)).status_code == 400
+    for name in ("nobody", "../a", "adm\u200bin"):
+        assert (await manage(api, "update", key_alias=name, rpm_limit=1)).status_code == 400
+    taken = await manage(api, "generate", key_alias="new", key=LONG)
+    assert taken.json()["error"]["message"] == "key must be a new key, got one that exists"
+    assert (await api.client.get("/key/list", headers=ADMIN)).json()["keys"] == ["user"]
+
+
+def test_every_number_and_text_of_these_bodies_has_bounds():
+    def check(schema: dict[str, Any], path: str) -> None:
+        if schema.get("type") in ("integer", "number"):
+            assert {"minimum", "maximum"} <= schema.keys(), path
+        if schema.get("type") == "string":
+            assert {"maxLength", "pattern", "enum", "const"} & schema.keys(), path
+        if schema.get("type") == "array":
+            assert "maxItems" in schema, path
+        for key, inner in schema.items():
+            for each in inner if isinstance(inner, list) else [inner]:
+                if isinstance(each, dict):
+                    check(each, f"{path}.{key}")
+
+    app = http_app({}, Telemetry("i"), replace(AUTH, allow_runtime_lora_updating=True))
+    bodies = {route.body for route in app.state.routes if route.audience is ADMINS and route.body}
+    assert len(bodies) == 5
+    for body in bodies:
+        schema = body.model_json_schema()
+        schema["properties"].pop("model", None)
+        check(schema, body.__name__)
+
+
+UNREADABLE: dict[str, Any] = {
+    "a limit that was infinite": {"limits": {"budget_limits": [{"budget_duration": "1d", "max_engine_seconds": None}]}},
+    "a duration that no date has": {"limits": {"budget_limits": [{"budget_duration": "99999mo", "max_budget": 1}]}},
+    "a field of a later version": {"limits": {"rpm_limit_of_tomorrow": 1}},
+    "another type": {"limits": 3},
+    "no record": [1],
+}
+
+
+@pytest.mark.parametrize("record", UNREADABLE.values(), ids=UNREADABLE)
+async def test_a_record_that_cannot_be_read_spoils_only_itself(tmp_path, record, caplog):
+    if isinstance(record, dict):
+        record = {"digests": [hash_key("sk-spoilt")], **record}
+    async with serving(tmp_path) as one:
+        key = (await manage(one, "generate", key_alias="good")).json()["key"]
+        values = open_store(StoreConfig(url=f"sqlite://{tmp_path}/store"))
+        stored = await values.get(managed_keys.STORED)
+        table = msgspec.json.decode(stored[4:])
+        table["keys"]["spoilt"], table["version"] = record, table["version"] + 1
+        assert await values.replace(managed_keys.STORED, stored, sealed(msgspec.json.encode(table)), 1e6)
+        await values.close()
+        async with serving(tmp_path) as two:
+            await until_status(two, key, 200)
+            assert await complete(two, "sk-spoilt") == 401
+            assert (await two.client.get("/key/list", headers=ADMIN)).json()["keys"] == ["good", "spoilt", "user"]
+            for what in ("generate", "update"):
+                assert (await manage(two, what, key_alias="spoilt", rpm_limit=1)).status_code == 400
+            assert (await manage(two, "delete", keys=[key])).status_code == 200, "a leaked key can still be deleted"
+            await until_status(one, key, 401)
+            assert (await manage(two, "delete", key_aliases=["spoilt"])).json() == {"deleted_keys": ["spoilt"]}
+            assert (await manage(two, "generate", key_alias="spoilt")).status_code == 200
+    said = [message for message in caplog.messages if "'spoilt'" in message]
+    assert 1 <= len(said) <= 2, "each ingress says it once"
