@@ -151,7 +151,8 @@ class PoolScaler:
         else:
             size = self._size(demand, current)
             size = Size(1, "wake") if starting and size.replicas == 1 else size
-            stable = self._stabilizer.stabilize(size.replicas, current, now)
+            wished = size.replicas if busy else min(size.replicas, current)  # old rates are no reason to grow
+            stable = self._stabilizer.stabilize(wished, current, now)
             stable = min(stable, max(current, MAX_GROWTH * load.running_replicas))
         replicas = min(max(stable, self._limits.min_replicas), self._limits.max_replicas)
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))

@@ -108,6 +108,23 @@ def test_a_prefill_pool_asleep_wakes_for_what_decode_has_to_compute_itself():
     assert (decision.replicas, decision.reason) == (1, "wake")
 
 
+def test_a_pool_without_work_does_not_grow_when_the_engine_that_is_left_is_a_slow_one():
+    """Seed 301299 of tests.days: prompts that have ended cost more, as soon as only a slow engine tells what they
+    cost."""
+    scaler = ModelScaler(Slo(ttft_ms=1000), {"prefill": limits()})
+
+    def decide(now: float, replicas: int, **load: float) -> int:
+        replica = ReplicaLoad(costs=EngineCosts(token_s=0.001 if replicas > 1 else 0.01), **load)  # type: ignore[arg-type]
+        pool = PoolLoad(target_replicas=replicas, running_replicas=replicas, replicas=[replica] * replicas)
+        return scaler.decide({"prefill": pool}, now)["prefill"].replicas
+
+    assert decide(1.0, 2, prefill_tokens_per_s=900, prefills_per_s=9) > 2
+    counts = [2]
+    for second in range(2, 60):
+        counts.append(decide(float(second), counts[-1]))
+    assert counts == sorted(counts, reverse=True) and counts[-1] == 1
+
+
 def test_growth_at_once_is_at_most_to_twice_what_is_up():
     flood = ReplicaLoad(running=100, waiting=5000, costs=COSTS)
     pools = Pools()
