@@ -102,10 +102,10 @@ class Job:
     async def _add(self, fingerprint: str | None, adapter: Adapter | None) -> bool:
         """Store the record, so that any ingress can compute the answer. Returns whether this ingress got the lease."""
         self.record.fingerprint, self.record.adapter = fingerprint, adapter
-        await self._store.settled()
+        server = await self._store.settled()
         added, leased = await asyncio.gather(
             self._store.add(self._key, self.record.encode(), self._ttl_s),
-            self._lease.take(),
+            self._lease.take(server),
         )
         if not added:
             if leased:
@@ -143,8 +143,7 @@ class Job:
         Raises StoreUnavailable, StoredValueCorrupt.
         """
         while True:
-            await self._store.settled()
-            leased = await self._lease.take()
+            leased = await self._lease.take(await self._store.settled())
             record = self.record = await JobRecord.load(self._store, self.job_id) or self.record
             for choice, delta in enumerate(record.outputs or []):
                 self._note(choice, delta)

@@ -37,20 +37,29 @@ class Lease:
         self._store, self._key, self._restore = store, lease_key(job_id), restore
         self._holder = secrets.token_hex(16).encode()
 
-    async def take(self) -> bool:
-        """Take the job unless another holder has it. Returns whether this holder has it now."""
+    async def take(self, server: str) -> bool:
+        """Take the job unless another holder has it. Returns whether this holder has it now.
+
+        server: what the store's `settled` returned before. If another server got the command, a holder may not have
+        had the time to store its lease there, so this one gives it back.
+        """
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        taken = await self._store.add(self._key, self._holder, LEASE_S)
-        if loop.time() < asked_at + LEASE_S:
-            return taken
-        return await self.holds()  # this process stood still, so the lease may have expired before it was told
+        if not await self._store.add(self._key, self._holder, LEASE_S):
+            return False
+        if await self._store.settled() != server:
+            await self._store.delete(self._key)
+            return False
+        # a process that stood still may have lost the lease before it was told that it had it
+        return loop.time() < asked_at + LEASE_S or await self.holds()
 
     async def renew(self) -> bool:
         """Hold the job for another LEASE_S. Returns False if another holder has it, or has done it."""
         if await self.holds():
             return True
-        return not await self.is_held() and await self._restore() and await self.take()
+        if await self.is_held() or not await self._restore():
+            return False
+        return await self._store.add(self._key, self._holder, LEASE_S)
 
     async def seize(self) -> None:
         """Take the job from its holder, which notices within RENEW_S, so that nobody computes it."""

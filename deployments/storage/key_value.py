@@ -90,9 +90,10 @@ class KeyValueStore(ABC):
     @abstractmethod
     async def delete(self, key: str) -> None: ...
 
-    async def settled(self) -> None:  # noqa: B027  most stores do not forget leases, nor end while others live
+    async def settled(self) -> str:
         """Wait until all holders have had time to renew their leases after the store was unavailable. Call this before
-        taking a lease. Raises StoreUnavailable."""
+        taking a lease. Returns which server has settled. Raises StoreUnavailable."""
+        return ""  # most stores do not forget leases, nor end while others live
 
     @abstractmethod
     async def close(self) -> None:

@@ -44,16 +44,14 @@ class RedisStore(KeyValueStore):
     async def delete(self, key: str) -> None:
         await self._run("delete", key)
 
-    async def settled(self) -> None:
+    async def settled(self) -> str:
         for _ in range(MAX_SETTLES):
             server, now = await self._run("info", "server"), asyncio.get_running_loop().time()
-            if (
-                server["run_id"] != self._run_id
-            ):  # restarted, or replaced, since it was last used
+            if server["run_id"] != self._run_id:  # restarted, or replaced, since it was last used
                 self._back_at = now if self._run_id else max(self._back_at, now - server["uptime_in_seconds"])
                 self._run_id = server["run_id"]
             if now >= self._back_at + SETTLE_S:
-                return
+                return str(server["run_id"])
             await asyncio.sleep(self._back_at + SETTLE_S - now)  # it may restart once more meanwhile
         raise self.unavailable(f"it has restarted {MAX_SETTLES} times within {MAX_SETTLES * SETTLE_S:.0f} s")
 

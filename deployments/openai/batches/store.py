@@ -141,8 +141,7 @@ class BatchLease:
 
     async def take(self) -> bool:
         """Claim the batch. Returns False if another ingress has it, or if it has ended or is no longer stored."""
-        await self._store.values.settled()
-        if not await self._lease.take():
+        if not await self._lease.take(await self._store.values.settled()):
             return False
         record = await self._store.records.find(self._batch_id)
         if record is not None and record.object.status not in ENDED:

@@ -53,10 +53,23 @@ class Slow(MemoryStore):
 @pytest.mark.parametrize(("pause_s", "taken"), [(LEASE_S - 1.0, True), (LEASE_S + 1.0, False)])
 def test_an_ingress_that_stood_still_while_it_took_a_lease_asks_whether_it_still_has_it(pause_s, taken):
     loop = VirtualLoop()
-    taking = asyncio.ensure_future(Lease(Slow(pause_s), "job").take(), loop=loop)
+    taking = asyncio.ensure_future(Lease(Slow(pause_s), "job").take(""), loop=loop)
     loop.run_until(taking)
     assert taking.result() is taken
     loop.close()
+
+
+@pytest.mark.parametrize(("server", "taken"), [("one", True), ("another", False)])
+async def test_a_lease_in_a_store_that_restarted_after_it_was_asked_is_given_back(server, taken):
+    """Seed 301634 of tests.days: the answer of a server that has just ended said that it had settled."""
+
+    class Restarted(MemoryStore):
+        async def settled(self) -> str:
+            return server
+
+    store = Restarted(2**20)
+    assert await Lease(store, "job").take("one") is taken
+    assert (await store.get(lease_key("job")) is not None) is taken
 
 
 class Restarting:

@@ -177,13 +177,11 @@ async def test_no_lease_is_taken_before_its_holder_has_stored_it_again_in_a_redi
 ):
     monkeypatch.setattr(lease, "RENEW_S", 0.05)
     holder, idle = Lease(RedisStore(redis.url), "job"), RedisStore(redis.url)
-    await idle.settled()
-    assert await holder.take()
+    assert await holder.take(await idle.settled())
     async with holder.kept():
         redis.kill()
         redis.start()
-        await idle.settled()
-        assert not await Lease(idle, "job").take()
+        assert not await Lease(idle, "job").take(await idle.settled())
 
 
 async def test_redis_forgets_a_response_after_its_time(redis):
