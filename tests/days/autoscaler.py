@@ -80,6 +80,8 @@ class Scaling:
 class ScalingPart(Part):
     """In place of ScalingMetrics too: every decision is recorded here, and checked."""
 
+    settle_s = 25.0  # until the mean of a rate has faded
+
     def __init__(self, world: World, pools: dict[Role, PoolSettings]):
         from cluster.autoscaling import policy
 

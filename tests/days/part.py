@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 class Part:
     """A part on one day. It does nothing unless a subclass says so."""
 
+    settle_s = 0.0  #: more than SETTLE_S of the world that it takes after the last request
+
     def clients(self) -> list[Coroutine[Any, Any, None]]:
         """Return what must end before the day can end."""
         return []

@@ -137,7 +137,8 @@ class World:
         await asyncio.sleep(max(0.0, day.last_at - self.loop.time()))
         await self._orphans_end()
         forgets = day.seed % 8 == 0
-        await asyncio.sleep(SETTLE_S + FORGET_S * forgets)
+        more_s = max((part.settle_s for part in self.parts), default=0.0)
+        await asyncio.sleep(SETTLE_S + max(more_s, FORGET_S * forgets))
         check_jobs(cluster)
         check_that_nothing_is_left(cluster, forgets)
         for part in self.parts:
