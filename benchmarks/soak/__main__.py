@@ -1,10 +1,11 @@
 """A server with both pools for an hour, its requests left and its processes killed: `python -m benchmarks.soak`.
 
-Two prefill replicas, two decode replicas of two ranks, two ingresses behind HAProxy. Clients ask in seven ways, leave
-two in seven answers, and compare every text with the first one to the same request. Every so often a process gets
-SIGKILL, always the youngest of its kind, so that one of each lives for the whole run under all that is asked. Memory,
-descriptors and threads of each kind, processes, blocks, temporary files and shared memory are compared at rest: after a
-while of requests only, and at the end. It exits with 1 if anything has grown, or a client was wronged.
+Two prefill replicas, two decode replicas of two ranks, two ingresses behind HAProxy, with an adapter, holds, tiers in
+host memory and on disk, and a key with limits. Clients ask in nine ways, leave two in nine answers, and compare every
+text with the one that the request got before anything was killed. Every so often a process gets SIGKILL, always the
+youngest of its kind, so that one of each lives for the whole run under all that is asked. Memory, descriptors and
+threads of each kind, processes, blocks, temporary files and shared memory are compared at rest: after a while of
+requests only, and at the end. It exits with 1 if anything has grown, or a client was wronged.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def show_soak(found: Soak) -> None:
     print(f"killed: {_list(found.kills)}")
     print(f"answered: {_list(visits.answered)}")
     print(f"left by their clients: {_list(visits.left)}")
+    print(f"refused: {_list(visits.refused)}")
     print(f"broken, and asked again, by what was killed last: {_list(visits.broken)}")
-    print(f"files: {found.before.files}, {found.after.files}")
-    print(f"files of shared memory: {found.before.shared_memory}, {found.after.shared_memory}")
+    print(f"files: {len(found.before.files)}, {len(found.after.files)}")
+    print(f"files of shared memory: {len(found.before.shared_memory)}, {len(found.after.shared_memory)}")
     print(f"blocks and requests held at the end: {found.held:g}\n")
     print("| at rest, before and after | processes | MiB of the largest | peak | MiB/h, second half | descriptors "
           "| threads |\n" + 7 * "| --- " + "|")  # fmt: skip

@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.soak.visitors import AS_FREE
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun
 
 RANK = re.compile(r"((?:decode|prefill)-\w+)-\w+/(rank\d+) placement\.rank_actor rank starts pid=(\d+)")
+TIERS = "kv"  # folder of KV blocks, whose number is limited
 SERVED = "ray::ServeReplica:manta:"
 SHARED_MEMORY = "/dev/shm/"
 HELD = ("running", "reserved", "leased")
@@ -36,14 +38,14 @@ class ProcessState:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """at: seconds on the monotonic clock. processes: by process id. strays: kinds of processes that the server has
-    started and no longer has below it, but that live. files: in its folder for temporary files, logs left out.
-    shared_memory: files that one of its processes had mapped at any time, and that exist."""
+    started and no longer has below it, but that live. files: in its folder for temporary files, logs and KV
+    blocks left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
 
     at: float
     processes: dict[int, ProcessState]
     strays: list[str]
-    files: int
-    shared_memory: int
+    files: frozenset[str]
+    shared_memory: frozenset[str]
 
     def of(self, kind: str) -> list[ProcessState]:
         """Return the processes of a kind, the one that lives longest first."""
@@ -86,18 +88,23 @@ class Footprints:
             processes[process.pid] = state
             self._seen[process] = state.kind
         strays = [kind for process, kind in self._seen.items() if process.pid not in processes and _lives(process)]
-        files = sum("logs" not in path.parts and not path.is_dir() for path in self._folder.rglob("*"))
-        exist = sum(Path(name).exists() for name in self._mapped)
+        inside = (path for path in self._folder.rglob("*") if not {"logs", TIERS} & set(path.parts))
+        files = frozenset(str(path.relative_to(self._folder)) for path in inside if not path.is_dir())
+        exist = frozenset(name for name in self._mapped if Path(name).exists())
         return Footprint(time.monotonic(), processes, strays, files, exist)
 
     def held(self) -> float:
         """Return how many blocks and requests the engines and ingresses hold for anybody. Raises httpx.HTTPError."""
-        scrape = Scrape(httpx.get(f"{self._server.url}/metrics", timeout=30).raise_for_status().text)
+        scrape = self._scrape()
         return sum(scrape.sum("manta_kv_blocks", state=state) for state in HELD) + sum(map(scrape.sum, QUEUES))
 
     def engines(self) -> float:
         """Return how many decode replicas an ingress could ask. Raises httpx.HTTPError."""
-        return Scrape(httpx.get(f"{self._server.url}/metrics", timeout=30).raise_for_status().text).sum("manta_up")
+        return self._scrape().sum("manta_up")
+
+    def _scrape(self) -> Scrape:
+        answer = httpx.get(f"{self._server.url}/metrics", timeout=30, headers=AS_FREE)
+        return Scrape(answer.raise_for_status().text)
 
     def _read_log(self) -> None:
         lines = self._server.log

@@ -18,14 +18,21 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.footprint import Footprint, Footprints
-from benchmarks.soak.visitors import Visitors, Visits
+from benchmarks.soak.footprint import TIERS, Footprint, Footprints
+from benchmarks.soak.visitors import ADAPTER, FREE, LIMITED, MODEL, Visitors, Visits
+from deployments.frontend.api_keys import key_line
+from engine import pocket
 from tests.serve.serve_run import ServeRun
 
 STARTUP_S, WHOLE_S, IDLE_S = 900.0, 600.0, 120.0
 LOOK_S = 5.0  # between two looks at all processes
 SETTLE_S = 20.0  # after the last request, before a look that counts
-ENGINE = {"device": "cpu", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 32, "determinism": "strict"}
+ENGINE = {
+    "device": "cpu", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 32, "determinism": "strict",
+    "kv_offloading_size": 0.02, "kv_offloading_disk_size": 0.1, "max_loras": 2,
+}  # fmt: skip
+PIRATE = Path(pocket.__file__).with_name("pirate")
+RPM_LIMIT, TPM_LIMIT = 60, 6000
 VICTIMS = [  # in turns
     "rank1 of decode-pocket", "ingress", "prefill-pocket", "haproxy", "decode-pocket", "rank0 of prefill-pocket",
     "ray::ServeController", "rank0 of decode-pocket",
@@ -41,17 +48,23 @@ FREE_KINDS = ("ray::IDLE", "python3", "manta-haproxy")
 def arguments(folder: Path) -> dict[str, Any]:
     """Return the configuration: both pools twice, so that of each kind one lives from beginning to end; strict, so that
     texts do not depend on whether one rank has computed a prompt, or two have."""
+    tiers = {"kv_offloading_dir": f"{folder}/{TIERS}"}
     pool = {"num_cpus": 0.05, "num_replicas": 2, "stall_timeout_s": 60.0}
     model = {
-        "name": "pocket",
+        "name": MODEL,
         "model": "pocket",
-        "engine": ENGINE,
+        "engine": ENGINE | tiers,
+        "lora_modules": {ADAPTER: str(PIRATE)},
         "prefill": pool,
         "decode": {**pool, "engine": {"tensor_parallel": 2}},
         "handoff": {"transport": "tcp", "policy": "always"},
     }
     kept = {"store": f"sqlite://{folder}/store.db", "idempotency_ttl_s": 60.0, "response_ttl_s": 60.0}
-    return {"models": [model], "ingress": {"num_replicas": 2, **kept}}
+    keys = {
+        "api_keys": [key_line(name, f"sk-{name}") for name in (FREE, LIMITED)],
+        "key_limits": {LIMITED: {"rpm_limit": RPM_LIMIT, "tpm_limit": TPM_LIMIT}},
+    }
+    return {"models": [model], "ingress": {"num_replicas": 2, **kept, **keys}}
 
 
 @dataclass(slots=True)
@@ -75,8 +88,9 @@ class Soak:
         if self.held:
             found.append(f"{self.held:g} blocks or requests are held for nobody")
         for name in ("files", "shared_memory"):
-            if getattr(self.after, name) > getattr(self.before, name):
-                found.append(f"{name}: {getattr(self.before, name)}, at the end {getattr(self.after, name)}")
+            before, after = getattr(self.before, name), getattr(self.after, name)
+            if len(after) > len(before):
+                found.append(f"{name}: {len(before)}, at the end {len(after)}: {', '.join(sorted(after - before))}")
         counts = self.before.counts()
         for kind, count in self.after.counts().items():
             if kind in FREE_KINDS:
@@ -131,8 +145,10 @@ async def _soak(
     await _whole(footprints, counts)
     counts |= {kind: len(footprints.look().pids(kind)) for kind in VICTIMS}
     visits, kills, last = Visits(), Counter[str](), ["nothing"]
-    async with Visitors(server.url, clients, visits, lambda: last[0]):
+    visitors = Visitors(server.url, clients, visits, lambda: last[0])
+    async with visitors:
         await asyncio.sleep(warm_up_s)
+        await visitors.read_all()
     await _at_rest(footprints)
     before = await asyncio.to_thread(footprints.look)
     found = Soak(before, before, 0.0, visits, kills, [])

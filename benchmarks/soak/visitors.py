@@ -14,6 +14,12 @@ import httpx
 
 from tests.resuming_client import NOBODY_THERE, ResumingClient
 
+MODEL, ADAPTER, FREE, LIMITED = (
+    "pocket",
+    "pirate",
+    "free",
+    "limited",
+)  # model, adapter, and API keys without and with limits
 LIMIT_S = 300.0  # for each request: longer is hanging
 PAUSE_S = 1.0  # before a client comes again that was turned away
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter"]
@@ -33,17 +39,22 @@ CHAT = {"messages": [{"role": "user", "content": "Which word?"}], "temperature":
 FORMED = {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "word", "schema": SCHEMA}}}
 
 
+AS_FREE, AS_LIMITED = ({"Authorization": f"Bearer sk-{name}"} for name in (FREE, LIMITED))
+
+
 class Broken(Exception):
     """A request that did not get its answer, and that its client may send again."""
 
 
 @dataclass(slots=True)
 class Visits:
-    """answered, left: requests by way. broken: by what was struck last. texts: that came to each body; more than one
-    is wrong, and `wrong` says so, as it does of every error that a client could not help with by asking again."""
+    """answered, left, refused: requests by way. broken: by what was struck last. texts: that came to each body; more
+    than one is wrong, and `wrong` says so, as it does of every error that a client could not help with by asking
+    again."""
 
     answered: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
     broken: Counter[str] = field(default_factory=Counter)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -63,10 +74,13 @@ class Visitors:
         self._done = asyncio.Event()
         self._ways: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]] = [
             self._stream, self._leave_stream, self._whole, self._leave_whole, self._keyed, self._formed, self._response,
+            self._talk, self._limited,
         ]  # fmt: skip
 
     async def __aenter__(self) -> Visitors:
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.AsyncClient(
+            base_url=self._url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None), headers=AS_FREE
+        )
         self._tasks = [asyncio.create_task(self._visit(random.Random(i))) for i in range(self._clients)]
         return self
 
@@ -74,6 +88,13 @@ class Visitors:
         self._done.set()
         await asyncio.gather(*self._tasks)
         await self._http.aclose()
+
+    async def read_all(self) -> None:
+        """Get the text of each body once."""
+        for name, body in {f"body {i}": body for i, body in enumerate(BODIES)}.items():
+            for model in (MODEL, ADAPTER):
+                answer = await _post(self._http, "/v1/completions", {**body, "model": model})
+                self.visits.take("an answer as a whole", f"{name} of {model}", answer["choices"][0]["text"])
 
     async def _visit(self, rng: random.Random) -> None:
         while not self._done.is_set():
@@ -88,14 +109,17 @@ class Visitors:
 
     async def _stream(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         name, body = _some(rng)
-        text = ""
+        lines, text = list[str](), ""
         async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             await _check(response)
             async for line in response.aiter_lines():
                 text += _text_of(line)
-                if line == "data: [DONE]":
-                    return self.visits.take("a stream", name, text)
-        raise Broken("it just stopped")
+                lines.append(line)
+        if "data: [DONE]" not in lines:
+            raise Broken("it just stopped")
+        ends = sum('"finish_reason":"' in line for line in lines)
+        assert (ends, lines.count("data: [DONE]")) == (1, 1), f"{name} ends {ends} times"
+        self.visits.take("a stream", name, text)
 
     async def _leave_stream(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         _, body = _some(rng)
@@ -147,12 +171,40 @@ class Visitors:
         for name, answer in (("a response", first), ("a second response", second)):
             self.visits.take("a response", name, json.dumps([item["content"][0]["text"] for item in answer["output"]]))
 
+    async def _talk(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Hold a conversation between two turns, and end the hold sometimes."""
+        number = rng.randrange(len(WORDS))
+        session = f"soak-{rng.getrandbits(64):x}"
+        turns = [{"role": "user", "content": f"What is a {WORDS[number]} {LONG}?"}]
+        for turn in range(2):
+            body = {"messages": turns, "temperature": 0, "max_tokens": 30, "session_id": session, "hold_s": 20}
+            answer = await _post(http, "/v1/chat/completions", body)
+            text = answer["choices"][0]["message"]["content"]
+            self.visits.take("a turn", f"turn {turn} about {WORDS[number]}", text)
+            turns = [*turns, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+        if rng.random() < 0.5:
+            response = await http.delete(f"/v1/holds/{session}")
+            if response.status_code != 404:  # its replica may have died, and the hold with it
+                await _check(response)
+
+    async def _limited(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        name, body = _some(rng)
+        response = await http.post("/v1/completions", json=body, headers=AS_LIMITED)
+        if response.status_code == 429:
+            assert response.json()["error"]["code"] == "rate_limit_exceeded", response.text
+            assert int(response.headers["retry-after"]) <= 60
+            self.visits.refused["by a limit"] += 1
+            return
+        await _check(response)
+        self.visits.take("with a limited key", name, response.json()["choices"][0]["text"])
+
 
 def _some(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a body and its name. Every other time no cache has its prompt."""
-    number = rng.randrange(len(BODIES))
+    """Return a body and its name. Every other time no cache has its prompt, and every third time it is for the
+    adapter."""
+    number, model = rng.randrange(len(BODIES)), rng.choice([MODEL, MODEL, ADAPTER])
     salt = {"cache_salt": f"{rng.getrandbits(64):x}"} if rng.random() < 0.5 else {}
-    return f"body {number}", BODIES[number] | salt
+    return f"body {number} of {model}", {**BODIES[number], "model": model, **salt}
 
 
 async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

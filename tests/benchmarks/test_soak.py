@@ -17,7 +17,12 @@ RANK = {"kind": "rank0 of decode-pocket", "started": 0.0, "rss_mib": 400.0, "des
 def at_rest(*changes: dict[str, Any], **footprint: Any) -> Footprint:
     """A server of two ranks, with changes to each."""
     processes = {pid: ProcessState(**{**RANK, **change}) for pid, change in enumerate(changes or ({}, {}))}
-    return Footprint(**{"at": 0.0, "processes": processes, "strays": [], "files": 30, "shared_memory": 2, **footprint})
+    found = {"at": 0.0, "processes": processes, "strays": [], "files": names(30), "shared_memory": names(2)}
+    return Footprint(**{**found, **footprint})
+
+
+def names(count: int) -> frozenset[str]:
+    return frozenset(f"file{i}" for i in range(count))
 
 
 def problems(after: Footprint, held: float = 0.0, **visits: Any) -> list[str]:
@@ -27,7 +32,7 @@ def problems(after: Footprint, held: float = 0.0, **visits: Any) -> list[str]:
 def test_a_server_that_is_as_it_was_has_no_problem():
     assert problems(at_rest()) == []
     assert problems(at_rest({"rss_mib": 420.0, "descriptors": 104, "threads": 41}, {})) == []
-    assert problems(at_rest(files=29, shared_memory=0), broken=Counter(BREAKING)) == []
+    assert problems(at_rest(files=names(29), shared_memory=names(0)), broken=Counter(BREAKING)) == []
 
 
 @pytest.mark.parametrize(
@@ -39,8 +44,8 @@ def test_a_server_that_is_as_it_was_has_no_problem():
         (at_rest({}, {}, {}), "processes rank0 of decode-pocket: 2, at the end 3"),
         (at_rest({}, {}, {"kind": "zombie"}), "processes zombie: 0, at the end 1"),
         (at_rest(strays=["haproxy"]), "haproxy lives on outside"),
-        (at_rest(files=31), "files: 30, at the end 31"),
-        (at_rest(shared_memory=3), "shared_memory: 2, at the end 3"),
+        (at_rest(files=names(31)), "files: 30, at the end 31: file30"),
+        (at_rest(shared_memory=names(3)), "shared_memory: 2, at the end 3: file2"),
     ],
 )
 def test_what_has_grown_is_told(after, problem):
