@@ -60,8 +60,13 @@ class LiveGeneration:
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
+        request = prompts[0][0]
         self._size = RequestSize(
-            self.usage.prompt_tokens, len(self._sequences), prompts[0][0].params.max_tokens, resumes
+            self.usage.prompt_tokens,
+            len(self._sequences),
+            request.params.max_tokens if request.pooling is None else 0,
+            context.max_model_len,
+            resumes,
         )
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before

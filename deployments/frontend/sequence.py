@@ -56,6 +56,8 @@ class SequenceContext:
     timelines: RequestTimelines
     max_replays: int
     """Maximum number of times that a sequence resumes in another engine."""
+    max_model_len: float = math.inf
+    """Maximum number of tokens of a prompt and its answer."""
     sdc_check: SdcCheck | None = None
     prices: Prices = FREE
     hourly: HourlyUsage = field(default_factory=HourlyUsage)

@@ -164,6 +164,7 @@ class ServedModel:
             stats=stats,
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
+            max_model_len=info.max_model_len,
             prices=info.prices,
             hourly=telemetry.usage_files.usage,
             sdc_check=None

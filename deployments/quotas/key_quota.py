@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,6 +34,7 @@ MAX_WAITING = 256  # requests of a key for a place, since each looks for one 20 
 TRIES = 16  # to write before another ingress does
 LOST_S = 0.01  # maximum pause after another ingress was first, so that not all try again at the same time
 TTL_S = 100 * 86400.0  # of a key's record, at least
+MEMORY = 64  # newest answers of a key, of which the longest bounds the next
 FADES = 0.05  # weight of a request in the means from which the next one is estimated
 
 
@@ -42,7 +45,9 @@ class RequestSize:
     prompt_tokens: int
     sequences: int
     max_tokens: int | None
-    """Maximum number of output tokens of each sequence."""
+    """Maximum number of output tokens of each sequence; None if the request does not say."""
+    context_tokens: float = math.inf
+    """The same by the model's context."""
     resumes: bool = False
     """Whether another ingress had admitted it, and has charged for its prompt."""
 
@@ -96,13 +101,23 @@ class Means:
     def __init__(self) -> None:
         self.output_tokens = 0.0
         self.per_token: dict[Unit, float] = {}
+        self._newest: deque[float] = deque(maxlen=MEMORY)  # output tokens of the sequences of a request
 
-    def of(self, size: RequestSize) -> dict[Unit, float]:
+    def costs_of(self, size: RequestSize) -> dict[Unit, float]:
         output = self.output_tokens if size.max_tokens is None else min(self.output_tokens, size.max_tokens)
         tokens = size.prompt_tokens + size.sequences * output
-        return {"tokens": tokens, **NO_COSTS, **{unit: each * tokens for unit, each in self.per_token.items()}}
+        return {**NO_COSTS, **{unit: each * tokens for unit, each in self.per_token.items()}}
+
+    def most_tokens(self, size: RequestSize) -> float:
+        """Return an upper bound of the tokens of a request: by `max_tokens` if it says that, else by the longest of the
+        newest answers, or by the context before MEMORY of them are known."""
+        output: float | None = size.max_tokens
+        if output is None:
+            output = max(self._newest) if len(self._newest) == MEMORY else size.context_tokens
+        return size.prompt_tokens + size.sequences * output
 
     def observe(self, size: RequestSize, used: Used) -> None:
+        self._newest.append(used.output_tokens / size.sequences)
         self.output_tokens += self._weight * (used.output_tokens / size.sequences - self.output_tokens)
         tokens = max(1, used.prompt_tokens + used.output_tokens)
         costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
@@ -152,16 +167,15 @@ class KeyQuota:
         return self.limits.ends_running_requests and bool(self.limits.budget_limits)
 
     def estimate(self, size: RequestSize) -> dict[Unit, float]:
-        """Return what a request probably needs. What is only expected is at most half of a limit: otherwise a key whose
-        requests were once large would never run again. Costs that are counted while the request runs are not
+        """Return what a request needs: the most tokens that it can have, but at most the whole limit, so that it runs
+        if it is alone in its window; and the costs that it probably has. These are at most half of a limit: otherwise a
+        key whose requests were once large would never run again. Costs that are counted while the request runs are not
         expected."""
-        needs = self.means.of(size)
-        if self.ends_running:
-            needs |= NO_COSTS
+        needs = dict(NO_COSTS) if self.ends_running else self.means.costs_of(size)
+        needs["tokens"] = self.means.most_tokens(size)
         for limit in self._all:
             if limit.unit in needs:
-                needs[limit.unit] = min(needs[limit.unit], limit.value / 2)
-        needs["tokens"] = max(needs["tokens"], size.prompt_tokens)
+                needs[limit.unit] = min(needs[limit.unit], limit.value / 2 if limit.is_cost else limit.value)
         return needs
 
     async def take(self, needs: Needs) -> Charge:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deployments.quotas.limits import Limit, Unit
-from deployments.quotas.record import ALWAYS, CLOCKS_S, LEASE_S, QuotaRecord, Share, Window, decode
+from deployments.quotas.record import ALWAYS, CLOCKS_S, DEBT, LEASE_S, QuotaRecord, Share, Window, decode
 
 AHEAD_S = 1.5
 """Seconds for which an ingress reserves what it has recently needed."""
@@ -226,6 +226,8 @@ class LeasedQuota:
             window = record.find(name, tally.start)
             if window is None:
                 window = self._window(name, tally.start, forgotten)
+                if debt := _debt(limit, record.newest(name, tally.start), tally.start):
+                    window.shares[DEBT] = Share(debt, 0.0)
                 record.put(name, window)
             if tally.used:
                 tally.used_at = now
@@ -314,8 +316,20 @@ class LeasedQuota:
         old = self._before[limit.name] = self._tallies[limit.name]
         free = None if old.free is None else limit.value
         new = Tally(*limit.window(now), free, wanted=old.wanted, used=old.used, recent=old.recent, used_at=old.used_at)
+        if limit.unit == "tokens" and new.start == old.end and old.reserve < 0:
+            new.spend(-old.reserve)  # more than the store knows of
         self._tallies[limit.name] = new
         return new
+
+
+def _debt(limit: Limit, before: Window | None, start: float) -> float:
+    """Return how many tokens a new window begins with, because earlier ones had more than the limit. before: the newest
+    of them."""
+    if before is None or limit.unit != "tokens":
+        return 0.0
+    first, end = limit.window(before.start)
+    passed = round((start - first) / (end - first))
+    return max(0.0, sum(share.spent for share in before.shares.values()) - limit.value * passed)
 
 
 def _need(limit: Limit, needs: Needs) -> float:

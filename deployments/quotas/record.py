@@ -14,6 +14,7 @@ KEEP_S = 3600.0
 """Seconds after which an ingress that has ended is no longer told apart from others that have ended."""
 APART = " apart"
 ENDED = ""  # the holder that stands for all those
+DEBT = "debt"  # the holder that stands for what the windows before had too much
 ALWAYS = 0.0  # start of the window of limits that are never used up
 
 

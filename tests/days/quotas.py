@@ -15,10 +15,10 @@ import deployments.quotas.key_quota as key_quota_module
 import deployments.quotas.quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, record_key
-from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs
-from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs, Tally
+from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
 from deployments.quotas.quotas import Quotas
-from deployments.quotas.record import decode
+from deployments.quotas.record import DEBT, decode
 from deployments.storage.key_value import StoreUnavailable
 from engine.errors import ServingError
 from tests.days.part import Part
@@ -88,6 +88,8 @@ class CountedLease(LeasedQuota):
         for name, amount in charge.amounts.items():
             limit, start = self._known[name], self._tallies[name].start
             more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
+            if limit.unit == "tokens" and 0 < amount < limit.value:
+                assert more <= SLACK, "a request has more tokens than it was charged with"
             if start == charge.starts[name] or more > 0:
                 self._book.add(self, name, start, more, over=max(0.0, more))
 
@@ -97,6 +99,12 @@ class CountedLease(LeasedQuota):
         for name, amount in charge.amounts.items():
             more = amount - before[name]
             self._book.add(self, name, self._tallies[name].start, more, over=more)
+
+    def _begin(self, limit: Limit, now: float) -> Tally:
+        new = super()._begin(limit, now)
+        if new.spent:
+            self._book.add(self, limit.name, new.start, new.spent, over=new.spent)
+        return new
 
     def go_alone(self, now: float) -> None:
         self._roll(now)
@@ -239,7 +247,7 @@ class QuotaPart(Part):
                 newest = max((start for of, start in book.used if of == limit.name), default=None)
                 if newest is None or (window := record.find(limit.name, newest)) is None:
                     continue
-                written, used = window.taken("nobody"), book.used[limit.name, newest]
+                written, used = window.taken(DEBT), book.used[limit.name, newest]
                 assert abs(written - used) < SLACK, f"{limit.name} of {name}: {written} is written, {used} was used"
                 self.seen["what a key has used is written"] += 1
 

@@ -231,25 +231,84 @@ async def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Pat
         assert headers["x-should-retry"] == "false" and headers["retry-after"] == str(12 * 3600)
 
 
-def test_a_key_whose_requests_were_larger_than_its_limits_runs_again_in_the_next_window(monkeypatch):
+def test_a_key_whose_requests_cost_more_than_its_budget_runs_again_in_the_next_window(monkeypatch):
     budget = BudgetLimit(budget_duration="1m", max_budget=1.0)
     used = Used(True, 5, 500, 0.0, money=3.0)
     wall = NOON
 
     async def scenario() -> None:
         nonlocal wall
-        key = KeyQuota("small", KeyLimits(tpm_limit=100, budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
+        key = KeyQuota("small", KeyLimits(budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
         monkeypatch.setattr(key, "_wall", lambda: wall)
         for _ in range(3):
             async with RequestQuota(key).charged(RequestSize(5, 1, None), Bill(lambda: used)):
                 pass
-            with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
+            with pytest.raises(QuotaExceeded, match="has used up its max_budget/1m of 1"):
                 await key.take(key.estimate(RequestSize(5, 1, None)))
             wall += 60
-        with pytest.raises(QuotaExceeded):
-            await key.take(key.estimate(RequestSize(101, 1, None)))
 
     run(scenario())
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_request_alone_runs_whatever_it_may_use_and_later_windows_pay_for_what_was_too_much(monkeypatch, is_written):
+    wall = NOON
+
+    async def scenario() -> None:
+        nonlocal wall
+        key = KeyQuota("small", KeyLimits(tpm_limit=100), open_store(StoreConfig()), "a", 1)
+        monkeypatch.setattr(key, "_wall", lambda: wall)
+
+        async def charge(max_tokens: int | None, output_tokens: int) -> None:
+            bill = Bill(lambda: Used(True, 5, output_tokens, 0.0, 0.0))
+            async with RequestQuota(key).charged(RequestSize(5, 1, max_tokens), bill):
+                with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
+                    await key.take({"tokens": 96})
+
+        await charge(None, 245)  # it does not say how much
+        if is_written:
+            await key.sync()
+        for left in (0, 50, 100):
+            wall += 60
+            if left < 100:
+                with pytest.raises(QuotaExceeded):
+                    await key.take({"tokens": left + 1})
+            if left:
+                key.settle(await key.take({"tokens": left}), {})
+            await key.sync()
+        await charge(800, 5)  # of which it gives most back
+        await charge(85, 85)
+
+    run(scenario())
+
+
+async def test_forty_requests_at_once_are_charged_with_all_that_they_may_use_and_give_back_the_rest():
+    async with fake_api(lambda request: [5] * 400, auth=limited(tpm_limit=1000)) as api:
+        for _ in range(3):
+            await client(api).completions.create(**ASKED | {"max_tokens": 1})
+        asked = ASKED | {"max_tokens": 200}
+        answers = await asyncio.gather(
+            *(client(api).completions.create(**asked) for _ in range(40)), return_exceptions=True
+        )
+        used = [answer.usage.total_tokens for answer in answers if isinstance(answer, openai.types.Completion)]  # type: ignore[union-attr]
+        assert len(used) == 4 and sum(used) <= 1000
+        refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+        assert len(refused) == 36 and all(error.param == "tpm_limit/1m" for error in refused)
+    async with fake_api(says("hello"), auth=limited(tpm_limit=1000)) as api:
+        for _ in range(10):
+            await client(api).completions.create(**ASKED | {"max_tokens": 400})
+
+
+def test_where_requests_do_not_say_how_much_the_longest_of_many_answers_is_expected():
+    key = KeyQuota("small", KeyLimits(tpm_limit=1000), open_store(StoreConfig()), "a", 1)
+    size, said = RequestSize(10, 2, None, 300), RequestSize(10, 2, 400)
+    assert key.estimate(RequestSize(10, 2, None))["tokens"] == 1000, "at most the whole limit"
+    for output_tokens in range(key_quota.MEMORY):
+        assert key.estimate(size)["tokens"] == 10 + 2 * 300, "the context, before enough is known"
+        key.means.observe(size, Used(True, 10, 2 * output_tokens, 0.0, 0.0))
+    assert key.estimate(size)["tokens"] == 10 + 2 * (key_quota.MEMORY - 1)
+    assert key.estimate(said)["tokens"] == 10 + 2 * 400, "what is said counts, however short the answers were"
+    assert key.estimate(RequestSize(10, 2, 0))["tokens"] == 10
 
 
 @pytest.mark.parametrize("route", ["completions", "embeddings"])
