@@ -26,6 +26,7 @@ from deployments.http.errors import error_response
 from deployments.http.first_token import FirstTokenMiddleware
 from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
+from deployments.http.origin import OriginMiddleware
 from deployments.http.route import KEY, Route, add_routes, open_paths
 from deployments.jobs.jobs import Jobs
 from deployments.key_routes import KeyRoutes
@@ -124,6 +125,8 @@ def http_app(
 
     app.add_middleware(FirstTokenMiddleware)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth, open_paths=open_paths(routes))
+    hosts = auth.allowed_hosts if auth.is_on_loopback and api_keys is None else None
+    app.add_middleware(OriginMiddleware, cors_origins=auth.cors_origins, allowed_hosts=hosts)
     if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response

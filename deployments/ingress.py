@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +117,7 @@ class Ingress:
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
         self._adapter_tables: list[GcsTable] = []
+        auth = replace(auth, is_on_loopback=await asyncio.to_thread(ray_compat.is_on_loopback))
         try:
             self._app = http_app(self._models, self._telemetry, auth, batches, store, console, self._adapter_table)
         except StartupError as error:

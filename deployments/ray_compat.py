@@ -125,6 +125,14 @@ def certificate() -> str | None:
     return None if client is None else client.get_serve_details()["http_options"].get("ssl_certfile")
 
 
+def is_on_loopback() -> bool:
+    """Return whether Serve's HTTP proxies listen on loopback. Blocks for a call to Serve's controller."""
+    from ray._common.network_utils import is_localhost
+
+    host = serve.context._get_global_client().http_config.host
+    return host is not None and bool(is_localhost(host))
+
+
 def http_endpoint(application: str) -> HttpEndpoint:
     """Return the address of an application. Blocks for calls to Serve's controller. Raises RayError or
     RayServeException."""

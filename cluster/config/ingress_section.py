@@ -52,6 +52,9 @@ class IngressSection(Section):
     allow_runtime_key_updating: bool = False  #: admin_keys may make API keys and change limits (docs/quotas.md)
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
     cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
+    allowed_hosts: list[str] = Field(default=[])
+    """Names by which clients may call a server without keys that listens on loopback, besides localhost, 127.0.0.1 and
+    ::1; `*` for all."""
     unknown_fields: UnknownFields = "ignore"  #: `ignore` or `refuse` request fields that no API here has
     store: str | None = Field(default=None, min_length=1)
     """Store for responses, answers and batches, which all ingresses share and which survives restarts:
@@ -72,7 +75,11 @@ class IngressSection(Section):
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""
-        same = {field.name: getattr(self, field.name) for field in fields(AuthConfig) if field.name != "num_ingresses"}
+        same = {
+            field.name: getattr(self, field.name)
+            for field in fields(AuthConfig)
+            if field.name in type(self).model_fields
+        }
         auth = AuthConfig(**same, num_ingresses=self.num_replicas)
         auth.keys()
         return auth

@@ -53,6 +53,11 @@ class AuthConfig:
     """Limit for bodies at UPLOAD_PATH. Their time limit is proportionally longer."""
     cors_origins: Sequence[str] = ()
     """Origins of web pages that may send requests from a browser; `*` for all."""
+    allowed_hosts: Sequence[str] = ()
+    """Names by which clients may call the server besides those of this machine, if only this machine reaches it and it
+    has no keys; `*` for all."""
+    is_on_loopback: bool = False
+    """Whether only this machine reaches the server."""
     unknown_fields: UnknownFields = "ignore"
     """Whether fields that no API here has are ignored or refused."""
     key_limits: Mapping[str, KeyLimits] = field(default_factory=dict)

@@ -31,16 +31,6 @@ class Conflict(RequestError):
     status = 409
 
 
-class ForbiddenOrigin(RequestError):
-    """A web page of another origin sends a form. Browsers send forms without first asking the server for permission."""
-
-    status, type = 403, "permission_error"
-
-    def __init__(self, origin: str):
-        Exception.__init__(self, origin)
-        self.message, self.param = f"pages of {origin[:100]!r} may not upload files; see ingress.cors_origins", None
-
-
 class StorageError(ServingError):
     """A file cannot be stored or read. The server's log names its path."""
 

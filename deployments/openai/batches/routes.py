@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.middleware import AuthConfig
 from deployments.http.route import OWNER, Route
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
+from deployments.openai.batches.errors import NotConfigured, ObjectNotFound, StorageError
 from deployments.openai.batches.files import File
 from deployments.openai.batches.input_file import InputFile
 from deployments.openai.batches.objects import (
@@ -104,7 +104,6 @@ class BatchRoutes:
             raise NotConfigured("files and batches", "ingress.batch_dir")
 
     async def upload(self, request: Request) -> Response:
-        check_origin(request, self._auth.cors_origins)
         content_type = request.headers.get("content-type")
         if not (content_type or "").lower().startswith(FORM):
             raise UnsupportedMediaType(content_type, FORM)
@@ -167,14 +166,6 @@ class BatchRoutes:
 
     async def cancel(self, request: Request, name: str) -> Response:
         return json_response(await self._store.cancel(name, key_name(request)))
-
-
-def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ForbiddenOrigin for a form of another origin's web page. Browsers ask the server for permission before they
-    send JSON, but not before they send forms."""
-    origin = request.headers.get("origin")
-    if origin is not None and origin not in allowed and "*" not in allowed:
-        raise ForbiddenOrigin(origin)
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
