@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
@@ -128,10 +127,14 @@ def specs_of(windows: Windows) -> list[KVCacheSpec]:
     return [KVCacheSpec(num_kv_heads=1, head_dim=16, window=window) for window in windows]
 
 
-def max_drafts(chunk: int, position: int) -> int:
-    """How many drafts may follow the token at `position`, none of which moves a state."""
-    border = (position + 1) // chunk * chunk + chunk  # the first behind this token
-    return border - 2 - position
+@dataclass(frozen=True)
+class BoundOfChunk:
+    chunk: int
+
+    def __call__(self, position: int) -> int:
+        """How many drafts may follow the token at `position`, none of which moves a state."""
+        border = (position + 1) // self.chunk * self.chunk + self.chunk  # the first behind this token
+        return border - 2 - position
 
 
 @dataclass
@@ -316,7 +319,7 @@ class Harness:
         speculator = None
         if drafter or propose:
             config = SpeculativeConfig(method="ngram")
-            bound = partial(max_drafts, chunk) if chunk else any_number
+            bound = BoundOfChunk(chunk) if chunk else any_number
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
         offloading = self.make_offloading(kv_cache)
         self.scheduler = Scheduler(

@@ -167,7 +167,7 @@ OTHER_MODELS = """
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     core/tape/answers.py core/tape/digest.py core/tape/file.py core/tape/inputs.py core/tape/recorder.py
     core/tape/replay.py core/tape/ring.py core/tape/snapshot.py core/tape/kept_tapes.py core/tape/shared_copy.py
-    core/tape/moment_view.py
+    core/tape/moment_view.py core/tape/object_graph.py core/tape/replay_limits.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
     distributed/stages/stage_group.py distributed/stages/step_results.py

@@ -15,9 +15,10 @@ import msgspec
 
 from deployments.console.tape_viewer import TapeQuestion
 from deployments.routing.choice_record import RecordedChoice, RouterTape
-from engine.core.tape.file import read_file, read_tapes
+from engine.core.tape.file import MAX_RATIO, read_file, read_tapes
 from engine.core.tape.moment_view import MomentView
 from engine.core.tape.replay import Diverged, Replay
+from engine.core.tape.replay_limits import replay_limits
 
 NICENESS = 10
 
@@ -96,10 +97,12 @@ def by_name(choice: RecordedChoice) -> dict[str, Any]:
 
 def main() -> None:
     os.nice(NICENESS)
-    tapes, encode = OpenTapes(Path(sys.argv[1])), msgspec.json.encode
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(encode(tapes.answer(msgspec.json.decode(line, type=TapeQuestion))) + b"\n")
-        sys.stdout.buffer.flush()
+    path, encode = Path(sys.argv[1]), msgspec.json.encode
+    with replay_limits(path.stat().st_size * MAX_RATIO):
+        tapes = OpenTapes(path)
+        for line in sys.stdin.buffer:
+            sys.stdout.buffer.write(encode(tapes.answer(msgspec.json.decode(line, type=TapeQuestion))) + b"\n")
+            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
-from engine.model.state import max_drafts, state_specs
+from engine.model.state import DraftBound, state_specs
 from engine.runner.kv_cache import group_needs, window_step_tokens
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher
@@ -398,7 +398,7 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
     elif config.method == "suffix":
         drafter = SuffixDrafter(config)
     recurrent = loaded.model.recurrent
-    bound = any_number if recurrent is None else partial(max_drafts, kernel=recurrent.kernel)
+    bound = any_number if recurrent is None else DraftBound(recurrent.kernel)
     costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel
     return Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)
 

@@ -191,3 +191,13 @@ def max_drafts(position: int, kernel: int) -> int:
     """Return how many drafts can follow the token at `position` in a step. They must neither reach the next border nor
     overwrite inputs that a convolution over `kernel` tokens still reads."""
     return min((CHUNK - 2 - position) % CHUNK, RING - kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBound:
+    """`max_drafts` by the position alone."""
+
+    kernel: int
+
+    def __call__(self, position: int) -> int:
+        return max_drafts(position, self.kernel)

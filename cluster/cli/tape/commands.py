@@ -110,24 +110,27 @@ def replay(
 
     Example: manta replay monday.tape --set max_num_seqs=64 --set decode.num_replicas=3
     """
-    from cluster.simulator.recorded.tapes import read_routers
+    from cluster.simulator.recorded.tapes import bytes_of, read_routers, replayed
     from deployments.billing.prices import Prices
     from engine.core.tape.file import read_all
+    from engine.core.tape.replay_limits import replay_limits
 
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
-    if set_ is None and request is None and at is None and not step:
-        raise typer.Exit(_compare(tapes, read_routers(files), prices, as_json))
-    from cluster.simulator.recorded.tapes import replayed
-
+    differs = 0
     with replayed(tapes, files):
         if set_ is not None:
             from cluster.cli.tape.prediction import show_prediction
 
-            show_prediction(files, set_, prices, as_json=as_json)
-        elif request is not None:
-            _follow(tapes if engine is None else [_chosen(tapes, engine)], read_routers(files), request)
-        else:
-            _look(_chosen(tapes, engine), at)
+            return show_prediction(files, set_, prices, as_json=as_json)
+        with replay_limits(bytes_of(tapes)):
+            if request is not None:
+                _follow(tapes if engine is None else [_chosen(tapes, engine)], read_routers(files), request)
+            elif at is not None or step:
+                _look(_chosen(tapes, engine), at)
+            else:
+                differs = _compare(tapes, read_routers(files), prices, as_json)
+    if differs:
+        raise typer.Exit(1)
 
 
 def _follow(tapes: list[EngineTape], routers: list[RouterTape], request: str) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.tape.explore import is_of
 from deployments.routing.choice_record import RecordedChoice, RouterTape, choose_again, prompt_of
+from engine.core.tape.file import UNREADABLE
 
 SHOWN = 32  # engines of a table
 
@@ -41,7 +41,7 @@ def choose_all_again(tape: RouterTape) -> RouterOutcome:
     """Make all choices of a router again, and compare them."""
     try:
         choices, problems = tape.read(), list[str]()
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         problem = f"the choices cannot be read by this version ({error})"
         return RouterOutcome(tape.router, tape.role, 0.0, len(tape.choices), 0, problem)
     for choice in choices:

@@ -16,7 +16,7 @@ from cluster.simulator.cost_model import Work
 from cluster.simulator.options import HandoffPolicy, RouterName
 from cluster.simulator.recorded.cost_fit import MIN_STEPS, Fit, fit_shared
 from cluster.simulator.recorded.metered_replay import MeteredReplay
-from cluster.simulator.recorded.tapes import read_routers, replayed
+from cluster.simulator.recorded.tapes import bytes_of, read_routers, replayed
 from cluster.simulator.spec import NO_LIMIT, ClusterSpec
 from cluster.simulator.trace import OUTPUT_ID, Trace
 from deployments.billing.prices import Prices
@@ -24,6 +24,7 @@ from deployments.routing.config import RoutingConfig
 from engine.core.request import Request
 from engine.core.tape.file import read_all
 from engine.core.tape.inputs import Added
+from engine.core.tape.replay_limits import replay_limits
 from engine.core.tape.ring import EngineTape
 from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
@@ -114,7 +115,7 @@ class Recording:
         """Return the recording in some files. Raises InvalidParameter, also if this version makes other decisions."""
         policies = {tape.policy for tape in read_routers(files) if tape.role == "decode"}
         tapes = read_all(files)
-        with replayed(tapes, files):
+        with replayed(tapes, files), replay_limits(bytes_of(tapes)):
             return cls(tapes, policies.pop() if len(policies) == 1 else DEFAULT_ROUTER)
 
     def _read(self, number: int, tape: EngineTape) -> None:

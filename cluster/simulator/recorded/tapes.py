@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from deployments.routing.choice_record import RouterTape
-from engine.core.tape.file import not_a_tape, read_file
+from engine.core.tape.file import UNREADABLE, not_a_tape, read_file
+from engine.core.tape.object_graph import UnknownState
 from engine.core.tape.recorder import code_version
 from engine.core.tape.replay import Diverged
 from engine.core.tape.ring import EngineTape
-from engine.core.tape.snapshot import UnknownState
 from engine.errors import InvalidParameter, ServingError
 
 
@@ -21,7 +21,7 @@ def read_routers(files: Sequence[Path]) -> list[RouterTape]:
     """Return the routers' tapes in some files. Raises InvalidParameter."""
     try:
         return [msgspec.msgpack.decode(tape, type=RouterTape) for file in files for tape in read_file(file).routers]
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise not_a_tape(" ".join(map(str, files)), error) from None
 
 
@@ -32,13 +32,15 @@ def other_versions(tapes: Iterable[EngineTape]) -> str:
 
 
 def why_not(error: Exception, tapes: Iterable[EngineTape]) -> str:
-    """Return why tapes do not replay. Raises the error if it is a fault of this version."""
+    """Return why tapes do not replay. A damaged one can fail anywhere, with any error."""
     others = other_versions(tapes)
-    if isinstance(error, Diverged | UnknownState):
-        return f"{error}; {others}" if others else str(error)
-    if not others:
-        raise error
-    return f"{type(error).__name__}: {error}; {others}"
+    told = str(error) if isinstance(error, Diverged | UnknownState) else f"{type(error).__name__}: {error}"
+    return f"{told}; {others}" if others else told
+
+
+def bytes_of(tapes: Iterable[EngineTape]) -> int:
+    """Return the size of some tapes."""
+    return sum(len(part) for tape in tapes for one in tape.segments for part in (one.state, one.entries, one.answers))
 
 
 @contextmanager

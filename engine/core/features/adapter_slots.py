@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import count
 
 from engine.core.request import Request
 from engine.errors import AdapterError
@@ -87,7 +86,7 @@ class AdapterSlots:
         self._by_digest: dict[str, AdapterSlot] = {}
         self._running: dict[Request, AdapterSlot] = {}
         self._committed = 0
-        self._numbers = count(1)
+        self._num_loads = 0
 
     @property
     def max_loras(self) -> int:
@@ -139,7 +138,7 @@ class AdapterSlots:
     def new_load(self, lora: LoRARequest) -> int:
         """Ask the ranks to read an adapter into host memory. Returns the command's number."""
         self.check(lora)
-        self.loads.append(AdapterLoad(next(self._numbers), lora))
+        self.loads.append(AdapterLoad(self._new_number(), lora))
         return self.loads[-1].number
 
     def take_loads(self) -> list[AdapterLoad]:
@@ -165,6 +164,10 @@ class AdapterSlots:
                 assert slot.digest == request.lora.digest and not slot.load, "a slot was taken from a running request"
         assert {slot.digest: slot for slot in self.slots if slot.lora} == self._by_digest
 
+    def _new_number(self) -> int:
+        self._num_loads += 1
+        return self._num_loads
+
     def _bring(self, request: Request, lora: LoRARequest) -> None:
         self._running = {user: slot for user, slot in self._running.items() if user.slot >= 0}
         used = Counter(self._running.values())
@@ -176,7 +179,7 @@ class AdapterSlots:
             self._empty(slot)
             if marked is not None:
                 marked.wanted_by = None
-            slot.lora, slot.load, slot.kept_for = lora, next(self._numbers), request
+            slot.lora, slot.load, slot.kept_for = lora, self._new_number(), request
             self._by_digest[lora.digest] = slot
             self.loads.append(AdapterLoad(slot.load, lora, self.slots.index(slot)))
         elif marked is None and ready:

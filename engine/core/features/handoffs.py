@@ -319,7 +319,7 @@ class HandoffManager:
     def closed(self, request: Request, event: Closed) -> FinishReason:
         """Record that no other engine reads a request's blocks any more. Returns the request's finish reason."""
         assert request.asked_by is not None
-        if request.asked_by.decode is NOBODY:
+        if request.asked_by.decode == NOBODY:
             self.moves[event.reason] += 1
             return "abort"  # it ends elsewhere
         request.cost.paid_ns = event.paid_ns

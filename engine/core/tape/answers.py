@@ -76,9 +76,6 @@ class StandIn:
     def __init__(self, answers: Answers):
         self._answers = answers
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
 
 # -- drafters ----------------------------------------------------------------------------------------------
 
@@ -95,8 +92,8 @@ class TapedDrafter:
 
         self.propose = propose  # a closure, since each step calls it for each sequence
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedDrafter, ()
+    def replayed(self) -> ReplayedDrafter:
+        return ReplayedDrafter(Answers())
 
 
 def proposal(tokens: Sequence[int], vocab_size: int) -> bytes:
@@ -123,8 +120,8 @@ class DrafterWatch:
     def __call__(self, drafter: SequenceDrafter) -> TapedDrafter:
         return TapedDrafter(drafter, self._log)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedWatch, ()
+    def replayed(self) -> ReplayedWatch:
+        return ReplayedWatch(Answers())
 
 
 class ReplayedWatch(StandIn):
@@ -166,8 +163,8 @@ class TapedGrammar:
             self._log.pending_answers.append(told)
         return waits
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedGrammar, (self.forced, len(self.drafts))
+    def replayed(self) -> ReplayedGrammar:
+        return ReplayedGrammar(Answers(), self.forced, len(self.drafts))
 
 
 class ReplayedGrammar(FreeText):
@@ -183,9 +180,6 @@ class ReplayedGrammar(FreeText):
             return True
         self.forced, self.drafts = bool(self._answers.take()), [ORDINARY] * self._answers.take()
         return False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedGrammar, (self.forced, len(self.drafts))
 
 
 # -- links -------------------------------------------------------------------------------------------------
@@ -203,8 +197,8 @@ class TapedLinks:
         self._log.pending_answers.append(len(text).to_bytes(2, "big") + text)
         return found
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedLinks, ()
+    def replayed(self) -> ReplayedLinks:
+        return ReplayedLinks(Answers())
 
 
 class ReplayedLinks(StandIn):
@@ -223,9 +217,6 @@ class ReplayedChannel(NoChannel):
     def events(self) -> list[HandoffEvent]:
         found, self.waiting = self.waiting, []
         return found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedChannel, (self.peer,)
 
 
 # -- names in the tiers ------------------------------------------------------------------------------------
@@ -252,8 +243,8 @@ class TapedNames:
             self._log.hashes(name_order(group, block_hash), [block_hash[-BLOCK_HASH_BYTES:], name])
         return name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedNames, ()
+    def replayed(self) -> ReplayedNames:
+        return ReplayedNames(Answers())
 
 
 class ReplayedNames(StandIn):
@@ -265,4 +256,4 @@ class ReplayedNames(StandIn):
 
 
 STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel, ReplayedNames)
-"""Classes whose first argument is the Answers of a replay."""
+"""Classes with the Answers of a replay as `_answers`."""

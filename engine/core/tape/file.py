@@ -11,7 +11,10 @@ import msgspec
 from engine.core.tape.ring import EngineTape
 from engine.errors import InvalidParameter
 
-MAX_BYTES = 2**32  # of a file that has been unpacked
+MAX_RATIO = 64  # of a file that has been unpacked to the file itself; those of engines have 2 to 10
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what it should decode."""
+MIN_BYTES = 2**24  # up to which it may be unpacked, however small the file is
 
 
 def is_tape(path: Path) -> bool:
@@ -32,9 +35,12 @@ class TapeFile(msgspec.Struct):
 def read_file(path: Path) -> TapeFile:
     """Return the content of a file. Raises InvalidParameter."""
     try:
-        data = zlib.decompressobj().decompress(path.read_bytes(), MAX_BYTES)
+        packed, unpacking = path.read_bytes(), zlib.decompressobj()
+        data = unpacking.decompress(packed, max(MIN_BYTES, MAX_RATIO * len(packed)))
+        if unpacking.unconsumed_tail:
+            raise zlib.error(f"it unpacks to more than {len(data)} bytes")
         return msgspec.msgpack.decode(data, type=TapeFile)
-    except (zlib.error, msgspec.MsgspecError) as error:
+    except (zlib.error, *UNREADABLE) as error:
         raise not_a_tape(str(path), error) from None
 
 
@@ -53,7 +59,7 @@ def read_tapes(path: Path) -> list[EngineTape]:
     """Return the engines' tapes in a file. Raises InvalidParameter."""
     try:
         return [msgspec.msgpack.decode(tape, type=EngineTape) for tape in read_file(path).engines]
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise not_a_tape(str(path), error) from None
 
 

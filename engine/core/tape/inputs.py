@@ -13,6 +13,7 @@ from engine.core.features.images.encoder_cache_manager import EncoderCacheManage
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import ORDINARY, Answers, ReplayedChannel, ReplayedGrammar
+from engine.core.tape.object_graph import MAX_ZEROS
 from engine.errors import EngineError
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
@@ -35,6 +36,13 @@ SOME_FORM = StructuredOutputsParams(regex=".*")
 def stop_token(vocab_size: int) -> int:
     """Return the token that stands for all that end a request."""
     return vocab_size - 1
+
+
+def ordinary(count: int) -> list[int]:
+    """Return tokens. Raises ValueError for more than any model reads."""
+    if not 0 <= count <= MAX_ZEROS:
+        raise ValueError(f"a prompt of {count} tokens")
+    return [ORDINARY] * count
 
 
 def params_without_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -92,7 +100,7 @@ class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
 
     def prompt(self, num_tokens: int, scheduler: Scheduler) -> list[int]:
         """Return tokens with the placeholders of the images."""
-        tokens = [ORDINARY] * num_tokens
+        tokens = ordinary(num_tokens)
         assert isinstance(scheduler.images, EncoderCacheManager)
         for span, count in zip(self.spans, self.num_embeds, strict=True):
             tokens[span.offset : span.offset + count] = [scheduler.images.image_token_id] * count
@@ -135,7 +143,7 @@ class Added(Input, frozen=True):
         ))  # fmt: skip
 
     def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        message = msgspec.structs.replace(self.message, prompt=[ORDINARY] * self.num_tokens)
+        message = msgspec.structs.replace(self.message, prompt=ordinary(self.num_tokens))
         if self.images is not None:
             prompt, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
             message = msgspec.structs.replace(message, prompt=prompt, mm_features=images)
@@ -156,7 +164,7 @@ class AddedRemote(Input, frozen=True):
         return cls(now, len(asked_by.token_ids), shape, ImageShapes.of(asked_by.mm_features, order))
 
     def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        request = msgspec.structs.replace(self.request, token_ids=[ORDINARY] * self.num_tokens)
+        request = msgspec.structs.replace(self.request, token_ids=ordinary(self.num_tokens))
         if self.images is not None:
             tokens, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
             request = msgspec.structs.replace(request, token_ids=tokens, mm_features=images)

@@ -15,6 +15,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
 from engine.core.tape.digest import UNFINISHED, digest
 from engine.core.tape.inputs import CommandsTaken, CommitDetails, Ended, Input, Record, stop_token
+from engine.core.tape.object_graph import UnknownState
+from engine.core.tape.replay_limits import watched
 from engine.core.tape.ring import (
     COMMANDS,
     COMMIT,
@@ -33,6 +35,7 @@ from engine.wire.plan import StepPlan, StepResult
 
 KEYFRAME = 2000  # moments, at least, between two kept states, from which an earlier moment is reached
 KEPT_BYTES = 2**28  # of these states together, about
+LATEST_S = 2e11  # since 1970: the year 8307
 
 RECORD: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
@@ -85,16 +88,24 @@ class Replay:
     The first segment's state is the start; later segments' states are not needed to go on, only to get there quickly.
     """
 
-    def __init__(self, tape: EngineTape, trusted: tuple[str, ...] = ()):
-        """trusted: as for `snapshot.load`. Raises UnknownState."""
-        self.tape, self._trusted = tape, trusted
+    def __init__(self, tape: EngineTape):
+        """Raises UnknownState."""
+        self.tape = tape
+        if not tape.segments:
+            raise UnknownState("it has no segments")
+        check_time(tape.wall_s + tape.segments[0].started_at)
         self.moments: list[Moment] = []
         self._hashes: dict[int, list[bytes]] = {}  # of each request's blocks, by its number of arrival
         self._names: dict[tuple[int, bytes], bytes] = {}  # of blocks in tiers, as in Answers
         self._first: list[int] = []  # moment of each segment
-        for number, segment in enumerate(tape.segments):
-            self._first.append(len(self.moments))
-            self.moments += self._read(number, segment)
+        try:
+            for number, segment in enumerate(tape.segments):
+                self._first.append(len(self.moments))
+                self.moments += self._read(number, segment)
+        except UnknownState:
+            raise
+        except Exception as error:
+            raise UnknownState(f"its entries are damaged: {type(error).__name__}: {error}") from error
         self._times_of_moments = [moment.at for moment in self.moments]
         largest = max((len(segment.state) for segment in tape.segments), default=0)
         self._period = max(KEYFRAME, len(self.moments) * largest // KEPT_BYTES)
@@ -139,37 +150,43 @@ class Replay:
 
     def step(self) -> Moment:
         """Replay the next moment. Raises Diverged if the scheduler does anything else than it did."""
-        moment = self.moments[self.position]
-        if self.position and moment.segment != self.moments[self.position - 1].segment:
-            self._answers.go_on(bytes(self.tape.segments[moment.segment].answers))
-        if self.position % self._period == 0 and self.position not in self._keyframes:
-            self._keyframes[self.position] = Keyframe(dump(self.scheduler, self.times), self._answers.position)
-        self._ends.clear()
+        moment, why = self.moments[self.position], ""
         try:
-            why = self._apply(moment)
+            with watched(moment):
+                why = self._redo(moment)
         except EndOfAnswers as error:
             why = str(error)
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             last = self.position == len(self.moments) - 1
             raise (Failed if last and self.tape.cause == "failed" else Diverged)(self.position, moment, told) from error
-        if not why and (found := [(r.order[1], reason) for r, reason in self._ends]) != [
-            (ended.order, ended.reason) for ended in moment.ended
-        ]:
-            then = ", ".join(f"{ended.request_id} ({ended.reason})" for ended in moment.ended) or "none"
-            now = ", ".join(f"{r.request_id} ({reason})" for r, reason in self._ends) or "none"
-            why = f"requests that ended then: {then}; now: {now} {found}"
         if why:
             raise Diverged(self.position, moment, why)
         for request, reason in self._ends:
             self.on_end(request, reason)
-        self.scheduler.handoffs.actions.clear()
-        self.scheduler.adapters.take_loads()
         self.position += 1
         return moment
 
-    def _apply(self, moment: Moment) -> str:
+    def _redo(self, moment: Moment) -> str:
         """Make the call of a moment. Returns what differs, if anything."""
+        if self.position and moment.segment != self.moments[self.position - 1].segment:
+            self._answers.go_on(bytes(self.tape.segments[moment.segment].answers))
+        if self.position % self._period == 0 and self.position not in self._keyframes:
+            self._keyframes[self.position] = Keyframe(dump(self.scheduler, self.times), self._answers.position)
+        self._ends.clear()
+        if why := self._apply(moment):
+            return why
+        if (found := [(r.order[1], reason) for r, reason in self._ends]) != [
+            (ended.order, ended.reason) for ended in moment.ended
+        ]:
+            then = ", ".join(f"{ended.request_id} ({ended.reason})" for ended in moment.ended) or "none"
+            now = ", ".join(f"{r.request_id} ({reason})" for r, reason in self._ends) or "none"
+            return f"requests that ended then: {then}; now: {now} {found}"
+        self.scheduler.handoffs.actions.clear()
+        self.scheduler.adapters.take_loads()
+        return ""
+
+    def _apply(self, moment: Moment) -> str:
         scheduler = self.scheduler
         if moment.input is not None:
             if not moment.at:
@@ -214,17 +231,26 @@ class Replay:
         segment = self.moments[position].segment if position < len(self.moments) else len(self._first) - 1
         self.position = position
         self._answers = Answers(bytes(self.tape.segments[segment].answers), keyframe.answers, self._hashes, self._names)
-        self.scheduler, self.times = load(keyframe.state, self._answers, self._trusted)
-        self.plan = self.scheduler.planned[-1][0] if self.scheduler.planned else None
+        try:
+            with watched(keyframe):
+                self._use(*load(keyframe.state, self._answers))
+        except UnknownState:
+            raise
+        except Exception as error:
+            raise UnknownState(f"it is no scheduler: {type(error).__name__}: {error}") from error
+
+    def _use(self, scheduler: Scheduler, times: StepTimes) -> None:
+        self.scheduler, self.times = scheduler, times
+        self.plan = scheduler.planned[-1][0] if scheduler.planned else None
         self._known: set[int] = set()
         self._give_hashes()
-        observe, ends = self.scheduler.metrics.observe_finished, self._ends
+        observe, ends = scheduler.metrics.observe_finished, self._ends
 
         def observe_finished(request: Request, reason: str, now: float) -> None:
             ends.append((request, reason))
             observe(request, reason, now)  # type: ignore[arg-type]
 
-        self.scheduler.metrics.observe_finished = observe_finished  # type: ignore[method-assign]
+        scheduler.metrics.observe_finished = observe_finished  # type: ignore[method-assign]
 
     def _give_hashes(self) -> None:
         """Give new requests the hashes that their blocks had."""
@@ -275,8 +301,15 @@ class Replay:
                     at = getattr(record, "at", at)
                     ready = Moment(number, at, record)
             if ready is not None:
+                check_time(self.tape.wall_s + ready.at)
                 if current is not None:
                     yield current
                 current = ready
         if current is not None:
             yield current
+
+
+def check_time(at: float) -> None:
+    """Raise UnknownState unless a time, in seconds since 1970, can be shown."""
+    if not 0 <= at < LATEST_S:
+        raise UnknownState(f"{at} s since 1970 is no time")

@@ -184,8 +184,8 @@ def keep_copy(folder: Path, reason: str) -> None:
         if copy.tape.segments:
             path = KeptTapes(Path(copy.folder), copy.max_files).keep(copy.tape)
             logger.error("%s: `manta replay %s` shows its last steps", reason, path)
-    except (OSError, msgspec.MsgspecError):
-        logger.exception("the tape in %s cannot be kept", folder)
+    except Exception as error:  # noqa: BLE001  whoever looks at it has an engine to start, and it may be any version's
+        logger.error("the tape in %s cannot be kept: %s: %s", folder, type(error).__name__, error)
     shutil.rmtree(folder, ignore_errors=True)
 
 

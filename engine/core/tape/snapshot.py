@@ -1,231 +1,257 @@
 """The state of a scheduler in bytes, without text: from there a tape can be replayed.
 
-The bytes are a pickle, because a scheduler consists of many small objects that refer to each other. A tape comes from
-another machine, so `load` makes only the classes that a scheduler consists of, and calls nothing else.
+A scheduler consists of many small objects that refer to each other, so its state is a graph of them. A tape comes from
+another machine: `load` makes only objects of the classes below.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import pickletools
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
-from types import FunctionType, MethodType
 from typing import Any
 
 import msgspec
 
+from engine.config import EngineConfig
+from engine.config_sections import HandoffConfig, SpeculativeConfig
+from engine.core.block_allocator import BlockAllocator
 from engine.core.block_pool import BlockPool
-from engine.core.block_usage import BlockAccount, BlockUsage
-from engine.core.costs.step_cost import StepTimes
+from engine.core.block_usage import BlockAccount, BlockUsage, KVCost
+from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
+from engine.core.costs.tier_usage import HeldBlock, TierUsage
+from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
+from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds.hold_table import Hold, PromptOfHold
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.images.image_handoffs import ImageHandoffs, number_of
-from engine.core.features.speculator import Speculator, any_number
-from engine.core.request import PrefixUse, Request
+from engine.core.features.holds.hold_records import HoldRecords
+from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold
+from engine.core.features.holds.holds import Holds, NoHolds
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
+from engine.core.features.kv_fetching import KVFetching, NoFetching, PendingFetch
+from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinator
+from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
+from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
+from engine.core.features.kv_loading import KVLoading
+from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoOffloading
+from engine.core.features.micro_batches import MicroBatches
+from engine.core.features.moves import Moves
+from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.speculator import NoSpeculation, Speculator, any_number
+from engine.core.features.tiers.command_queue import CommandQueue
+from engine.core.features.tiers.saved_holds import FoundHold, Kept, SavedHolds
+from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes
+from engine.core.features.tiers.tier_writer import Store, TierWriter
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.output import StopConditions
+from engine.core.request import (
+    BlockTable,
+    PrefixUse,
+    RemotePrompt,
+    Request,
+    RequestClock,
+    RequestHolds,
+    RequestStates,
+    State,
+    StateSnapshot,
+)
+from engine.core.request_checks import ModelLimits, RequestChecks
 from engine.core.request_cost import RequestCost
+from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import NO_TOKEN, ORDINARY, STAND_INS, Answers, NoDrafter, ReplayedChannel
+from engine.core.stats import RequestMetrics, SchedulerStats
+from engine.core.step_plan_builder import StepPlanBuilder
+from engine.core.tape.answers import (
+    NO_TOKEN,
+    ORDINARY,
+    STAND_INS,
+    Answers,
+    DrafterWatch,
+    NoDrafter,
+    ReplayedChannel,
+    TapedDrafter,
+    TapedGrammar,
+    TapedLinks,
+    TapedNames,
+)
 from engine.core.tape.inputs import lora_without_path, params_without_text
-from engine.model.state import max_drafts
-from engine.spec_decode.draft_length import SequenceDrafts
+from engine.core.tape.object_graph import (
+    GraphReader,
+    GraphWriter,
+    Kinds,
+    UnknownState,
+    Zeros,
+    check_schema,
+    with_changed_hashes,
+)
+from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
+from engine.kv_transfer.no_channel import NoChannel
+from engine.model.kv_groups import KVCacheSpec
+from engine.model.state import DraftBound
+from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
+from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
+from engine.text.free_text import FREE_TEXT
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.lora import LoRARequest
+from engine.wire.generate_request import HoldMark
+from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
+from engine.wire.kv_offload import (
+    DropBlocks,
+    DropHold,
+    LoadBlocks,
+    SavedHold,
+    SaveHold,
+    StopLoad,
+    StoreBlocks,
+    TierBlock,
+)
+from engine.wire.lora import AdapterLoad, LoRARequest
+from engine.wire.messages import PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import ON_DEVICE, StepPlan
-from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
+from engine.wire.plan import ON_DEVICE, ReceivedImage, StateRestore, StateSave, StepPlan
+from engine.wire.pooling_params import PoolingParams
+from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import SpecDecodeStats
+from engine.wire.stats.histogram import Histogram
+from engine.wire.token_delta import HoldOutcome
 
-ENGINE = Scheduler.__module__.removesuffix("core.scheduler")  # `engine.`, or `manta.engine.` in a wheel
-MODULES = ("core.", "wire.", "spec_decode.", "config", "text.free_text", "kv_transfer.no_channel",
-           "model.kv_groups", "model.state", "kv_offload.tier_index")  # fmt: skip
-NOT_OF_A_SCHEDULER = ("core.server", "core.build", "core.engine", "core.serving.", "core.tape.recorder")
-ELSEWHERE = {
-    ("collections", "Counter"), ("collections", "OrderedDict"), ("collections", "defaultdict"),
-    ("collections", "deque"), ("functools", "partial"), ("itertools", "count"), ("builtins", "set"),
-    ("builtins", "frozenset"), ("msgspec._utils", "rebuild"),
+KINDS = Kinds()
+KINDS.add_objects(
+    AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlockUsage, BlocksAsked,
+    CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
+    HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
+    KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves, NoAdapterSlots,
+    NoChannel, NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoSpeculation, NoUsage,
+    OneSnapshot, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt, Request,
+    RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates, SavedHolds,
+    Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
+    StepPlanBuilder, StepTimes, StopConditions, Store, TextOnly, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
+    TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
+)  # fmt: skip
+KINDS.add_objects(*STAND_INS, given="_answers")
+KINDS.messages += [
+    AdapterLoad, DropBlocks, DropHold, EngineConfig, HandoffConfig, Histogram, HoldMark, HoldOutcome, KVCacheSpec,
+    KVHolder, KVSource, LoRARequest, LoadBlocks, MultiModalFeatureSpec, Peer, PoolingParams, PrefillReplica, PromptCost,
+    ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SpecDecodeStats, SpeculativeConfig, StepPlan,
+    StopLoad, StoreBlocks,
+]  # fmt: skip
+KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
+KINDS.constants |= {str(state): state for state in State}
+KINDS.constants |= {
+    "nobody": NOBODY, "free text": FREE_TEXT, "any number": any_number, "BlockAccount": BlockAccount,
 }  # fmt: skip
+KINDS.methods += [(CommandQueue, "add"), (DraftCost, "of")]
 
 
-class UnknownState(Exception):
-    """The bytes are not the state of a scheduler of this version."""
+# -- what a state leaves out -------------------------------------------------------------------------------
 
 
-class Zeros:
-    """Stands for a list of tokens."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return zeros, (self._count,)
-
-
-def zeros(count: int) -> list[int]:
-    return [ORDINARY] * count
+def of_request(request: Request) -> dict[str, Any]:
+    return {
+        "tokens": Zeros(len(request.tokens)),
+        "reply_to": "",
+        "timeline": [],
+        "prompt_logprobs": None if request.prompt_logprobs is None else [None],
+        "cost": RequestCost(),
+    }
 
 
-def nobody() -> Peer:
-    return NOBODY
+def of_drafts(drafts: SequenceDrafts) -> dict[str, Any]:
+    proposed = [token if token == ON_DEVICE else ORDINARY if token >= 0 else NO_TOKEN for token in drafts.proposed]
+    return {"prediction": [ORDINARY] if drafts.prediction else [], "proposed": proposed}
 
 
-def method_of(owner: Any, name: str) -> Any:
-    if name.startswith("_") or not type(owner).__module__.startswith(ENGINE):
-        raise UnknownState(f"{name} of {type(owner).__name__}")
-    return getattr(owner, name)
+def of_hold(hold: Hold) -> dict[str, Any]:
+    return {"accounts": [BlockAccount() for _ in hold.needed]}
 
 
-FUNCTIONS = (zeros, nobody, method_of, any_number, max_drafts)
+def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:
+    return {"tokens": Zeros(len(prompt.tokens), packed=True), "cache_salt": ""}
 
 
-def reduced(thing: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return found
+def of_pool(pool: BlockPool) -> dict[str, Any]:
+    usage = BlockUsage(len(pool.ref_counts()), pool.usage.now_ns, pool.num_used)
+    return {"usage": usage, "shared": BlockAccount(), "observers": []}
 
 
-def changed(thing: Any, **fields: Any) -> tuple[Any, ...]:
-    """Return how to pickle an object with other values of some fields, and without attributes that hide methods."""
-    make, args, *rest = reduced(thing)
-    state = rest[0] if rest else None
-    if state is None:  # of an enumeration
-        return make, args
-    if isinstance(state, tuple):  # of a class with slots
-        return make, args, (state[0], state[1] | fields)
-    # CPython 3.11 loads attributes slowly from a dict that was asked for, as pickle has just done
-    object.__setattr__(thing, "__dict__", {**state})
-    kind = type(thing)
-    own = {name: value for name, value in state.items() if not callable(getattr(kind, name, None))}
-    return make, args, own | fields
+def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
+    receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
+    return {"receiving": receiving, "actions": [], "channel": ReplayedChannel(Answers(), handoffs.channel.peer)}
 
 
-def of_request(request: Request) -> tuple[Any, ...]:
-    return changed(
-        request,
-        tokens=Zeros(len(request.tokens)),
-        reply_to="",
-        timeline=[],
-        prompt_logprobs=None if request.prompt_logprobs is None else [None],
-        cost=RequestCost(),
+CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
+    Request: of_request,
+    SequenceDrafts: of_drafts,
+    Hold: of_hold,
+    PromptOfHold: of_prompt,
+    BlockPool: of_pool,
+    ImageHandoffs: of_image_handoffs,
+    PrefixUse: lambda _: {"hashes": [], "salt": ""},
+    HandoffManager: lambda _: {"actions": []},
+    EncoderCacheManager: lambda _: {"_pixels": {}},
+    Speculator: lambda part: {"_drafter": None if part.has_weights else NoDrafter()},
+}
+
+
+def plan_without_text(plan: StepPlan) -> StepPlan:
+    drafts = {entry: [ORDINARY] * len(tokens) for entry, tokens in plan.drafts.items()}
+    return msgspec.structs.replace(plan, added=[], blocks=[], masks=b"", drafts=drafts, encoded=[])
+
+
+def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:
+    return msgspec.structs.replace(
+        asked,
+        token_ids=[],
+        params=params_without_text(asked.params, vocab_size),
+        cache_salt="",
+        mm_features=list(map(image_without_pixels, asked.mm_features)),
+        lora=lora_without_path(asked.lora),
     )
 
 
-def of_drafts(drafts: SequenceDrafts) -> tuple[Any, ...]:
-    proposed = [token if token == ON_DEVICE else ORDINARY if token >= 0 else NO_TOKEN for token in drafts.proposed]
-    return changed(drafts, prediction=[ORDINARY] if drafts.prediction else [], proposed=proposed)
+def image_without_pixels(image: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
+    return msgspec.structs.replace(image, data={})
 
 
-def of_plan(plan: StepPlan) -> tuple[Any, ...]:
-    drafts: Any = {entry: Zeros(len(tokens)) for entry, tokens in plan.drafts.items()}
-    return reduced(msgspec.structs.replace(plan, added=[], blocks=[], masks=b"", drafts=drafts, encoded=[]))
+def stand_ins(vocab_size: int) -> dict[type, Any]:
+    """Return what is written instead of objects of some classes."""
+    taped = (TapedDrafter, DrafterWatch, TapedGrammar, TapedLinks, TapedNames)
+    return dict.fromkeys(taped, lambda part: part.replayed()) | {
+        StepPlan: plan_without_text,
+        RemoteRequest: partial(remote_request_without_text, vocab_size=vocab_size),
+        SamplingParams: partial(params_without_text, vocab_size=vocab_size),
+        LoRARequest: lora_without_path,
+        AdapterLoad: lambda load: msgspec.structs.replace(load, lora=lora_without_path(load.lora)),
+        MultiModalFeatureSpec: image_without_pixels,
+    }
 
 
-def of_remote_request(asked: RemoteRequest) -> tuple[Any, ...]:
-    tokens: Any = Zeros(len(asked.token_ids))
-    return reduced(msgspec.structs.replace(asked, token_ids=tokens, cache_salt=""))
-
-
-def of_image_handoffs(handoffs: ImageHandoffs) -> tuple[Any, ...]:
-    receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
-    return changed(handoffs, receiving=receiving, actions=[], channel=ReplayedChannel(Answers(), handoffs.channel.peer))
-
-
-def of_method(method: MethodType) -> tuple[Any, ...]:
-    return method_of, (method.__self__, method.__name__)
-
-
-class Writer(pickle.Pickler):
-    """Pickles a scheduler without what is said in its requests."""
-
-    def __init__(self, file: io.BytesIO, vocab_size: int):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._rules: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-            Request: of_request,
-            PrefixUse: partial(changed, hashes=[], salt=""),
-            SequenceDrafts: of_drafts,
-            StepPlan: of_plan,
-            RemoteRequest: of_remote_request,
-            MethodType: of_method,
-            SamplingParams: lambda params: reduced(params_without_text(params, vocab_size)),
-            LoRARequest: lambda lora: reduced(lora_without_path(lora)),
-            PromptOfHold: lambda prompt: changed(prompt, tokens=Zeros(len(prompt.tokens)), cache_salt=""),
-            Peer: lambda peer: (nobody, ()) if peer is NOBODY else reduced(peer),
-            BlockPool: lambda pool: changed(
-                pool,
-                usage=BlockUsage(len(pool.ref_counts()), pool.usage.now_ns, pool.num_used),
-                shared=BlockAccount(),
-                observers=[],
-            ),
-            Hold: lambda hold: changed(hold, accounts=[BlockAccount() for _ in hold.needed]),
-            HandoffManager: partial(changed, actions=[]),
-            ImageHandoffs: of_image_handoffs,
-            EncoderCacheManager: partial(changed, _pixels={}),
-            MultiModalFeatureSpec: lambda image: reduced(msgspec.structs.replace(image, data={})),
-            Speculator: lambda part: changed(part, _drafter=None if part.has_weights else NoDrafter()),
-        }
-
-    def reducer_override(self, thing: Any) -> Any:
-        kind = type(thing)
-        if (rule := self._rules.get(kind)) is not None:
-            return rule(thing)
-        if kind is type or kind is FunctionType or not kind.__module__.startswith(ENGINE):
-            return NotImplemented
-        return changed(thing) if isinstance(getattr(thing, "__dict__", None), dict) else NotImplemented
-
-
-class Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, answers: Answers, trusted: tuple[str, ...]):
-        super().__init__(file)
-        self._answers, self._trusted = answers, trusted
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ELSEWHERE:
-            return super().find_class(module, name)
-        inside = module.removeprefix(ENGINE)
-        known = inside != module and inside.startswith(MODULES) and not inside.startswith(NOT_OF_A_SCHEDULER)
-        if not (known or module.startswith(self._trusted)) or "." in name:
-            raise UnknownState(f"{module}.{name} is no part of a scheduler")
-        found = super().find_class(module, name)
-        if found in STAND_INS:
-            return partial(found, self._answers)
-        if not isinstance(found, type) and found not in FUNCTIONS and not module.startswith(self._trusted):
-            raise UnknownState(f"{module}.{name} is no class")
-        return found
+# -- reading and writing -----------------------------------------------------------------------------------
 
 
 def dump(scheduler: Scheduler, times: StepTimes) -> bytes:
     """Return the state of a scheduler. times: step times on which its decisions depend."""
-    file = io.BytesIO()
-    Writer(file, scheduler.limits.vocab_size).dump((scheduler, times))
-    return file.getvalue()
+    return GraphWriter(KINDS, stand_ins(scheduler.limits.vocab_size), CHANGES).write(scheduler, times)
 
 
-def load(state: bytes, answers: Answers, trusted: tuple[str, ...] = ()) -> tuple[Scheduler, StepTimes]:
+def load(state: bytes, answers: Answers) -> tuple[Scheduler, StepTimes]:
     """Return a scheduler in this state, and its step times. Requests have no tokens and no hashes of blocks. Raises
     UnknownState.
 
-    answers: what drafters, grammars and links have answered from then on. trusted: further modules whose classes it may
-    make.
+    answers: what drafters, grammars and links have answered from then on.
     """
-    try:
-        scheduler, times = Reader(io.BytesIO(state), answers, trusted).load()
-    except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, EOFError, IndexError, KeyError) as error:
-        raise UnknownState(f"{type(error).__name__}: {error}") from error
+    roots = GraphReader(KINDS, answers).read(state)
+    if [type(root) for root in roots] != [Scheduler, StepTimes]:
+        raise UnknownState("it is no scheduler")
+    scheduler, times = roots
     return scheduler, times
 
 
 def with_key(state: bytes, key: bytes) -> bytes:
-    """Return a state in which every hash is replaced by a hash with a key, so that nobody can confirm a guess."""
-    result = bytearray(state)
-    for opcode, value, position in pickletools.genops(state):
-        if opcode.name not in ("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"):
-            continue
-        if isinstance(value, bytes) and position is not None and value and len(value) % BLOCK_HASH_BYTES == 0:
-            start = position + {"SHORT_BINBYTES": 2, "BINBYTES": 5, "BINBYTES8": 9}[opcode.name]
-            result[start : start + len(value)] = hashes_with_key(value, key)
-    return bytes(result)
+    """Return a state in which every hash is replaced by a hash with a key, so that nobody can confirm a guess. Raises
+    UnknownState."""
+    check_schema(state, KINDS)
+    return with_changed_hashes(state, partial(hashes_with_key, key=key))
 
 
 def hashes_with_key(hashes: bytes, key: bytes) -> bytes:

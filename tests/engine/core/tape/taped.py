@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from copy import copy
 from pathlib import Path
 
 import msgspec
@@ -10,13 +11,15 @@ import msgspec
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
 from engine.core.tape.kept_tapes import KeptTapes
+from engine.core.tape.object_graph import Kinds
 from engine.core.tape.recorder import Tape
 from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, tape_with_key
 from engine.core.tape.shared_copy import SHARED_MEMORY, read_copy
+from engine.core.tape.snapshot import KINDS
 from tests.fake_caches import CacheHarness, TieredCacheHarness
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
-from tests.fake_runner import Harness
+from tests.fake_runner import BoundOfChunk, Harness
 from tests.fake_tiers import TierHarness
 
 KEY = b"a key of a tape."
@@ -30,6 +33,15 @@ class FixedCost:
 
     def __call__(self, sequences: int) -> tuple[float, ...]:
         return self.seconds
+
+
+def kinds_of_tests() -> Kinds:
+    """What a state may consist of, with what harnesses have in place of a real engine's parts."""
+    kinds = copy(KINDS)
+    kinds.objects = [*KINDS.objects]
+    kinds.add_objects(FixedCost, BoundOfChunk)
+    kinds.schema = KINDS.schema  # what other processes write has no parts of tests
+    return kinds
 
 
 KEPT = KeptTapes(Path(tempfile.gettempdir(), "kept tapes of tests"), 1)
@@ -116,7 +128,7 @@ def replay(tape: Tape) -> Replay:
 
 
 def replay_whole(tape: EngineTape) -> Replay:
-    replay = Replay(tape, trusted=("tests.",))
+    replay = Replay(tape)
     for _ in replay.run():
         replay.scheduler.check()
     return replay
