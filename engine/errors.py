@@ -14,6 +14,7 @@ ServingError
 │   ├── NotPermitted          403  the API key does not permit this
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
 │   ├── BodyTimeout           408  the HTTP body does not arrive in time
+│   ├── PoisonRequest         422  two engines have ended with it, so it is refused for a while
 │   └── UnsupportedMediaType  415  the Content-Type is not JSON (for uploads: a form), or the body is compressed
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
@@ -37,6 +38,7 @@ arguments equal `args`, so that errors pickle between processes.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -217,6 +219,20 @@ class Overloaded(ServingError):
         return self.message
 
 
+class PoisonRequest(RequestError):
+    """Two engines in succession ended by themselves while they read, compiled or computed this."""
+
+    status = 422
+
+    def __init__(self, what: str, refused_s: float):
+        """what: what the engines worked on. refused_s: seconds for which it is still refused."""
+        Exception.__init__(self, what, refused_s)
+        self.message, self.param = (
+            f"two engines have ended while they {what}; it is refused for the next {refused_s:.0f} s",
+            None,
+        )
+
+
 class RequestTimeout(ServingError):
     status, type = 408, "timeout_error"
 
@@ -238,8 +254,16 @@ class EngineError(ServingError):
 class EngineUnavailable(ServingError):
     status, type, retryable = 503, "service_unavailable_error", True
 
-    def __init__(self, reason: str):
-        super().__init__(reason)
+    doing: Sequence[tuple[str, float]] = ()
+
+    def __init__(self, reason: str, doing: Sequence[tuple[str, float]] = ()):
+        """doing: what the engine was doing when it ended by itself: entries of its black box (engine/black_box.py).
+        Nothing if it was ended from outside, or if nobody knows."""
+        super().__init__(reason, doing)
+        self.doing = doing
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EngineLost(EngineUnavailable):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from engine.black_box import BLACK_BOX, box_path, remove_orphans
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from placement.console_log import LogConfig, log_to_console
@@ -96,6 +97,7 @@ class RankActor:
             "rank starts pid=%d node=%s host=%s gpus=%s",
             os.getpid(), location.node, location.host, ",".join(location.devices) or None,
         )  # fmt: skip
+        _open_black_box(task.replica, rank)
         _take_device(task.config)
         from engine.distributed.data_parallel_group import engine_group
 
@@ -115,6 +117,7 @@ class RankActor:
         Raises EngineUnavailable when another rank dies.
         """
         self._process.run()
+        BLACK_BOX.close()
 
     def _join(self, task: RankTask, rank: int, rank_0: str) -> TPGroup:
         """Return all ranks of the replica, once they have joined."""
@@ -152,6 +155,17 @@ def _take_device(config: EngineConfig) -> None:
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if gpus and is_gpu(config.device):
         torch.cuda.set_device(device_index(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _open_black_box(replica: str, rank: int) -> None:
+    """Record what this rank does. Without shared memory, requests that end engines are only limited by their number of
+    replays."""
+    path = box_path(replica, rank)
+    remove_orphans(path.parent)
+    try:
+        BLACK_BOX.open(path)
+    except OSError as error:
+        logger.warning("nobody will know what this rank did if it dies: %s", error)
 
 
 def _end_with_raylet(raylet: int) -> None:

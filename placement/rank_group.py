@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engine.black_box import Doing, Found, box_path, ended_key, find, remove, trace
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.roster import Roster
@@ -42,7 +43,10 @@ class RankGroup:
         self._roster: Roster | None = None  # if engines go on without a lost one
         self._running: dict[asyncio.Future[str | None], int] = {}  # numbers of ranks that serve
         self._watch = RankWatch()
-        self._on_loss: Callable[[int, str], None] = lambda engine, reason: None
+        self._on_loss: Callable[[int, str, list[Doing]], None] = lambda engine, reason, doing: None
+        self._replica = ""
+        self._failed: set[int] = set()  # numbers of ranks that an exception of their own has ended
+        self._died: set[int] = set()  # numbers of ranks whose process has ended
 
     async def start(
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
@@ -58,11 +62,13 @@ class RankGroup:
             self.kill()
             raise
 
-    async def run(self, on_loss: Callable[[int, str], None] = lambda engine, reason: None) -> str:
+    async def run(self, on_loss: Callable[[int, str, list[Doing]], None] = lambda engine, reason, doing: None) -> str:
         """Let all ranks serve. Returns why the first of them ended, or the last if engines go on without lost ones.
-        on_loss: function called with the number of an engine without which the others go on, and the reason."""
+        on_loss: function called with the number of an engine without which the others go on, the reason, and what
+        `doing` returns."""
         self._on_loss = on_loss
-        self._running = {asyncio.ensure_future(_ended(rank, number)): number for number, rank in enumerate(self._ranks)}
+        ends = {number: self._ended(rank, number) for number, rank in enumerate(self._ranks)}
+        self._running = {asyncio.ensure_future(end): number for number, end in ends.items()}
         try:
             while True:
                 done, others = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
@@ -97,23 +103,46 @@ class RankGroup:
         lost = False
         for number in self._watch.silent(silent_s):
             if number in self._running.values():
-                lost = self._lose(number // self._width, f"rank {number} hangs")
+                lost = self._lose(number // self._width, f"rank {number} hangs", hangs=True)
         return lost
 
-    def _lose(self, engine: int, reason: str) -> bool:
+    def doing(self, engine: int, hangs: bool = False) -> list[Doing]:
+        """Return what the ranks of an engine were doing, if it has ended by itself or hangs: a fatal signal or an
+        exception of its own. Return nothing if a rank of this replica was killed or stopped from outside, which may end
+        others too, or if one is on another machine, of which nobody knows."""
+        found = {number: find(box_path(self._replica, number)) for number in self._running.values()}
+        boxes = {number: box for number, box in found.items() if box is not None}
+        if len(boxes) < len(found) or any(self._from_outside(number, box) for number, box in boxes.items()):
+            return []
+        own = {number: box for number, box in boxes.items() if number // self._width == engine}
+        if not (hangs or own.keys() & self._failed or any(box.is_fatal for box in own.values())):
+            return []
+        for number in own:
+            if lines := trace(box_path(self._replica, number)):
+                logger.error("rank %d died of a fatal signal:\n%s", number, lines)
+        ended = Doing(ended_key(f"{self._replica}.{engine}"), 0.0)
+        return [ended, *(doing for box in own.values() for doing in box.doing)]
+
+    def _from_outside(self, number: int, box: Found) -> bool:
+        has_ended = box.life == "dead" or number in self._died
+        return box.life == "stopped" or (has_ended and not box.is_fatal and number not in self._failed)
+
+    def _lose(self, engine: int, reason: str, hangs: bool = False) -> bool:
         """Let the others go on without an engine, and end its ranks. Returns False if they cannot."""
         if self._roster is None or not self._roster.lose(engine, reason):
             return False
+        doing = self.doing(engine, hangs)
         self._running = {ended: number for ended, number in self._running.items() if number // self._width != engine}
         for rank in self._ranks[engine * self._width : (engine + 1) * self._width]:
             ray.kill(rank)  # its process may live
-        self._on_loss(engine, reason)
+        self._on_loss(engine, reason, doing)
         return True
 
     def kill(self) -> None:
         """End the ranks' processes, even those that hang."""
-        for rank in self._ranks:
+        for number, rank in enumerate(self._ranks):
             ray.kill(rank)
+            remove(box_path(self._replica, number))
         if self._roster is not None:
             self._roster.close()
 
@@ -121,7 +150,7 @@ class RankGroup:
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
     ) -> list[str]:
         deadline = time.monotonic() + self._spec.startup_timeout_s
-        self._width, self._ranks = config.num_ranks, self._create(config)
+        self._replica, self._width, self._ranks = replica, config.num_ranks, self._create(config)
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
         order = rank_order(locations, ray.get_runtime_context().get_node_id())
         self._ranks = [self._ranks[bundle] for bundle in order]
@@ -153,6 +182,23 @@ class RankGroup:
             for bundle in range(self._spec.num_ranks)
         ]
 
+    async def _ended(self, rank: Any, number: int) -> str | None:
+        """Wait until the rank ends, and return the reason; None after an orderly end. The reason is short because
+        clients read it."""
+        try:
+            await rank.run.remote()
+        except RayTaskError as error:
+            if isinstance(error.cause, ServingError):
+                return str(error.cause)
+            self._failed.add(number)
+            logger.error("rank failed rank=%d: %s", number, error)
+            return f"rank {number} failed: {error.cause}"
+        except RayError as error:
+            self._died.add(number)
+            logger.error("rank died rank=%d: %s", number, error)
+            return f"rank {number} died"
+        return None
+
     async def _all(self, calls: Sequence[Awaitable[Any]], deadline: float) -> list[Any]:
         """Return the answers to the calls, in the order of `self._ranks`."""
         waiting = [asyncio.ensure_future(call) for call in calls]
@@ -171,22 +217,6 @@ class RankGroup:
         finally:
             for call in waiting:
                 call.cancel()  # their results are not needed
-
-
-async def _ended(rank: Any, number: int) -> str | None:
-    """Wait until the rank ends, and return the reason; None after an orderly end. The reason is short because clients
-    read it."""
-    try:
-        await rank.run.remote()
-    except RayTaskError as error:
-        if isinstance(error.cause, ServingError):
-            return str(error.cause)
-        logger.error("rank failed rank=%d: %s", number, error)
-        return f"rank {number} failed: {error.cause}"
-    except RayError as error:
-        logger.error("rank died rank=%d: %s", number, error)
-        return f"rank {number} died"
-    return None
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:

@@ -73,6 +73,7 @@ class LiveGeneration:
         the generator is closed."""
         self.charged_again = False
         """Whether that ingress will also charge for the request and its prompt."""
+        self._poison = context.poison
         self._timed_out = False
         self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
@@ -87,6 +88,8 @@ class LiveGeneration:
         failure: Exception | None = None
         all_metrics = [sequence.metrics for sequence in self._sequences.values()]
         try:
+            for sequence in self._sequences.values():
+                self._poison.check(sequence.retry.request, asyncio.get_running_loop().time())
             for metrics in all_metrics:
                 metrics.waits()
             async with (

@@ -22,8 +22,11 @@ from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
+from deployments.poison.named import suspected
+from deployments.poison.poison import TRIAL_TOKENS, Poison
+from deployments.poison.trial import Trial
 from deployments.replicas.pools import EngineClient
-from engine.errors import EngineError, OtherModel, ServingError
+from engine.errors import EngineError, EngineUnavailable, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
@@ -61,6 +64,7 @@ class SequenceContext:
     sdc_check: SdcCheck | None = None
     prices: Prices = FREE
     hourly: HourlyUsage = field(default_factory=HourlyUsage)
+    poison: Poison = field(default_factory=Poison)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +246,9 @@ class Sequence:
         self._tokenizer = context.tokenizer
         self._text = TextStream(request.params, context.tokenizer, index)
         self._channel, self._pool, self._stats = context.channel, context.pool, context.stats
+        self._poison = context.poison
+        self._trial: Trial | None = None
+        self._trial_ends_at = 0  # number of tokens
         self._usage, self._counts_cached = usage, first
         self._attempt: Attempt | None = None
         self._inbox = Inbox()
@@ -270,6 +277,8 @@ class Sequence:
         if self._record is not None:
             with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=self.metrics.cost)
             self._record(self.index, with_all)
+        if self._trial is not None and (delta.finish_reason or len(self.retry.output) >= self._trial_ends_at):
+            self._survived()
         chunk = self._text.add(delta)
         num_tokens = len(chunk.token_ids)
         if not self.metrics.answered:
@@ -300,6 +309,7 @@ class Sequence:
         """Abort the current attempt, which has failed, and start another. Raises an error if another attempt
         cannot succeed."""
         failed = self.retry.request_id
+        error = self._blamed(error, failed)
         source, engine = None, ""
         if isinstance(error, ReportedError) and error.code == "moved":
             source, engine = error.source, self._channel.engine_of(failed)
@@ -326,9 +336,35 @@ class Sequence:
         self._channel.move(failed, self.retry.request_id)
         self.start(inbox)
 
+    def _blamed(self, error: BaseException, request_id: str) -> BaseException:
+        """Return a PoisonRequest if engines have ended by themselves with this attempt and with an earlier one, else
+        the error as it is. request_id: that of the attempt."""
+        self._end_trial()
+        doing, now = error.doing if isinstance(error, EngineUnavailable) else (), asyncio.get_running_loop().time()
+        named = suspected(self.retry.request, request_id, doing, began=bool(self.retry.output))
+        if named is None:
+            return error
+        poison = self._poison.blame(named, doing, self.retry.is_suspect, now)
+        self.retry.is_suspect = True
+        if poison is None:
+            return error
+        logger.error("request is poison request_id=%s: %s; the last: %s", request_id, poison, error)
+        return poison
+
+    def _survived(self) -> None:
+        self.retry.is_suspect = False
+        self._poison.survived(self.retry.request)
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.end()
+            self._trial = None
+
     def abort(self) -> None:
         """End the current attempt in its engine: by cancelling its call, or, if the call has ended, through the token
         channel, because the engine may outlive its replica."""
+        self._end_trial()
         if self._attempt is None:
             return
         request_id = self._attempt.request_id
@@ -374,6 +410,12 @@ class Sequence:
             await asyncio.sleep(retry.back_off_s(asyncio.get_running_loop().time()))
             if retry.left_s(asyncio.get_running_loop().time()) == 0.0:
                 raise retry.timeout()
+        now = asyncio.get_running_loop().time()
+        retry.is_suspect = retry.is_suspect or self._poison.suspects(retry.request, now)
+        if retry.is_suspect:
+            self._trial = await self._poison.begin_trial(retry.request_id)
+            self._trial_ends_at = len(retry.output) + TRIAL_TOKENS
+            self._poison.check(retry.request, asyncio.get_running_loop().time())
         while True:
             try:
                 return await self._pool.generate(retry.attempt(asyncio.get_running_loop().time()), avoid=retry.avoid)

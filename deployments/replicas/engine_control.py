@@ -14,6 +14,7 @@ import msgspec
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
+from engine.black_box import Doing
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
 from engine.wire.lora import LoRARequest
@@ -64,7 +65,10 @@ class EngineControl:
         counts as hung. peers: pools that can compute prompts or encode images for the engine. node: as in
         ReplicaStatus."""
         self._stall_timeout_s, self._node = stall_timeout_s, node
-        self._dispatchers = {kind: RemoteDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
+        self._dispatchers = {
+            kind: RemoteDispatcher(pool, self._send, kind, self._ended_elsewhere)
+            for kind, pool in (peers or {}).items()
+        }
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._num_answers = 0
         self._call_ids = count()
@@ -211,15 +215,24 @@ class EngineControl:
         on without engines that were lost. generation: number of these."""
         self._pauses_until, self._generation = self._now() + seconds, generation
 
-    def fail(self, reason: str, alone: bool = False) -> None:
+    @property
+    def hangs(self) -> bool:
+        """Whether the engine is silent or makes no progress, although nobody knows it to be gone."""
+        try:
+            self.check_health()
+        except EngineUnavailable:
+            return self._broken is None
+        return False
+
+    def fail(self, reason: str, alone: bool = False, doing: Sequence[Doing] = ()) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone. alone: whether
-        other engines of the replica go on; then the error is EngineLost."""
+        other engines of the replica go on; then the error is EngineLost. doing: as for EngineUnavailable."""
         self._broken, self._lost = reason, alone
         self.close()
         open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._questions.values()]
         for ended in open_calls:
             if not ended.done():
-                ended.set_exception(EngineLost(reason) if alone else EngineUnavailable(reason))
+                ended.set_exception(EngineLost(reason, doing) if alone else EngineUnavailable(reason, doing))
 
     def check_health(self) -> None:
         """Raise EngineUnavailable if the engine is gone, silent, or makes no progress."""
@@ -271,6 +284,11 @@ class EngineControl:
                 dispatcher.cancel(notice.handoff_id)
         else:
             REFUSALS.add("engine_notices", "unexpected", f"{type(notice).__name__}: this replica has no such pool")
+
+    def _ended_elsewhere(self, request_id: str, error: EngineUnavailable) -> None:
+        """End the call of a request if an engine of another replica has ended with it, so that its ingress knows."""
+        if (ended := self._calls.get(request_id)) is not None and not ended.done():
+            ended.set_exception(error)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -222,7 +222,7 @@ class EngineDeployment:
         [why] = await asyncio.gather(done.pop(), return_exceptions=True)
         reason = str(why)
         logger.error("replica exits, because its engine ended: %s", reason)
-        self._engines.fail(reason)
+        self._engines.fail(reason, ranks.doing)
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
         try:

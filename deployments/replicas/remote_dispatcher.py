@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from deployments.routing.stats import RoutingStats
+from engine.black_box import Doings, compute_key, found_keys, read_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemoteRequestFailed
 from engine.wire.remote_request import RemoteRequest
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 # deploying: replicas of the newest configuration are still missing; up: a replica is running
 PoolState = Literal["deploying", "up", "down"]
 
+ABORT_S = 10.0  # for an ingress to abort a request with which another engine has ended
 POLL_INTERVAL_S = 1.0  # between polls of the prefill engines' statuses
 
 
@@ -43,9 +45,17 @@ class RemoteDispatcher:
     """Makes one call per prefill request. The call stays open until the handoff ends, so that a stopping replica waits
     for it."""
 
-    def __init__(self, pool: RemotePool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
+    def __init__(
+        self,
+        pool: RemotePool,
+        send: Callable[[Command], None],
+        kind: PeerPool = "prefill",
+        ended: Callable[[str, EngineUnavailable], None] = lambda request_id, error: None,
+    ):
         """send: function that sends a command to this replica's engine. kind: kind of the pool, which determines
-        whether it computes prompts or images."""
+        whether it computes prompts or images. ended: function called if an engine has ended by itself with a request
+        of this replica's engine, with its id and the error."""
+        self._ended = ended
         self.pool, self._kind = pool, kind
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -78,6 +88,9 @@ class RemoteDispatcher:
         except ServingError as error:
             logger.warning("prefill request failed handoff_id=%s request_id=%s attempt=%d: %s",
                            handoff_id, remote_request.request_id, remote_request.attempt, error)  # fmt: skip
+            if isinstance(error, EngineUnavailable) and (doing := _with_request(error.doing, remote_request)):
+                self._ended(remote_request.request_id, EngineUnavailable(str(error), doing))
+                await asyncio.sleep(ABORT_S)  # else the request would end the next engine before it is aborted
             retry = error.retryable and not isinstance(error, Overloaded)  # Overloaded means that all replicas are full
             self._send(RemoteRequestFailed(handoff_id, str(error), retry))
         finally:
@@ -105,3 +118,12 @@ class RemoteDispatcher:
             what = "prompts are computed" if self._kind == "prefill" else "images are encoded"
             logger.info("%s engines: %s", self._kind, ", ".join(alive) or f"none; {what} here")
             self._alive = alive
+
+
+def _with_request(doing: Doings, remote_request: RemoteRequest) -> Doings:
+    """Return what an engine was doing when it ended, with the request's own id if it computed its prompt; nothing if it
+    did not work on it."""
+    handoff, request = compute_key(remote_request.handoff_id), compute_key(remote_request.request_id)
+    keys = [handoff] if remote_request.lora is None else [handoff, read_key(remote_request.lora.digest)]
+    found = found_keys(doing, keys)
+    return [*doing, (request, 0.0)] if handoff in found else doing if found else []

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
+from engine.black_box import Doing
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus
 from engine.wire.stats.handoff_stats import Role
@@ -83,15 +84,15 @@ class ReplicaEngines(Generic[E]):
         for engine in [] if self._goes_on else self.all:
             engine.check_health()
 
-    def lose(self, number: int, reason: str) -> None:
+    def lose(self, number: int, reason: str, doing: Sequence[Doing] = ()) -> None:
         """Go on without an engine that has died. number: among all engines at the start. Its open calls end with
-        EngineLost, so that the ingresses send its requests to others."""
+        EngineLost, so that the ingresses send its requests to others. doing: as for EngineUnavailable."""
         engine = list(self._engines.values())[number]
         self.all.remove(engine)
         logger.warning("replica goes on with %d of %d engines: %s", len(self.all), len(self._engines), reason)
         for other in self.all:
             other.expect_pause(PAUSE_S, len(self._engines) - len(self.all))
-        engine.fail(reason, alone=True)
+        engine.fail(reason, alone=True, doing=doing)
         self._has_lost.set()
 
     async def until_idle_without_lost(self) -> str:
@@ -124,7 +125,9 @@ class ReplicaEngines(Generic[E]):
             if not end_hung():
                 return reason
 
-    def fail(self, reason: str) -> None:
-        """End all open calls with EngineUnavailable, and refuse new ones, because the engines are gone."""
-        for engine in self.all:
-            engine.fail(reason)
+    def fail(self, reason: str, doing: Callable[[int, bool], Sequence[Doing]] = lambda number, hangs: ()) -> None:
+        """End all open calls with EngineUnavailable, and refuse new ones, because the engines are gone. doing: returns
+        what the EngineUnavailable of an engine says, for its number at the start and whether it hangs."""
+        for number, engine in enumerate(self._engines.values()):
+            if engine in self.all:
+                engine.fail(reason, doing=doing(number, engine.hangs))

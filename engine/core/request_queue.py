@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
+from engine.black_box import BLACK_BOX, compute_key
 from engine.core.request import Request, State
 
 
@@ -64,6 +65,7 @@ class RequestQueue:
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=lambda r: r.order)
+        BLACK_BOX.begin(compute_key(request.request_id))
 
     def remove(self, request: Request) -> None:
         """Remove a request from its collection and its slot. It stays live, and keeps its blocks and its state."""
@@ -73,6 +75,7 @@ class RequestQueue:
             self.waiting_for_grammar.remove(request)
         elif request.state is State.RUNNING:
             self.running.remove(request)
+            BLACK_BOX.end(compute_key(request.request_id))
             self._free_slots.append(request.slot)
             request.slot = -1
 

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from engine.black_box import BLACK_BOX, read_key
 from engine.device import Device
 from engine.errors import AdapterError, ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
@@ -73,12 +74,16 @@ class AdapterLoader:
         if lora.digest in self._kept:
             self._kept.move_to_end(lora.digest)
             return self._kept[lora.digest]
-        files = open_adapter(lora.lora_path, lora.lora_name)
-        if files.digest != lora.digest:
-            limit = f"the file with the digest {lora.digest}; the file has changed since the request arrived"
-            raise AdapterError(lora.lora_name, WEIGHTS_FILE, files.digest, limit)
-        factors = self._adapters.factors(files)
+        with BLACK_BOX.doing(read_key(lora.digest)):
+            factors = self._read(lora)
         self._kept[lora.digest] = factors
         while len(self._kept) > self._capacity:
             self._kept.popitem(last=False)
         return factors
+
+    def _read(self, lora: LoRARequest) -> dict[int, Factors]:
+        files = open_adapter(lora.lora_path, lora.lora_name)
+        if files.digest != lora.digest:
+            limit = f"the file with the digest {lora.digest}; the file has changed since the request arrived"
+            raise AdapterError(lora.lora_name, WEIGHTS_FILE, files.digest, limit)
+        return self._adapters.factors(files)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.black_box import BLACK_BOX, compile_key
 from engine.errors import InvalidParameter, Overloaded
 from engine.fairness.compile_queue import CompileQueue
 from engine.text.json_schema import without_annotations
@@ -225,7 +226,8 @@ class GrammarCompiler:
         """Compile a grammar. Raises InvalidParameter, or Overloaded if no request is waiting for it any longer."""
         if time.monotonic() >= cached.wanted_until:
             raise _never_began()
-        return self._compile(params)
+        with BLACK_BOX.doing(compile_key(params.kind, params.text)):
+            return self._compile(params)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         if self._problem:

@@ -77,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Parts of the prompt that the client wants to stay cached."""
     report_cost: bool = False
     """Whether every delta tells the cost so far, and not only the last one."""
+    on_trial: bool = False
+    """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from engine.black_box import Doing, Found
 from engine.distributed.roster import Roster
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from placement import rank_watch
@@ -107,11 +108,58 @@ def test_if_engines_go_on_without_lost_ones_the_end_is_that_of_the_last(monkeypa
     group._roster = Roster(["tcp://127.0.0.1:1"] * 3, None)
     lost: list[int] = []
     try:
-        reason = asyncio.run(group.run(lambda engine, reason: lost.append(engine)))
+        reason = asyncio.run(group.run(lambda engine, reason, doing: lost.append(engine)))
     finally:
         group._roster.close()
     assert len(lost) == len(killed) == 2 and not group._roster.members
     assert reason.startswith("rank ")
+
+
+class Boxes:
+    """Black boxes of ranks, as they are found. What `doing` says of each rank is its number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.found: dict[int, Found | None] = {}
+        monkeypatch.setattr("placement.rank_group.find", lambda path: self.found[int(path.suffix[1:])])
+        monkeypatch.setattr("placement.rank_group.trace", lambda path: "")
+
+
+ALIVE, FATAL, KILLED, STOPPED = (
+    Found(life, is_fatal, [Doing("computes one", 1.0)])
+    for life, is_fatal in (("alive", False), ("dead", True), ("dead", False), ("stopped", False))
+)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "errors", "hangs", "counts"),
+    [
+        ([FATAL], [DEAD], False, True),
+        ([KILLED], [DEAD], False, False),
+        ([ALIVE], [remote(ValueError("boom"))], False, True),
+        ([ALIVE], [remote(EngineUnavailable("rank 1 is gone"))], False, False),
+        ([ALIVE], [None], True, True),
+        ([STOPPED], [None], True, False),
+        ([KILLED], [None], True, False),
+        ([None], [DEAD], False, False),
+        ([ALIVE, FATAL], [remote(EngineUnavailable("rank 1 is gone")), DEAD], False, True),
+        ([FATAL, KILLED], [DEAD, DEAD], False, False),  # it aborts because the other was killed
+        ([FATAL, KILLED], [DEAD, None], False, False),  # the same, before that is known
+        ([ALIVE, ALIVE], [remote(ValueError("connection lost")), DEAD], False, False),  # its process is about to end
+        ([FATAL, None], [DEAD, None], False, False),  # nobody knows of the other, on another machine
+    ],
+)
+def test_what_an_engine_did_is_known_only_if_it_ended_by_itself(monkeypatch, boxes, errors, hangs, counts):
+    async def scenario() -> list[Doing]:
+        found = Boxes(monkeypatch)
+        found.found = dict(enumerate(boxes))
+        group = RankGroup(GroupSpec(num_ranks=len(boxes)))
+        group._ranks, group._width, group._replica = [FakeRank(error) for error in errors], len(boxes), "decode"
+        await group.run()
+        await asyncio.sleep(0)  # the others that end at once
+        return group.doing(0, hangs)
+
+    doing = asyncio.run(scenario())
+    assert [key for key, _ in doing] == (["ended decode.0", *["computes one"] * len(boxes)] if counts else [])
 
 
 @pytest.fixture
@@ -134,7 +182,7 @@ def test_engines_with_ranks_that_hang_are_lost_unless_all_do(watched, hanging, l
     async def scenario() -> None:
         found: list[tuple[int, str]] = []
         group, ranks = watched(6)
-        running = asyncio.create_task(group.run(lambda engine, reason: found.append((engine, reason))))
+        running = asyncio.create_task(group.run(lambda engine, reason, doing: found.append((engine, reason))))
         hung = asyncio.create_task(group.until_hung())
         for number in hanging:
             ranks[number].hangs = True
@@ -155,7 +203,7 @@ def test_a_rank_that_has_not_answered_for_a_while_is_to_blame_if_an_engine_makes
     async def scenario() -> None:
         lost: list[int] = []
         group, ranks = watched(4, stall_timeout_s=3600.0)
-        running = asyncio.create_task(group.run(lambda engine, reason: lost.append(engine)))
+        running = asyncio.create_task(group.run(lambda engine, reason, doing: lost.append(engine)))
         hung = asyncio.create_task(group.until_hung())
         assert not group.end_hung(0.02), "all answer"
         ranks[2].hangs = True
@@ -174,7 +222,7 @@ def test_a_rank_that_ends_while_it_is_asked_does_not_hang(watched):
     async def scenario() -> None:
         reasons: list[str] = []
         group, ranks = watched(4)
-        running = asyncio.create_task(group.run(lambda engine, reason: reasons.append(reason)))
+        running = asyncio.create_task(group.run(lambda engine, reason, doing: reasons.append(reason)))
         hung = asyncio.create_task(group.until_hung())
         ranks[3].kill()
         while not reasons:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 import zmq
 
+from engine.black_box import BLACK_BOX, trial_key
 from engine.clock import Clock
 from engine.core.engine import EngineCore
 from engine.core.features.handoffs import STUCK
@@ -126,6 +127,8 @@ class EngineEndpoint:
 
     def _add(self, request: GenerateRequest) -> None:
         self._kv_events.admitted(request.request_id)
+        if request.on_trial:
+            BLACK_BOX.begin(trial_key(request.request_id))
         try:
             self._peers.connect(request.reply_to)
         except zmq.ZMQError as error:
@@ -195,6 +198,7 @@ class EngineEndpoint:
 
     def _end(self, request_id: str) -> None:
         """Report to routers and the control actor that a request or remote prefill has ended."""
+        BLACK_BOX.end(trial_key(request_id))
         self._kv_events.finished(request_id)
         self._ended.append(request_id)
 

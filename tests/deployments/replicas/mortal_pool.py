@@ -20,6 +20,7 @@ from deployments.frontend.sequence import RequestUsage, SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
+from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, ServingError
@@ -169,6 +170,7 @@ class Ingress:
     ingress_stats: IngressStats
     stats: ModelStats = field(default_factory=ModelStats)
     timelines: RequestTimelines = field(default_factory=lambda: RequestTimelines("ingress-1"))
+    poison: Poison = field(default_factory=Poison)
 
     def generation(
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3
@@ -183,6 +185,7 @@ class Ingress:
             stats=self.stats,
             timelines=self.timelines,
             max_replays=max_replays,
+            poison=self.poison,
         )
         sent = [msgspec.structs.replace(request, reply_to=self.channel.address) for request in requests]
         return LiveGeneration(frontend, [sent[i : i + n] for i in range(0, len(sent), n)], "test")

@@ -1,0 +1,1 @@
+"""Requests with which engines end by themselves."""
