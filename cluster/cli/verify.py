@@ -38,6 +38,7 @@ from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.poison.poison import Poison
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
 from engine.offline.llm import LLM
@@ -259,7 +260,7 @@ def _with_adapter(info: ModelInfo, name: str) -> ModelInfo:
     names = info.name, *info.aliases
     if info.adapters is None or name in names:
         return info
-    registry = AdapterRegistry(info.name, names, info.adapters, MemoryTable(), no_engine)
+    registry = AdapterRegistry(info.name, names, info.adapters, MemoryTable(), no_engine, Poison())
     adapter = asyncio.run(registry.find(name))
     return info if adapter is None else info.adapted(adapter)
 

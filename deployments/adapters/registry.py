@@ -15,7 +15,10 @@ from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import AdapterTable
 from deployments.frontend.retry import BACK_OFF_S, ENGINE_GONE
 from deployments.frontend.sequence import ReportedError
+from deployments.poison.named import named_adapter
+from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool
+from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 from engine.wire.lora import LoRARequest
 
@@ -33,10 +36,17 @@ class AdapterRegistry:
     """Finds adapters in the configuration, among those loaded at run time, and in the dynamic folder."""
 
     def __init__(
-        self, model: str, names: Collection[str], config: AdapterSources, table: AdapterTable, pool: EnginePool
+        self,
+        model: str,
+        names: Collection[str],
+        config: AdapterSources,
+        table: AdapterTable,
+        pool: EnginePool,
+        poison: Poison,
     ):
         """names: names of the model, which clients may also put before an adapter's name, as `model:adapter`. pool:
-        replicas of the model."""
+        replicas of the model. poison: what this ingress refuses because engines have ended with it."""
+        self._poison = poison
         self.model = model
         self._names, self._config, self._table, self._pool = names, config, table, pool
         self._folder = DynamicFolder(config.dynamic_folder, model, config.max_rank)
@@ -68,7 +78,7 @@ class AdapterRegistry:
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Load an adapter. Returns once an engine has read it and every ingress that answers knows it. Raises
-        RequestError, AdapterError, ReportedError, EngineUnavailable."""
+        RequestError, AdapterError, PoisonRequest, ReportedError, EngineUnavailable."""
         if name in self._names or not name.isprintable():
             raise InvalidParameter("lora_name", name, "printable, and not the name of a served model")
         async with self._lock(name):
@@ -76,6 +86,7 @@ class AdapterRegistry:
             if name in self._known and not in_place:
                 raise AdapterAlreadyLoaded(name)
             adapter = await asyncio.to_thread(Adapter.open, name, path, self.model, self._config.max_rank)
+            self._poison.check_named(named_adapter(adapter.lora), _now())
             if not await self._pool.asleep():
                 await self._load_in_engine(adapter.lora)
             if in_place:
@@ -104,7 +115,7 @@ class AdapterRegistry:
 
     async def _load_in_engine(self, lora: LoRARequest) -> None:
         """Make an engine read an adapter. If the engine is lost, ask another one: the router avoids an engine that has
-        just lost a call, if there are others. Raises ReportedError, EngineUnavailable."""
+        just lost a call, if there are others. Raises PoisonRequest, ReportedError, EngineUnavailable."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 for attempt in range(1, LOAD_ATTEMPTS):
@@ -123,7 +134,15 @@ class AdapterRegistry:
             raise EngineUnavailable(f"no engine has read the adapter within {LOAD_TIMEOUT_S:g} s") from None
 
     async def _ask_engine(self, lora: LoRARequest) -> None:
-        if (error := await self._pool.load_adapter(lora)) is not None:
+        named = named_adapter(lora)
+        try:
+            error = await self._pool.load_adapter(lora)
+        except EngineUnavailable as lost:
+            if found_keys(lost.doing, [named.digest]):
+                poison = self._poison.blame(named, lost.doing, on_trial=False, now=_now())
+                raise lost if poison is None else poison from None
+            raise
+        if error is not None:
             raise ReportedError(error)
 
     def _short(self, name: str) -> list[str]:
@@ -150,3 +169,7 @@ class AdapterRegistry:
                 merged = {**self._configured, **changes}
                 self._known = {name: adapter for name, adapter in merged.items() if adapter is not None}
             self._read_at = asked_at
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -30,7 +30,9 @@ class ServedModels(Mapping[str, ServedModel]):
         self._models = models
         self._aliases = {alias: model for model in models.values() for alias in model.info.aliases}
         self.registries = {
-            name: AdapterRegistry(name, (name, *model.info.aliases), config, tables(model.info), model.pool)
+            name: AdapterRegistry(
+                name, (name, *model.info.aliases), config, tables(model.info), model.pool, model.frontend.poison
+            )
             for name, model in models.items()
             if (config := model.info.adapters) is not None
         }

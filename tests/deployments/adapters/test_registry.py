@@ -13,8 +13,10 @@ from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.sources import AdapterSources
 from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import ReportedError
+from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
-from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
+from engine.black_box import ended_key, read_key
+from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter, PoisonRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
@@ -60,7 +62,7 @@ class DyingPool(Pool):
 
 def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: Any) -> AdapterRegistry:
     given = AdapterSources(**{"max_rank": 16, **config})
-    return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool())  # type: ignore[arg-type]
+    return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool(), Poison())  # type: ignore[arg-type]
 
 
 def configured(folder: Path) -> Adapter:
@@ -196,3 +198,31 @@ async def test_files_are_looked_at_before_an_engine_is_asked(tmp_path):
         with pytest.raises(InvalidParameter, match="lora_name"):
             await registry.load(name, str(tmp_path), in_place=False)
     assert not pool.loaded and not await registry.unload("sql")
+
+
+class EndingPool(Pool):
+    """Engines of which each ends while it reads an adapter. by_itself: else something else has killed it."""
+
+    def __init__(self, by_itself: bool):
+        super().__init__()
+        self.by_itself = by_itself
+
+    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+        self.loaded.append(lora)
+        doing = [(ended_key(str(len(self.loaded))), 0.0), (read_key(lora.digest), 0.1)]
+        raise EngineUnavailable("rank 0 died", doing if self.by_itself else [])
+
+
+@pytest.mark.parametrize(("by_itself", "asked", "error"), [(True, 2, PoisonRequest), (False, 3, EngineUnavailable)])
+async def test_an_adapter_with_which_two_engines_end_is_read_by_no_third(
+    tmp_path, monkeypatch, by_itself, asked, error
+):
+    monkeypatch.setattr(registry_module, "BACK_OFF_S", 0.0)
+    pool, folder = EndingPool(by_itself), str(write_adapter(tmp_path / "sql"))
+    adapters = make(pool=pool)
+    with pytest.raises(error):
+        await adapters.load("sql", folder, in_place=False)
+    assert len(pool.loaded) == asked and "sql" not in adapters
+    with pytest.raises(error):
+        await adapters.load("again", folder, in_place=False)
+    assert len(pool.loaded) == asked + (0 if by_itself else 3), "it is refused at once"

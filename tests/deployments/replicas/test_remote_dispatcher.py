@@ -11,7 +11,9 @@ import pytest
 from deployments.replicas import remote_dispatcher
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
+from engine.black_box import compute_key, ended_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     CancelDispatch,
     DispatchRemote,
@@ -77,6 +79,25 @@ async def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_bet
         pool.fail("h1", error)
         await until(lambda: failures(engine))
         assert failures(engine) == [RemoteRequestFailed("h1", str(error), retry)]
+
+
+async def test_a_request_with_which_a_prefill_engine_has_ended_is_told_to_its_ingress_and_to_no_other_engine():
+    pool = FakeRemotePool(status("p1"))
+    async with decode_with(pool) as (replica, engine):
+        engine.paused.set()
+        sent = GenerateRequest(request_id="r", prompt=[1], reply_to="tcp://127.0.0.1:9")
+        call = asyncio.create_task(replica.run_request(EncodedRequest.of(sent)))
+        engine.notify(DispatchRemote(make_remote_request()))
+        engine.notify(DispatchRemote(make_remote_request("h2")))
+        await until(lambda: set(pool.open) == {"h1", "h2"})
+        doing = [(ended_key("p1"), 0.0), (compute_key("h1"), 0.1)]
+        pool.fail("h1", EngineUnavailable("rank 0 died", doing))
+        pool.fail("h2", EngineUnavailable("rank 0 died", doing))
+        with pytest.raises(EngineUnavailable) as caught:
+            await call
+        assert list(caught.value.doing) == [*doing, (compute_key("r"), 0.0)]
+        await until(lambda: failures(engine))
+        assert [failure.handoff_id for failure in failures(engine)] == ["h2"], "it only waited there"
 
 
 async def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
