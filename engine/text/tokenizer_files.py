@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders
 
 from engine.errors import ModelFolderError
+from engine.json_file import read_object
 from engine.wire.model_identity import VOCABULARY_FILES
 
 MAX_REASON = 300  # characters shown of an error message of transformers
@@ -203,12 +204,4 @@ def _convert_tiktoken(file: Path, ranks: dict[bytes, int], config: dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(str(path.parent), f"{path.name} is not a JSON object")
-    return value
+    return read_object(path) if path.exists() else {}

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelFolderError
+from engine.safetensors_header import header_length
 
 PAGE = 4096  # bytes
 PAGES = 64  # pages read from every weights file
@@ -33,21 +34,20 @@ class ModelIdentity(msgspec.Struct, frozen=True):
             weights = hashlib.sha256((folder / "config.json").read_bytes())
             sample_weights(weights, sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))))
             return cls(short(weights), _vocabulary(folder))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ModelFolderError(str(folder), f"cannot be read: {error}") from error
 
 
 def sample_weights(digest: hashlib._Hash, files: Iterable[Path]) -> None:
     """Add to `digest` the names, sizes, safetensors headers and a sample of the pages of these files. This
     distinguishes models and versions in milliseconds, but does not detect a deliberate change of a few bytes. Raises
-    OSError."""
+    OSError or ValueError."""
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
             digest.update(f"{path.name} {size} ".encode())
             if path.suffix == ".safetensors":
-                length = file.read(8)  # of the header, which follows
-                digest.update(length + file.read(int.from_bytes(length, "little")))
+                digest.update(file.read(8 + header_length(path)))
             for page in range(PAGES):
                 file.seek(page * max(0, size - PAGE) // max(1, PAGES - 1))
                 digest.update(file.read(PAGE))

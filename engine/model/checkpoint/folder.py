@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -11,9 +10,11 @@ from typing import Any
 
 from engine import pocket
 from engine.errors import ModelFolderError
+from engine.json_file import MAX_INDEX_BYTES, read_object
 from engine.model.checkpoint import smollm2
 from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
 from engine.model.checkpoint.gguf.folder import gguf_folder, parts_of
+from engine.safetensors_header import read_header
 from engine.wire.model_identity import VOCABULARY_FILES
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<gguf>[\w./-]+))?")
@@ -22,6 +23,7 @@ CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config
 TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = re.compile(r"[\w-][\w. -]*\.safetensors")
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -98,20 +100,7 @@ def _only_gguf(model: str, files: list[Path]) -> Path:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object. Raises ModelFolderError if the file is missing or holds anything else."""
-    try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_decode_float)
-    except FileNotFoundError as e:
-        raise ModelFolderError(str(folder), f"has no {name}") from e
-    except ValueError as e:
-        raise ModelFolderError(str(folder), f"{name} is not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ModelFolderError(str(folder), f"{name} is not a JSON object")
-    return value
-
-
-def _decode_float(value: dict[str, Any]) -> Any:
-    """Return the number that transformers 5 writes as {"__float__": "Infinity"}, since JSON has no infinity."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    return read_object(folder / name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -120,7 +109,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / GGUF_INDEX).exists():
         return [folder / GGUF_INDEX]
     if (folder / INDEX).exists():
-        return sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
+        return _indexed_files(folder)
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     return sorted(folder.glob("*.safetensors"))
@@ -132,14 +121,25 @@ def stored_dtype(folder: Path) -> str | None:
     counts: Counter[str] = Counter()
     for file in weight_files(folder):
         try:
-            with file.open("rb") as stream:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        except (OSError, ValueError, OverflowError, MemoryError) as e:
+            header = read_header(file)
+        except (OSError, ValueError) as e:
             raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
-        for name, tensor in header.items():
-            if name != "__metadata__" and tensor["dtype"] in STORED_DTYPES:
-                counts[STORED_DTYPES[tensor["dtype"]]] += math.prod(tensor["shape"])
+        for tensor in header.values():
+            if tensor.dtype in STORED_DTYPES:
+                counts[STORED_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
     return counts.most_common(1)[0][0] if counts else None
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    """Return the files that the index names. Raises ModelFolderError for one outside the folder."""
+    names = read_object(folder / INDEX, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelFolderError(str(folder), f"{INDEX}: weight_map must be an object, got {str(names)[:50]}")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or not WEIGHTS_FILE.fullmatch(name):
+            problem = f"{INDEX}: weight_map.{tensor[:100]} must be the name of a *.safetensors file in the folder"
+            raise ModelFolderError(str(folder), f"{problem}, got {str(name)[:100]!r}")
+    return sorted({folder / name for name in names.values()})
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

@@ -18,6 +18,18 @@ REFUSED = (
     "rope.scaling.yarn_log_multiplier", "router_logit_softcapping",
 )  # fmt: skip
 SIGMOID = 2  # a value of `expert_gating_func`
+COUNT = range(1, 1 << 16)
+MAX_LAYERS = 1 << 12
+# The range of each whole number that is read, by its name behind the architecture's. Others are positive sizes.
+RANGES = {
+    "block_count": range(1, MAX_LAYERS), "attention.head_count": COUNT, "attention.head_count_kv": COUNT,
+    **dict.fromkeys(
+        ("attention.sliding_window", "nextn_predict_layers", "expert_count", "expert_used_count", "expert_gating_func",
+         "expert_shared_count", "expert_group_count", "expert_group_used_count", "leading_dense_block_count",
+         "expert_feed_forward_length", "expert_shared_feed_forward_length", "feed_forward_length"), range(1 << 24)
+    ),
+}  # fmt: skip
+SIZE = range(1, 1 << 28)
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by layers: they scale queries by hidden_size / heads
 
@@ -85,7 +97,8 @@ class Keys:
         value = self.metadata.get(f"{self.prefix}.{name}", default)
         if isinstance(value, list):  # one for each layer
             if len(set(value)) != 1:
-                raise Unsupported(f"{self.prefix}.{name} = {value} is not supported: must be the same for all layers")
+                shown = str(value[:50])[:100]
+                raise Unsupported(f"{self.prefix}.{name} = {shown} is not supported: must be the same for all layers")
             return value[0]
         return value
 
@@ -94,18 +107,37 @@ class Keys:
             raise Unsupported(f"it has no {self.prefix}.{name}")
         return value
 
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a whole number in its range. Raises Unsupported, also for a missing one without a default."""
+        value = self[name] if default is None else self.get(name, default)
+        allowed = RANGES.get(name, SIZE)
+        if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+            limit = f"a whole number from {allowed[0]:,} to {allowed[-1]:,}"
+            raise Unsupported(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be {limit}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a positive number. Raises Unsupported, also for a missing one without a default."""
+        value = self[name] if default is None else self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise Unsupported(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be above 0, and finite")
+        return value
+
 
 def num_layers(metadata: Metadata) -> int:
     """Return the number of layers, not counting layers for multi-token prediction."""
     keys = Keys(metadata)
-    return int(keys["block_count"]) - int(keys.get("nextn_predict_layers", 0))
+    count, further = keys.size("block_count"), keys.size("nextn_predict_layers", 0)
+    if further >= count:
+        raise Unsupported(f"{keys.prefix}.nextn_predict_layers = {further} is not supported: must be below {count}")
+    return count - further
 
 
 def head_counts(metadata: Metadata) -> dict[str, int]:
     """Return the numbers of heads of the projections whose rows some families store in pairs."""
     keys = Keys(metadata)
-    heads = int(keys["attention.head_count"])
-    return {"q_proj": heads, "k_proj": int(keys.get("attention.head_count_kv", heads))}
+    heads = keys.size("attention.head_count")
+    return {"q_proj": heads, "k_proj": keys.size("attention.head_count_kv", heads)}
 
 
 def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, list[float]]) -> Fields:
@@ -117,11 +149,13 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
             raise Unsupported(f"{keys.prefix}.{name} = {keys.get(name)!r} is not supported")
     if keys.get("attention.causal") is False:
         raise Unsupported(f"{keys.prefix}.attention.causal = False is not supported: it is an encoder")
-    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
-    head_dim = keys.get("attention.key_length", hidden // heads)
-    if (value_length := keys.get("attention.value_length", head_dim)) != head_dim:
+    if "token_embd.weight" not in tensors:
+        raise Unsupported("it has no token_embd.weight")
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", hidden // heads)
+    if (value_length := keys.size("attention.value_length", head_dim)) != head_dim:
         raise Unsupported(f"{keys.prefix}.attention.value_length = {value_length} differs from the length of keys")
-    rotated = keys.get("rope.dimension_count", head_dim)
+    rotated = keys.size("rope.dimension_count", head_dim)
     if rotated != head_dim and not own.partial_rotary:
         raise Unsupported(f"{keys.prefix}.rope.dimension_count = {rotated} is not supported: must be {head_dim}")
     parts = {name.partition(".")[2].partition(".")[2] for name in tensors if name.startswith("blk.")}
@@ -131,15 +165,15 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "dtype": _dtype(tensors),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.get("feed_forward_length") or keys["expert_feed_forward_length"],
+        "intermediate_size": keys.size("feed_forward_length", 0) or keys.size("expert_feed_forward_length"),
         "num_hidden_layers": num_layers(metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": head_counts(metadata)["k_proj"],
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
-        "max_position_embeddings": keys["context_length"],
-        "rope_theta": keys.get("rope.freq_base", 10_000.0),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.size("context_length"),
+        "rope_theta": keys.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(keys, factors),
         "partial_rotary_factor": rotated / head_dim,
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
@@ -167,8 +201,8 @@ def _dtype(tensors: dict[str, Entry]) -> str:
 def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
     """Return the rotary scaling. Rotary factors in the file are read as factors of `longrope`, even if they were
     computed by Llama 3's rule."""
-    context = keys["context_length"]
-    original = keys.get("rope.scaling.original_context_length", context)
+    context = keys.size("context_length")
+    original = keys.size("rope.scaling.original_context_length", context)
     if own := factors.get("rope_freqs.weight"):
         return {
             "rope_type": "longrope", "short_factor": own, "long_factor": own, "attention_factor": 1.0,
@@ -186,7 +220,7 @@ def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
         return None
     if kind not in ("linear", "yarn"):
         raise Unsupported(f"{keys.prefix}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
-    scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, "truncate": keys.prefix != "gpt-oss"}
         for name in ("beta_fast", "beta_slow"):
@@ -196,10 +230,10 @@ def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
 
 
 def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
-    fields: Fields = {"sliding_window": keys.get("attention.sliding_window")}
+    fields: Fields = {"sliding_window": keys.size("attention.sliding_window", 0) or None}
     if keys.prefix not in ("gemma2", "gemma3"):
         return fields
-    largest = (keys.prefix, keys["block_count"]) in LARGEST_GEMMAS
+    largest = (keys.prefix, keys.size("block_count")) in LARGEST_GEMMAS
     fields["query_pre_attn_scalar"] = per_head if largest else head_dim
     if keys.prefix == "gemma2":
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -208,39 +242,39 @@ def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
 
 
 def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
-    count = keys.get("expert_count", 0)
+    count = keys.size("expert_count", 0)
     if not count:
         return {}
-    layers = range(keys["block_count"])
-    size = keys.get("expert_feed_forward_length") or keys["feed_forward_length"]
+    layers, used = range(keys.size("block_count")), keys.size("expert_used_count")
+    size = keys.size("expert_feed_forward_length", 0) or keys.size("feed_forward_length")
     fields = {
-        "num_experts_per_tok": keys["expert_used_count"],
+        "num_experts_per_tok": used,
         "moe_intermediate_size": size,
         "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in tensors],
     }
     match keys.prefix:
         case "llama":
-            return {"num_local_experts": count, "num_experts_per_tok": keys["expert_used_count"]}
+            return {"num_local_experts": count, "num_experts_per_tok": used}
         case "gpt-oss":
             return {**fields, "num_local_experts": count, "intermediate_size": size}
         case "qwen2moe":
-            shared = keys.get("expert_shared_feed_forward_length", 0)
+            shared = keys.size("expert_shared_feed_forward_length", 0)
             return {**fields, "num_experts": count, "shared_expert_intermediate_size": shared}
         case "glm4moe":
             if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
                 raise Unsupported(f"glm4moe.expert_gating_func = {keys['expert_gating_func']} is not supported")
             return {
                 "n_routed_experts": count,
-                "num_experts_per_tok": keys["expert_used_count"],
+                "num_experts_per_tok": used,
                 "moe_intermediate_size": size,
-                "n_shared_experts": keys.get("expert_shared_count", 1),
-                "first_k_dense_replace": keys.get("leading_dense_block_count", 0),
-                "routed_scaling_factor": keys.get("expert_weights_scale", 1.0),
+                "n_shared_experts": keys.size("expert_shared_count", 1),
+                "first_k_dense_replace": keys.size("leading_dense_block_count", 0),
+                "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
                 "norm_topk_prob": keys.get("expert_weights_norm", True),
-                "n_group": keys.get("expert_group_count", 1),
-                "topk_group": keys.get("expert_group_used_count", 1),
+                "n_group": keys.size("expert_group_count", 1),
+                "topk_group": keys.size("expert_group_used_count", 1),
                 "use_qk_norm": "attn_q_norm.weight" in parts,
-                "num_nextn_predict_layers": keys.get("nextn_predict_layers", 0),
+                "num_nextn_predict_layers": keys.size("nextn_predict_layers", 0),
             }
         case _:
             return {**fields, "num_experts": count}

@@ -17,6 +17,7 @@ from engine.model.checkpoint.cache import made_folder
 from engine.model.checkpoint.gguf import config, names, tokenizer
 from engine.model.checkpoint.gguf.config import Metadata, Unsupported
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
+from engine.model.checkpoint.gguf.header import Header
 from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
     if checked:
         limit = f"must be one of {', '.join(TYPES)}"
         raise Unsupported(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
+    backend = tokenizer.read_tokenizer(metadata)
     found = names.entries(metadata, tensors)
     fields = config.config(metadata, tensors, _rope_factors(files, tensors))
     if types := names.types(found):
@@ -69,7 +71,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
     sampling = {name: metadata.get(f"general.sampling.{own}") for name, own in SAMPLING.items()}
     ends = {"eos_token_id": tokenizer.eos_token_ids(metadata)}
     _write(folder / "generation_config.json", {**ends, **{k: v for k, v in sampling.items() if v is not None}})
-    tokenizer.read_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", tokenizer.special_tokens(metadata))
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -78,20 +80,12 @@ def _fill(folder: Path, files: list[Path]) -> None:
 
 def _read(files: list[Path]) -> tuple[Metadata, dict[str, Entry]]:
     """Read the metadata, which is in the first part, and the position of each tensor."""
-    from gguf import GGUFReader
-
     metadata: dict[str, Any] = {}
     tensors: dict[str, Entry] = {}
     for file in files:
-        reader = GGUFReader(file)
-        metadata = {name: field.contents() for name, field in reader.fields.items()} | metadata
-        for tensor in reader.tensors:
-            tensors[tensor.name] = Entry(
-                file=file.name,
-                offset=int(tensor.data_offset),
-                shape=tuple(int(size) for size in reversed(tensor.shape)),
-                type=tensor.tensor_type.name,
-            )
+        header = Header(file)
+        metadata = header.metadata | metadata
+        tensors |= header.tensors
     return metadata, tensors
 
 
@@ -102,6 +96,8 @@ def _rope_factors(files: list[Path], tensors: dict[str, Entry]) -> dict[str, lis
     paths, found = {file.name: file for file in files}, {}
     for name in names.ROPE_FACTORS:
         if (entry := tensors.get(name) or tensors.get(f"blk.0.{name}")) is not None:
+            if entry.type != "F32" or len(entry.shape) > 1:
+                raise Unsupported(f"its tensor {name} must be a list of F32, got {entry.type} {list(entry.shape)}")
             found[name] = np.fromfile(paths[entry.file], np.float32, entry.shape[0], offset=entry.offset).tolist()
     return found
 

@@ -13,6 +13,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 Metadata = Mapping[str, Any]
 CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+LISTS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "tokens": (str, "texts"), "merges": (str, "texts"), "token_type": (int, "numbers"),
+    "scores": ((int, float), "numbers"),
+}  # fmt: skip
+MAX_TOKEN = 512  # characters; sentencepiece's vocabulary is searched for each way to cut a token
+MAX_CHARACTERS = 8_000_000  # of all tokens; the largest vocabularies have 2,000,000
 PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's names for rows of the embedding without a token
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the file's
 # Tokens that end a turn, as in llama.cpp (src/llama-vocab.cpp). The file names one or two, but templates also use
@@ -76,15 +82,39 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
         raise UnsupportedTokenizer("it has no tokenizer.ggml.tokens")
-    if kind == "gpt2":
-        tokenizer, add_bos = _byte_level(metadata)
-    elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(metadata), True
-    else:
+    _check(metadata)
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedTokenizer(f"tokenizer.ggml.model = {kind!r} is not supported: must be gpt2 or llama")
-    _add_tokens(tokenizer, metadata)
-    _frame(tokenizer, metadata, add_bos)
+    try:
+        tokenizer, add_bos = _byte_level(metadata) if kind == "gpt2" else (_sentencepiece(metadata), True)
+        _add_tokens(tokenizer, metadata)
+        _frame(tokenizer, metadata, add_bos)
+    except UnsupportedTokenizer:
+        raise
+    except Exception as error:  # `tokenizers` raises plain Exception
+        raise UnsupportedTokenizer(f"its vocabulary cannot be read: {' '.join(str(error).split())[:200]}") from None
     return tokenizer
+
+
+def _check(metadata: Metadata) -> None:
+    """Raise UnsupportedTokenizer for a value of a wrong type, and for tokens that would take long to join."""
+    for name, (kinds, what) in LISTS.items():
+        values = metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
+            raise UnsupportedTokenizer(f"tokenizer.ggml.{name} must be an array of {what}")
+    count = len(metadata["tokenizer.ggml.tokens"])
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and value not in range(count):
+            raise UnsupportedTokenizer(f"{key} must be a number below {count}, got {str(value)[:50]}")
+    lengths = [len(token) for token in metadata["tokenizer.ggml.tokens"]]
+    if max(lengths, default=0) > MAX_TOKEN or sum(lengths) > MAX_CHARACTERS:
+        limit = f"at most {MAX_TOKEN} characters in a token, and {MAX_CHARACTERS:,} in all"
+        raise UnsupportedTokenizer(f"tokenizer.ggml.tokens must have {limit}, got {max(lengths)} and {sum(lengths):,}")
+    for merge in metadata.get("tokenizer.ggml.merges", ()):
+        if merge.count(" ") != 1:
+            raise UnsupportedTokenizer(f"tokenizer.ggml.merges must be pairs of tokens, got {merge[:50]!r}")
+    if not isinstance(metadata.get("tokenizer.chat_template", ""), str):
+        raise UnsupportedTokenizer("tokenizer.chat_template must be a text")
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
