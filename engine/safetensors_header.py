@@ -1,6 +1,6 @@
 """Reads the header of a safetensors file, which anybody may have written, without torch and without its data.
 
-The format: https://huggingface.co/docs/safetensors. The package of that name checks headers too, where tensors are read.
+The format: https://huggingface.co/docs/safetensors. The package of that name checks headers too, as it opens a file.
 """
 
 from __future__ import annotations

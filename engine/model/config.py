@@ -130,29 +130,19 @@ class ModelConfig:
 
     @classmethod
     def from_fields(
-        cls, raw: Fields, folder: Path, quantization: str | None = None, max_model_len: int | None = None
+        cls, raw: dict[str, Any], folder: Path, quantization: str | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
         """Read the configuration like `from_folder`, but from given fields of config.json, which may differ from the
         file."""
-        whole = raw
-        architecture, raw = text_part(raw)
-        family = find_family(architecture)
         try:
-            dtype = _dtype(raw, folder)
-            if family is not None:
-                cfg = _parse(architecture, family, family.fields(raw), dtype, max_model_len)
-            else:
-                cfg = _from_transformers(raw, dtype, max_model_len)
-            eos = eos_token_ids(folder) or cfg.eos_token_ids
-            pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
-            vision = None
-            if family is not None:
-                vision = VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor))
-            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
+            cfg = _read(Fields(raw), folder, max_model_len)
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except Unsupported as e:
-            raise ModelFolderError(str(folder), f"config.json: {e.field} = {e.value!r} is not supported") from e
+            raise ModelFolderError(str(folder), f"config.json: {e}") from e
+        except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as e:
+            problem = f"config.json cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            raise ModelFolderError(str(folder), problem) from e
         except UnsupportedScheme as e:
             problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
             raise ModelFolderError(str(folder), problem) from e
@@ -261,6 +251,37 @@ class ModelConfig:
         return place_of(layer, self.kv_specs, self.kv_groups)
 
 
+def _read(whole: Fields, folder: Path, max_model_len: int | None) -> ModelConfig:
+    architecture, raw = text_part(whole)
+    family = find_family(architecture)
+    dtype = _dtype(raw, folder)
+    if family is None:
+        cfg = _from_transformers(raw, dtype, max_model_len)
+    else:
+        cfg = _parse(architecture, family, family.fields(raw), dtype, max_model_len)
+        _check_sizes(cfg)
+    eos = eos_token_ids(folder) or cfg.eos_token_ids
+    pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
+    vision = None
+    if family is not None:
+        vision = VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor))
+    return replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
+
+
+def _check_sizes(cfg: ModelConfig) -> None:
+    """Raise Unsupported for sizes that no model has together."""
+    if cfg.head_dim < 1:
+        raise Unsupported("num_attention_heads", cfg.num_heads, f"at most hidden_size ({cfg.hidden_size})")
+    if cfg.num_heads % cfg.num_kv_heads:
+        raise Unsupported("num_key_value_heads", cfg.num_kv_heads, f"a divisor of the {cfg.num_heads} attention heads")
+    for name, types in (("layer_types", cfg.window), ("layer_types", cfg.block_types)):
+        if types and len(types) < cfg.num_layers:
+            raise Unsupported(name, list(types), f"a list of {cfg.num_layers}, one for each layer")
+    if cfg.moe is not None and cfg.moe.experts_per_token > cfg.moe.num_experts:
+        limit = f"at most the number of experts ({cfg.moe.num_experts})"
+        raise Unsupported("num_experts_per_tok", cfg.moe.experts_per_token, limit)
+
+
 def _dtype(raw: Fields, folder: Path) -> str:
     """Return the dtype that config.json names, else the dtype of the stored weights, else float32."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
@@ -291,7 +312,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
     encoder = EncoderConfig.read(raw) if family.encoder else None
     bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
     if bidirectional and raw.get("sliding_window"):
-        raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # config.json counts both sides
+        raw = raw | {"sliding_window": raw["sliding_window"] // 2 + 1}  # config.json counts both sides
     if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
         raise Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]

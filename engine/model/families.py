@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import UnsupportedArchitecture
+from engine.model.config_parts.fields import Fields
 
 # Fields of config.json that some families read and others ignore.
 OPTIONAL = frozenset({
@@ -16,6 +17,9 @@ OPTIONAL = frozenset({
     "first_k_dense_replace", "num_nextn_predict_layers", "swiglu_limit", "swiglu_alpha",
     "output_bias", "router_bias", "scoring", "recurrent", "full_attention_interval",
     "attention_multiplier",
+    # names that only the code gives to fields
+    "mlp_sizes", "shared_gate", "shared_name", "first_position", "index_interleaved", "linear_head_dim",
+    "linear_num_heads",
 })  # fmt: skip
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -36,9 +40,9 @@ class Family:
     encoder: bool = False
     """Whether its tokens see each other in both directions; it then has no head that generates."""
 
-    def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, raw: Fields) -> Fields:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
-        own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
+        own = raw.pick(lambda key: key not in OPTIONAL or key in self.keys)
         counts = [key for key in NUM_EXPERTS if key in self.keys]
         fields = self.defaults | own
         if counts and fields.get("enable_moe_block", True) and all(own.get(key) is None for key in counts):
@@ -458,7 +462,7 @@ def head_of(architecture: str) -> Head:
     return next((head for suffix, head in HEADS.items() if architecture.endswith(suffix)), "lm")
 
 
-def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def text_part(raw: Fields) -> tuple[str, Fields]:
     """Return the architecture and the fields of a model's text part. A text model is its own text part.
 
     raw: the contents of config.json. For text, the parts of a multimodal position (`mrope`) are all equal, so the
@@ -471,7 +475,7 @@ def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if (family := kinds.get(own.get("model_type", ""))) is None:
         return architecture, raw
     tied = raw.get("tie_word_embeddings", fields["tie_word_embeddings"])
-    text = {**raw, **own, **fields, "tie_word_embeddings": tied}
+    text = Fields({**raw, **own}) | fields | {"tie_word_embeddings": tied}
     for key in ("rope_scaling", "rope_parameters"):
         if (text.get(key) or {}).get("mrope_section"):
             rope = {name: value for name, value in text[key].items() if not name.startswith("mrope")}

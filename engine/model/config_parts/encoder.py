@@ -41,14 +41,16 @@ def encoder_names(raw: Fields) -> Fields:
         return raw
     full = range(0, raw["num_hidden_layers"], raw["global_attn_every_n_layers"])
     types = ["full_attention" if i in full else "sliding_attention" for i in range(raw["num_hidden_layers"])]
-    return {
-        "layer_types": types,
-        **raw,
-        "sliding_window": raw["local_attention"],
-        "rope_theta": raw["global_rope_theta"],
-        "rope_local_base_freq": raw["local_rope_theta"],
-        "layer_norm_eps": raw["norm_eps"],
-        "norm_bias": raw.get("norm_bias", False),
-        "type_vocab_size": 0,
-        "first_position": 0,
-    }
+    return (
+        {"layer_types": types}
+        | raw
+        | {
+            "sliding_window": raw["local_attention"],
+            "rope_theta": raw["global_rope_theta"],
+            "rope_local_base_freq": raw["local_rope_theta"],
+            "layer_norm_eps": raw["norm_eps"],
+            "norm_bias": raw.get("norm_bias", False),
+            "type_vocab_size": 0,
+            "first_position": 0,
+        }
+    )

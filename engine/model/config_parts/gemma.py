@@ -70,7 +70,7 @@ def gemma_names(raw: Fields) -> Fields:
         types = [*types[:-1], "full_attention"]
         own |= {"num_experts": raw.get("num_experts") if raw.get("enable_moe_block") else 0}
         own |= {"num_experts_per_tok": raw.get("top_k_experts")}
-    return {**raw, **own, "layer_types": types}
+    return raw | own | {"layer_types": types}
 
 
 def gemma_specs(raw: Fields, windows: tuple[int | None, ...]) -> LayerSpecs:

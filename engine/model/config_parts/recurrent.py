@@ -98,24 +98,23 @@ def recurrent_names(raw: Fields) -> Fields:
         return nemotron_names(raw)
     if raw.get("shared_intermediate_size"):  # Granite 4: size of the shared experts, or of the only MLP
         if not raw.get("num_local_experts"):
-            return {**raw, "intermediate_size": raw["shared_intermediate_size"]}
+            return raw | {"intermediate_size": raw["shared_intermediate_size"]}
         shared = raw["shared_intermediate_size"]
-        return {**raw, "shared_expert_intermediate_size": shared, "shared_gate": False}
+        return raw | {"shared_expert_intermediate_size": shared, "shared_gate": False}
     return raw
 
 
 def nemotron_names(raw: Fields) -> Fields:
     types = block_types(raw, 0)
-    raw = {
-        **raw,
+    raw = raw | {
         "num_hidden_layers": len(types),
         "rms_norm_eps": raw["layer_norm_epsilon"],
         "mlp_only_layers": [i for i, type in enumerate(types) if type != "moe"],
     }
     if "moe" in types:
         shared = raw["moe_shared_expert_intermediate_size"]
-        return {**raw, "shared_expert_intermediate_size": shared, "shared_gate": False, "shared_name": "shared_experts"}
-    return {**raw, "n_routed_experts": 0}
+        return raw | {"shared_expert_intermediate_size": shared, "shared_gate": False, "shared_name": "shared_experts"}
+    return raw | {"n_routed_experts": 0}
 
 
 def lfm2_names(raw: Fields) -> Fields:
@@ -124,8 +123,8 @@ def lfm2_names(raw: Fields) -> Fields:
         size = int(raw.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
         size = -(-size // raw["block_multiple_of"]) * raw["block_multiple_of"]
     tied = raw.get("tie_embedding", raw["tie_word_embeddings"])
-    raw = {**raw, "intermediate_size": size, "tie_word_embeddings": tied, "rms_norm_eps": raw["norm_eps"]}
-    return {**raw, "first_k_dense_replace": raw.get("num_dense_layers", 0)}
+    raw = raw | {"intermediate_size": size, "tie_word_embeddings": tied, "rms_norm_eps": raw["norm_eps"]}
+    return raw | {"first_k_dense_replace": raw.get("num_dense_layers", 0)}
 
 
 def kimi_names(raw: Fields) -> Fields:

@@ -41,11 +41,11 @@ def read_ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tu
     """
     if raw.get("position_embedding_type", "rope") in (None, "nope"):
         return (RopeConfig(type="none"),) * len(windows)
-    parameters = raw.get("rope_parameters") or {}
+    parameters = raw.get("rope_parameters") or Fields({})
     theta, local_theta = raw.get("rope_theta", 10_000.0), raw.get("rope_local_base_freq", 10_000.0)
     if "full_attention" in parameters or "sliding_attention" in parameters:
-        full = _rope(parameters.get("full_attention") or {}, theta, raw, longest)
-        local = _rope(parameters.get("sliding_attention") or {}, local_theta, raw, longest)
+        full = _rope(parameters.get("full_attention") or Fields({}), theta, raw, longest)
+        local = _rope(parameters.get("sliding_attention") or Fields({}), local_theta, raw, longest)
     else:
         full = _rope(raw.get("rope_scaling") or parameters, theta, raw, longest)
         local = RopeConfig(theta=raw["rope_local_base_freq"]) if "rope_local_base_freq" in raw else full

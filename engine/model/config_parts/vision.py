@@ -37,7 +37,7 @@ class VisionConfig:
         architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
         if architecture not in VISION or not vision:
             return None
-        size, text, gemma4 = 0, {**raw, **(raw.get("text_config") or {})}, raw.get("model_type") == "gemma4"
+        size, text, gemma4 = 0, raw | (raw.get("text_config") or {}), raw.get("model_type") == "gemma4"
         if raw.get("model_type") == "gemma3":
             size = raw.get("mm_tokens_per_image", 256)
         elif gemma4 and text.get("use_bidirectional_attention") == "vision":

@@ -120,7 +120,9 @@ class Keys:
         """Return a positive number. Raises Unsupported, also for a missing one without a default."""
         value = self[name] if default is None else self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise Unsupported(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be above 0, and finite")
+            raise Unsupported(
+                f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be above 0, and finite"
+            )
         return value
 
 

@@ -59,9 +59,9 @@ def _fill(folder: Path, files: list[Path]) -> None:
     if checked:
         limit = f"must be one of {', '.join(TYPES)}"
         raise Unsupported(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
-    backend = tokenizer.read_tokenizer(metadata)
     found = names.entries(metadata, tensors)
     fields = config.config(metadata, tensors, _rope_factors(files, tensors))
+    backend = tokenizer.read_tokenizer(metadata)
     if types := names.types(found):
         fields["quantization_config"] = {"quant_method": "gguf", "types": types}
     for part in files:

@@ -1,5 +1,5 @@
-"""Reads the header of a GGUF file: metadata, and where each tensor is. Anybody may have written the file, so each number
-in it is compared with what the file can hold before it is used.
+"""Reads the header of a GGUF file: metadata, and where each tensor is. Anybody may have written the file, so each
+number in it is compared with what the file can hold before it is used.
 
 The package `gguf` reads headers too, but checks no lengths: a file of 60 bytes can make it take gigabytes.
 """
@@ -22,7 +22,19 @@ MAX_TENSORS = 1 << 18
 MAX_METADATA = 1 << 16
 MAX_DIMS = 4
 UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", 5: "i", 6: "f", 7: "?", UINT64: "Q", 11: "q", 12: "d"}  # as in `struct`
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    UINT32: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    UINT64: "Q",
+    11: "q",
+    12: "d",
+}  # as in `struct`
 KEY_BYTES, TENSOR_BYTES = 13, 24  # at least
 ALIGNMENT = 32
 

@@ -89,9 +89,9 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
         tokenizer, add_bos = _byte_level(metadata) if kind == "gpt2" else (_sentencepiece(metadata), True)
         _add_tokens(tokenizer, metadata)
         _frame(tokenizer, metadata, add_bos)
-    except UnsupportedTokenizer:
+    except (UnsupportedTokenizer, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # `tokenizers` raises plain Exception
+    except BaseException as error:  # noqa: BLE001 - `tokenizers` raises plain Exception, and a panic in Rust is none
         raise UnsupportedTokenizer(f"its vocabulary cannot be read: {' '.join(str(error).split())[:200]}") from None
     return tokenizer
 
