@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.errors import UnsupportedArchitecture
 from engine.model.checkpoint.folder import as_token_ids
+from engine.model.config_parts.fields import COUNT, LAYERS, SIZE, Unsupported
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -25,6 +26,7 @@ REFUSED = {
     "num_kv_shared_layers": "some of its layers read the KV of others",
     "global_head_dim": "the heads of its layers differ in size",
 }
+LARGEST = {"layers": LAYERS, "n_layer": LAYERS, "experts": COUNT, "heads": COUNT}  # by a part of a field's name
 RECURRENT = "linear_conv_kernel_dim", "mamba_d_conv"
 
 
@@ -36,12 +38,24 @@ def read(raw: Fields, max_model_len: int | None) -> Fields:
     for a missing field.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
+    _check_numbers(raw)
     try:
         return _read(raw, architecture, max_model_len)
     except (StrictDataclassError, RuntimeError, ValueError, TypeError, AttributeError) as e:
         why = str(e).strip().splitlines()
         reason = f"transformers does not understand its config.json: {why[-1].strip() if why else type(e).__name__}"
         raise UnsupportedArchitecture(architecture, reason) from e
+
+
+def _check_numbers(raw: Fields, path: str = "") -> None:
+    """Raise Unsupported for numbers that no model has, as transformers makes lists as long as they say."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            _check_numbers(value, f"{path}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            most = next((most for part, most in LARGEST.items() if part in key), SIZE)
+            if not -SIZE <= value <= most:
+                raise Unsupported(path + key, value, f"a number up to {most:,}")
 
 
 def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:

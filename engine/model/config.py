@@ -277,9 +277,6 @@ def _check_sizes(cfg: ModelConfig) -> None:
     for name, types in (("layer_types", cfg.window), ("layer_types", cfg.block_types)):
         if types and len(types) < cfg.num_layers:
             raise Unsupported(name, list(types), f"a list of {cfg.num_layers}, one for each layer")
-    if cfg.moe is not None and cfg.moe.experts_per_token > cfg.moe.num_experts:
-        limit = f"at most the number of experts ({cfg.moe.num_experts})"
-        raise Unsupported("num_experts_per_tok", cfg.moe.experts_per_token, limit)
 
 
 def _dtype(raw: Fields, folder: Path) -> str:

@@ -153,10 +153,11 @@ KINDS: dict[str, Kind] = {
         _whole(1, SIZE, "head_dim original_max_position_embeddings dim_model_base draft_vocab_size", **NULL),
         _whole(
             0, SIZE,
-            "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size moe_latent_size "
+            "shared_expert_intermediate_size shared_intermediate_size moe_latent_size "
             "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank hidden_size_per_layer_input sliding_window "
             "mamba_d_ssm index_topk image_token_id image_token_index", **NULL,
         ),
+        _whole(0, SIZE, "moe_intermediate_size"),
         _whole(0, SIZE, "intermediate_size", lists=True),
         _whole(0, SIZE, "eos_token_id", lists=True, null=True),
         _whole(0, SIZE, "matryoshka_dimensions mrope_section deepstack_visual_indexes", **LIST),

@@ -97,6 +97,8 @@ def layer_sizes(raw: Fields, layer: int, window: int | None) -> tuple[int, int]:
     heads, head_dim = raw["num_key_value_heads"], raw["head_dim"]
     if own := raw.get("per_layer_config"):
         sizes = own.get(str(layer), {})
+        if not isinstance(sizes, dict):
+            raise Unsupported(f"per_layer_config.{layer}", sizes, "an object")
         if other := sizes.keys() - {"num_key_value_heads", "head_dim"}:
             raise Unsupported("per_layer_config", sorted(other))
         return sizes.get("num_key_value_heads", heads), sizes.get("head_dim", head_dim)

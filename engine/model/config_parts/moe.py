@@ -53,9 +53,11 @@ class MoEConfig:
         if groups != 1 and (num_experts % groups or num_experts == groups):
             # a group is scored by its two best experts, so it must have two
             raise Unsupported("n_group", groups)
+        if (per_token := raw["num_experts_per_tok"]) is None or per_token > num_experts:
+            raise Unsupported("num_experts_per_tok", per_token, f"from 1 to the number of experts ({num_experts})")
         return cls(
             num_experts=num_experts,
-            experts_per_token=raw["num_experts_per_tok"],
+            experts_per_token=per_token,
             intermediate_size=size,
             norm_topk_prob=raw.get("norm_topk_prob", False),
             layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
