@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.errors import UnsupportedArchitecture
 from engine.model.checkpoint.folder import as_token_ids
-from engine.model.config_parts.fields import COUNT, LAYERS, SIZE, Unsupported
+from engine.model.fields import COUNT, LAYERS, SIZE, Unsupported
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.model.config_parts.fields import Fields
+from engine.model.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

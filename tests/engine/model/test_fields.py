@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ModelFolderError, UnsupportedArchitecture
 from engine.model.config import ModelConfig
-from engine.model.config_parts.fields import KINDS
+from engine.model.fields import KINDS
 from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model
 
