@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedArchitecture
+from engine.model.checkpoint.fields import COUNT, LAYERS, SIZE, Unsupported
 from engine.model.checkpoint.folder import as_token_ids
-from engine.model.fields import COUNT, LAYERS, SIZE, Unsupported
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

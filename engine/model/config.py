@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelFolderError
+from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.config_parts.encoder import EncoderConfig, encoder_names
 from engine.model.config_parts.gemma import GemmaConfig, gemma_names, gemma_specs
@@ -23,7 +24,6 @@ from engine.model.config_parts.rope import RopeConfig, check_factors, max_positi
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.families import Family, Head, find_family, head_of, text_part
-from engine.model.fields import Fields, Unsupported, one_of
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 from engine.model.quantization import scheme
 from engine.model.quantization.method import METHODS

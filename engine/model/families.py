@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import UnsupportedArchitecture
-from engine.model.fields import Fields
+from engine.model.checkpoint.fields import Fields
 
 # Fields of config.json that some families read and others ignore.
 OPTIONAL = frozenset({

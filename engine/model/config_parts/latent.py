@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.model.fields import Fields, Unsupported
+from engine.model.checkpoint.fields import Fields, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

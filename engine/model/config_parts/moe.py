@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.model.fields import Fields, Unsupported, one_of
+from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # gpt-oss's values; others are refused
 

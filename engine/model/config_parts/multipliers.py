@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.model.fields import Fields
+from engine.model.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.model.fields import Fields
+from engine.model.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

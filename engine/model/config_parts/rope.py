@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from engine.model.fields import Fields, Unsupported, one_of
+from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
 ROPE_TYPES = get_args(RopeType)[:-1]  # the last, for models without rotary embedding, is no type in config.json

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.families import VISION
-from engine.model.fields import Fields, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelFolderError, UnsupportedArchitecture
+from engine.model.checkpoint.fields import KINDS
 from engine.model.config import ModelConfig
-from engine.model.fields import KINDS
 from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model
 
