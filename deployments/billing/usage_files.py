@@ -18,6 +18,7 @@ import msgspec
 from deployments.billing.hourly_usage import HourlyUsage, UsageLine
 from deployments.billing.totals import UsageTotals
 from engine.errors import ConfigError
+from engine.user_folder import given_folder, write_private
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class UsageConfig:
             return
         folder = Path(self.folder).expanduser()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            given_folder(folder)
         except OSError as error:
             raise ConfigError("ingress.usage_dir", self.folder, f"a folder ({error})") from None
         if not os.access(folder, os.W_OK):
@@ -125,9 +126,7 @@ class UsageFiles(NoUsageFiles):
             by_day.setdefault(entry[0].day, []).append(entry)
         for day, entries in by_day.items():
             name = f"manta-usage-{day:%Y-%m-%d}-{self._ingress_id}.csv"
-            new = self._folder / f".{name}.new"
-            new.write_text(self._text(entries), encoding="utf-8")
-            new.replace(self._folder / name)
+            write_private(self._folder / name, self._text(entries).encode())
 
     def _text(self, entries: list[tuple[UsageLine, UsageTotals]]) -> str:
         entries.sort(key=lambda entry: msgspec.structs.astuple(entry[0]))

@@ -66,12 +66,19 @@ class TapeViewer:
         self.close()
         if not data:
             raise TapeNotFound(name)
-        file, path = tempfile.mkstemp(suffix=".tape")
-        with os.fdopen(file, "wb") as opened:
-            opened.write(data)
-        command = [sys.executable, "-m", f"{__package__}.tape_process", path]
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=MAX_ANSWER_BYTES)
+        pipe, path = asyncio.subprocess.PIPE, ""
+        try:
+            file, path = tempfile.mkstemp(suffix=".tape")
+            with os.fdopen(file, "wb") as opened:
+                opened.write(data)
+            command = [sys.executable, "-m", f"{__package__}.tape_process", path]
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, limit=MAX_ANSWER_BYTES
+            )
+        except OSError as error:  # a disk that is full, or cannot be written
+            if path:
+                os.unlink(path)
+            raise EngineUnavailable(f"the tape cannot be opened: {error}") from error
         self._name, self._path = name, path
 
     async def _ask(self, question: bytes) -> bytes:

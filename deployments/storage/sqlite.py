@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from deployments.storage.key_value import KeyValueStore
 from engine.errors import ConfigError
+from engine.user_folder import given_folder, private_file
 
 T = TypeVar("T")
 LOCK_TIMEOUT_S = 2.0  # how long another ingress may lock the file
@@ -36,9 +37,8 @@ class SqliteStore(KeyValueStore):
         file = Path(path)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file.touch(mode=0o600)
-            file.chmod(0o600)  # it contains prompts and answers, and so does its log, which gets the same mode
+            given_folder(file.parent)
+            private_file(file)  # it contains prompts and answers, and so does its log, which gets the same mode
             self._database = _open(file, max_bytes)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("ingress.store", path, f"a writable SQLite file ({error})") from None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 import shutil
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ import msgspec
 
 from engine.errors import StartupError
 from engine.kv_offload.sealing import OVERHEAD, Sealer, Unsealable
+from engine.user_folder import given_folder, is_own_folder, own_folder, write_private
 from engine.wire.kv_offload import FoundBlock, SavedHold
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class DiskFolder:
         """scope: name of a folder for all blocks that this engine can use. Raises StartupError."""
         self._sealer = sealer
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            given_folder(root)
             self.path, self._lock = _lock_folder(root / scope)
         except OSError as error:
             raise StartupError(f"kv_offloading_dir: {root} cannot be written: {error}") from error
@@ -61,7 +60,9 @@ class DiskFolder:
 
     def write(self, name: bytes, block: memoryview) -> None:
         """Write a block. If this fails, raises OSError and leaves no file behind."""
-        write_private(self._file(name), self._sealer.seal(name, block))
+        file = self._file(name)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        write_private(file, self._sealer.seal(name, block), TEMPORARY)
 
     def read(self, name: bytes) -> bytes:
         """Return a block. Raises OSError if there is none, and Unsealable if it is damaged."""
@@ -84,7 +85,9 @@ class DiskFolder:
 
     def save_hold(self, name: bytes, hold: SavedHold) -> None:
         """Write a hold. If this fails, raises OSError and leaves no new file behind."""
-        write_private(self.path / HOLDS / name.hex(), seal_hold(self._sealer, name, hold))
+        file = self.path / HOLDS / name.hex()
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        write_private(file, seal_hold(self._sealer, name, hold), TEMPORARY)
 
     def drop_hold(self, name: bytes) -> None:
         with suppress(OSError):
@@ -111,23 +114,6 @@ def open_hold(sealer: Sealer, name: bytes, sealed: bytes) -> SavedHold:
         raise Unsealable(f"of another version ({error})") from error
 
 
-def write_private(file: Path, data: bytes) -> None:
-    """Write a file that only the owner can read. It appears under its name only once it is complete. If this fails,
-    raises OSError and leaves no file behind."""
-    temporary = file.with_suffix(f".{secrets.token_hex(4)}{TEMPORARY}")
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb", buffering=0) as opened:
-            written = 0
-            while written < len(data):  # a nearly full disk may take a part
-                written += opened.write(memoryview(data)[written:]) or 0
-        os.replace(temporary, file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def on_disk(size: int) -> int:
     """Return the bytes of disk space that a file of `size` bytes takes."""
     return -(-size // PAGE) * PAGE
@@ -152,7 +138,7 @@ def delete_stale(root: Path, own: Path, ttl_s: float | None, key: str = "") -> N
         scope = folder.parent.name
         is_stale = scope.startswith(TEMPORARY_KEY) and not (key and scope.startswith(key))
         with suppress(OSError):
-            if (is_stale or ttl_s is not None) and _is_own(folder.parent) and _is_own(folder):
+            if (is_stale or ttl_s is not None) and is_own_folder(folder.parent) and is_own_folder(folder):
                 _delete(folder, None if is_stale else ttl_s)
 
 
@@ -176,21 +162,11 @@ def _delete(folder: Path, ttl_s: float | None) -> None:
 def _lock_folder(scope: Path) -> tuple[Path, int]:
     """Create and lock the first folder of a scope that no other process has locked."""
     for number in range(MAX_ENGINES):
-        scope.mkdir(mode=0o700, exist_ok=True)
-        if not _is_own(scope):
-            raise OSError(f"{scope} is not a folder of this user")
-        folder = scope / str(number)
+        folder = own_folder(scope) / str(number)
         descriptor = _lock(folder)
         if descriptor is not None:
             return folder, descriptor
     raise OSError(f"{MAX_ENGINES} engines use it")
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether a path is a folder of this user, not a link to one. The check is needed because other users may be
-    able to write to the root."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _lock(folder: Path) -> int | None:

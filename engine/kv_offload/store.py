@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError, StartupError, without_credentials
-from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold, write_private
+from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold
 from engine.kv_offload.sealing import Sealer, Unsealable
+from engine.user_folder import write_private
 from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,9 @@ class StoreFolder:
 
     def _write(self, path: str, data: bytes) -> None:
         if self._is_local:
-            _answered(lambda: write_private(Path(path), data))
+            file = Path(path)
+            _answered(lambda: file.parent.mkdir(mode=0o700, exist_ok=True))
+            _answered(lambda: write_private(file, data, TEMPORARY))
         else:
             _answered(lambda: self._files.pipe_file(path, data))
 

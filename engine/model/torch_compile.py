@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +35,7 @@ from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import Model
 from engine.model.ops import activation, linear, norm_plain
+from engine.user_folder import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 TOKENS = (61, 1)
 # Most versions of a layer in a process, which may make several engines. torch fails beyond its limit, by default 8.
 MAX_VERSIONS = 256
+CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 
 _numbers = itertools.count()
 _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
@@ -113,6 +117,7 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
     Raises StartupError if torch cannot compile, for example without a C++ compiler.
     """
     started = time.monotonic()
+    choose_cache()
     logger.info("torch.compile is on: compiling the layers, which takes a while")
     for layer in model.layers:
         prepare(layer, cfg, tp)
@@ -127,6 +132,16 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
         why = str(error).strip().splitlines()[0]
         raise StartupError(f"torch_compile is on, but torch cannot compile here: {why}") from error
     logger.info("torch.compile has compiled layers=%d seconds=%.1f", len(model.layers), time.monotonic() - started)
+
+
+def choose_cache() -> None:
+    """Let Inductor keep its code in a folder of this user's, unless a variable names another one: its own, in /tmp, may
+    be made by anybody, and it runs what it finds there. Raises StartupError."""
+    folder = os.environ.get(CACHE_DIR) or str(user_folder("~/.cache/manta/inductor"))
+    try:
+        os.environ[CACHE_DIR] = str(own_folder(Path(folder), may_read=True))
+    except OSError as error:
+        raise StartupError(f"torch_compile is on, but its code cannot be kept ({CACHE_DIR}): {error}") from error
 
 
 def compile_layer(layer: Any) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from deployments.openai.batches.records import Record, Records, age_s, new_id
 from deployments.openai.batches.threads import in_thread
 from deployments.storage.key_value import KeyValueStore
+from engine.user_folder import given_folder, new_private_file
 
 PREFIX = "file-"
 DAY_S = 24 * 3600
@@ -93,9 +94,9 @@ class Files:
     def _copy(self, content: BinaryIO, path: Path) -> None:
         size = content.seek(0, os.SEEK_END)
         content.seek(0)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        given_folder(self._folder)
         check_space(self._folder, size)
-        with path.open("xb") as file:
+        with open(path, "xb", opener=new_private_file) as file:
             shutil.copyfileobj(content, file, COPY_BYTES)
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from deployments.openai.batches.input_file import BatchRequest
+from engine.user_folder import new_private_file
 
 OUTPUT, ERRORS = "output-{}.jsonl", "errors-{}.jsonl"  # file names, filled with the name of an attempt
 
@@ -47,7 +48,7 @@ class OutputFile:
 
     def __init__(self, path: Path, predecessor: Path):
         self.custom_ids: set[str] = set()
-        self._file = path.open("xb", buffering=0)
+        self._file = open(path, "xb", buffering=0, opener=new_private_file)  # noqa: SIM115  `close` does
         try:
             self._copy(predecessor)
         except OSError:

@@ -15,6 +15,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.tape.file import pack_tapes
 from engine.core.tape.ring import EngineTape, tape_with_key
+from engine.user_folder import given_folder, is_own_file, is_own_folder, own_folder, write_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +26,32 @@ class KeptTapes:
 
     @classmethod
     def of(cls, config: EngineConfig) -> KeptTapes:
-        default = Path(tempfile.gettempdir(), f"manta-tapes-{os.getuid()}")
-        return cls(Path(config.tape_dir) if config.tape_dir else default, config.max_kept_tapes)
+        return cls(Path(config.tape_dir) if config.tape_dir else default_folder(), config.max_kept_tapes)
 
     @property
     def files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.tape"))
+        """Files of this user's in the folder. What others may have put there is none."""
+        if self.folder == default_folder() and not is_own_folder(self.folder):
+            return []
+        return sorted(file for file in self.folder.glob("*.tape") if is_own_file(file))
 
     def keep(self, tape: EngineTape) -> Path:
         """Write a tape to a file of its own, which only this user can read, and return the file. Its hashes get a key
         that is thrown away. Raises OSError."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        oldest_first = sorted(self.folder.glob(f"{tape.cause}-*.tape"), key=_written_at)
+        (own_folder if self.folder == default_folder() else given_folder)(self.folder)
+        oldest_first = sorted((file for file in self.files if file.name.startswith(f"{tape.cause}-")), key=_written_at)
         for old in oldest_first[: max(0, len(oldest_first) + 1 - self.max_files)]:
             old.unlink(missing_ok=True)
         name = f"{tape.cause}-{file_name(tape.engine_id)}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tape"
         path = self.folder / name
         data = pack_tapes([tape_with_key(msgspec.msgpack.encode(tape), secrets.token_bytes(16))])
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
+        write_private(path, data)
         return path
+
+
+def default_folder() -> Path:
+    """Return the folder of kept tapes if the configuration names none: below /tmp, where others may have made it."""
+    return Path(tempfile.gettempdir(), f"manta-tapes-{os.getuid()}")
 
 
 def _written_at(file: Path) -> float:

@@ -23,6 +23,7 @@ import msgspec
 from engine.core.request import Request
 from engine.core.tape.kept_tapes import KeptTapes, file_name
 from engine.core.tape.ring import HEAD, EngineTape, Segment, hashes_entry
+from engine.user_folder import is_own_folder, new_private_file, own_folder
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class SharedCopy(NoCopy):
 
     def __init__(self, head: EngineTape, root: Path, kept: KeptTapes):
         """head: the tape without its segments. Raises OSError."""
-        _make_private(root)
+        own_folder(root)
         self.is_open = True
         self._folder = Path(tempfile.mkdtemp(prefix=f"{file_name(head.engine_id)}.", dir=root))  # only for this user
         self._lock = _create(self._folder / HEAD_FILE)
@@ -246,7 +247,8 @@ def _part(kind: int, data: bytes) -> bytes:
 
 
 def _folders(root: Path) -> list[Path]:
-    return [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
+    """Return the folders of copies; none if another user may have made them."""
+    return [folder for folder in root.iterdir() if is_own_folder(folder)] if is_own_folder(root) else []
 
 
 def _folders_of(engine_ids: Iterable[str], root: Path) -> list[Path]:
@@ -258,16 +260,8 @@ def _segments(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name.isdecimal())
 
 
-def _make_private(root: Path) -> None:
-    """Make the folder. Raises OSError if others can read it."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.lstat()
-    if root.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "others can read the folder", str(root))
-
-
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    return new_private_file(path, os.O_WRONLY)
 
 
 def _write(file: int, data: bytes) -> None:

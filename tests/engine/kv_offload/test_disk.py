@@ -195,7 +195,7 @@ def test_links_that_others_have_put_into_the_directory_are_not_followed(tmp_path
     root.mkdir()
     (root / f"{TEMPORARY_KEY}x").symlink_to(private.parent)
     (root / "mine").symlink_to(private.parent)
-    with pytest.raises(StartupError, match="folder of this user"):
+    with pytest.raises(StartupError, match="it is no folder, so it is not used"):
         opened(root, scope="mine")
     own = opened(root)
     delete_stale(root, own.path, ttl_s=0)

@@ -30,7 +30,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.user_folder import private_folder
+from engine.user_folder import own_folder, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ sum_function = njit(nogil=True, boundscheck=False, forceinline=True, **{**OPTION
 
 
 def keeps_code() -> bool:
-    """Return whether Numba can cache compiled code on disk. Numba raises RuntimeError if it finds no folder."""
+    """Return whether Numba can cache compiled code in our folder. It raises RuntimeError if it cannot."""
+    if not config.CACHE_DIR:  # else it would look for a folder itself
+        return False
     try:
         njit(cache=True)(keeps_code)
     except RuntimeError:
@@ -78,14 +80,13 @@ def digest_of(sources: Path) -> str:
 
 
 def cache_folder(digest: str) -> str:
-    """Create the folder for kernels of sources with this digest. Returns an empty string if none can be written."""
+    """Create the folder for kernels of sources with this digest. Returns an empty string if none can be written, or
+    others can write to it: whoever writes Numba's index there runs code here, since it is a pickle."""
     given, own = config.CACHE_DIR, Path(__file__).parent / "__pycache__"
     for folder in [given] if given else [own, Path("~/.cache/numba").expanduser(), private_folder()]:
         with suppress(OSError):
-            if folder is not None:
-                Path(folder, digest).mkdir(parents=True, exist_ok=True)
-                if os.access(Path(folder, digest), os.W_OK):
-                    return str(Path(folder, digest))
+            if folder is not None and os.access(found := own_folder(Path(folder, digest)), os.W_OK):
+                return str(found)
     return ""
 
 
