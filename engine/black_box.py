@@ -7,7 +7,6 @@ SIGSEGV, faulthandler writes a second file. A process that was killed from outsi
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import hashlib
 import mmap
@@ -19,6 +18,8 @@ from pathlib import Path
 from struct import Struct
 from typing import IO, Literal, NamedTuple
 from urllib.parse import quote
+
+from engine.user_folder import is_own_file, is_own_folder, new_private_file, own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 1024
@@ -92,9 +93,9 @@ class BlackBox:
     def open(self, path: Path) -> None:
         """Record in this file from now on, and in one beside it what a fatal signal interrupts. Raises OSError."""
         size = SLOT_BYTES * (SLOTS + 1)
-        _make_private(path.parent)
+        own_folder(path.parent)
         path.unlink(missing_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = new_private_file(path, os.O_RDWR)
         try:
             os.posix_fallocate(file, 0, size)  # a full folder would end the process at some write
             memory = mmap.mmap(file, size)
@@ -102,7 +103,7 @@ class BlackBox:
             os.close(file)
         HEAD.pack_into(memory, 0, os.getpid())
         _trace_of(path).unlink(missing_ok=True)
-        self._trace = open(_trace_of(path), "xb", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+        self._trace = open(_trace_of(path), "xb", opener=new_private_file)  # noqa: SIM115
         faulthandler.enable(self._trace, all_threads=False)
         self._free = [SLOT_BYTES * slot for slot in range(SLOTS, 0, -1)]
         self._path, self._memory = path, memory
@@ -149,18 +150,10 @@ def box_path(replica: str, rank: int) -> Path:
     return SHARED_MEMORY / f"manta-engines-{os.getuid()}" / f"{quote(replica, safe='')}.{rank}"
 
 
-def _make_private(folder: Path) -> None:
-    """Make the folder. Raises OSError if others can use it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "others can use the folder", str(folder))
-
-
 def find(path: Path) -> Found | None:
     """Return what a process of this machine has left, or None if it has no black box here."""
     try:
-        if path.stat().st_uid != os.getuid():
+        if not (is_own_folder(path.parent) and is_own_file(path)):
             return None
         content = path.read_bytes()
         (pid,) = HEAD.unpack_from(content)

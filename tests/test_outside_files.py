@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import faulthandler
 import io
 import os
 import shutil
@@ -23,6 +24,7 @@ from deployments.openai.batches.files import Files
 from deployments.storage.key_value import StoreUnavailable
 from deployments.storage.memory import MemoryStore
 from deployments.storage.sqlite import SqliteStore
+from engine.black_box import BlackBox
 from engine.config import EngineConfig
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.ring import EngineTape
@@ -206,10 +208,17 @@ def disk(root: Path) -> None:
         found.close()
 
 
+def black_box(root: Path) -> None:
+    box = BlackBox()
+    box.open(root / "rank.0")
+    faulthandler.enable()  # as before; its file stays
+
+
 TAPE = EngineTape(engine_id="e", version="", wall_s=0.0, role="", segments=[])
 WRITERS = {
     "`$TMPDIR/manta-tapes-UID`, or `engine.tape_dir`": kept_tapes,
     "`/dev/shm/manta-tapes-UID`": shared_copy,
+    "`/dev/shm/manta-engines-UID`": black_box,
     "`ingress.usage_dir`": usage,
     "`ingress.batch_dir`": batches,
     "a SQLite file of `ingress.store`": sqlite,

@@ -165,7 +165,7 @@ def test_nothing_is_written_where_others_can_read(root, kept, caplog):
     link = root / "link"
     link.symlink_to(tempfile.gettempdir())
     assert type(open_copy(head, link, kept)) is shared_copy.NoCopy
-    assert caplog.text.count("others can read the folder") == 2
+    assert caplog.text.count("so it is not used") == 2
 
 
 def test_a_file_that_was_being_written_is_read_as_far_as_it_is_whole(root, kept):
