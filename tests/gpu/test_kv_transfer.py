@@ -37,7 +37,7 @@ def open_transport(name: str, memory: BlockMemory) -> KVTransport:
         pytest.skip("nixl is not installed")
     from engine.kv_transfer.transport.nixl import NixlTransport
 
-    return NixlTransport(memory, PROGRESS_S)
+    return NixlTransport(memory, PROGRESS_S, "127.0.0.1")
 
 
 def blocks(count: int) -> list[int]:

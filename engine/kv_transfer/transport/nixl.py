@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ MAX_BUFFERS = 8  # of all reads together: there may be tens of concurrent ones
 POLL_S = 0.0001
 PROGRESS_US = 10_000  # interval at which NIXL's thread makes progress even if UCX has not asked to
 OWN_PROGRESS_S = 0.001  # polling interval of our progress thread, which UCX cannot wake
+DEVICES = "UCX_NET_DEVICES"
+LOOPBACK = "lo"  # the only network device for ranks of one machine; shared memory and NVLink are no such devices
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -70,15 +73,16 @@ class Transfer:
 class NixlTransport:
     name = "nixl"
 
-    def __init__(self, memory: BlockMemory, progress_s: float):
-        """Raises TransportError if NIXL or its UCX backend is not available."""
+    def __init__(self, memory: BlockMemory, progress_s: float, host: str):
+        """host: IP address at which others reach this rank. Raises TransportError if NIXL or its UCX backend is not
+        available."""
         self._memory, self._progress_s = memory, progress_s
         self._segment = "VRAM" if memory.device.type == "cuda" else "DRAM"
         self._device = memory.device.index or 0
         self._lock = threading.Lock()  # guards the NIXL agent and all fields below
         warn_if_memory_cannot_be_pinned()
         memory.enter_thread()
-        self._agent = start_agent(progress_thread=not memory.needs_context)
+        self._agent = start_agent(host, progress_thread=not memory.needs_context)
         with self._calling():
             self._registered = [self._register(memory.tensor)]
             metadata = self._agent.get_agent_metadata()
@@ -255,8 +259,11 @@ def warn_if_memory_cannot_be_pinned() -> None:
         logger.warning("RDMA needs RLIMIT_MEMLOCK unlimited, got %d KiB: KV may go over TCP", limit // 1024)
 
 
-def start_agent(*, progress_thread: bool) -> Any:
-    """Return a NIXL agent with a UCX backend. progress_thread: whether NIXL starts its own progress thread."""
+def start_agent(host: str, *, progress_thread: bool) -> Any:
+    """Return a NIXL agent with a UCX backend.
+
+    host: IP address at which others reach this rank. progress_thread: whether NIXL starts its own progress thread.
+    """
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
@@ -271,8 +278,23 @@ def start_agent(*, progress_thread: bool) -> Any:
         config.useProgThread, config.pthrDelay = progress_thread, PROGRESS_US
         config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
         agent.agent = api.nixlBind.nixlAgent(name, config)
-        agent.create_backend("UCX")
+        with devices_of(host):
+            agent.create_backend("UCX")
     return agent
+
+
+@contextmanager
+def devices_of(host: str) -> Iterator[None]:
+    """Inside the block, have UCX use only the loopback device if others reach this rank only there. Else it listens
+    on the addresses of all devices. NIXL's own option for that knows RDMA devices only."""
+    if DEVICES in os.environ or not ip_address(host).is_loopback:
+        yield
+        return
+    os.environ[DEVICES] = LOOPBACK
+    try:
+        yield
+    finally:
+        del os.environ[DEVICES]
 
 
 def cut(reads: BlockReads, step: int) -> Iterator[BlockReads]:

@@ -321,7 +321,7 @@ def open_transports(
         from engine.kv_transfer.transport.nixl import NixlTransport
 
         try:
-            found["nixl"] = NixlTransport(memory, progress_s)
+            found["nixl"] = NixlTransport(memory, progress_s, host)
         except TransportError as error:
             if name == "nixl":
                 raise StartupError(f"handoff.transport is nixl, which is unavailable: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import signal
 import socket
@@ -10,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,8 +150,22 @@ class Watched:
 def watched_nixl(cache: Tensor, progress_s: float, needs_context: bool = False) -> NixlTransport:
     memory, start = WatchedMemory(cache, needs_context), nixl.start_agent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl, "start_agent", lambda **options: Watched(start(**options), memory))
-        return NixlTransport(memory, progress_s)
+        patch.setattr(nixl, "start_agent", lambda host, **options: Watched(start(host, **options), memory))
+        return NixlTransport(memory, progress_s, "127.0.0.1")
+
+
+@needs_nixl
+def test_ranks_that_others_reach_only_on_loopback_listen_nowhere_else() -> None:
+    def listening() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("inet")
+        return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    transport = NixlTransport(BlockMemory(full_cache(4, 2)), 20.0, "127.0.0.1")
+    opened = listening() - before
+    transport.close()
+    assert opened and {ip_address(address).is_loopback for address, _ in opened} == {True}
+    assert nixl.DEVICES not in os.environ
 
 
 @needs_nixl
@@ -679,8 +696,8 @@ def test_a_transfer_that_cannot_be_prepared_keeps_no_buffer(monkeypatch: pytest.
         register_memory=lambda *_: None, deregister_memory=lambda _: None, get_agent_metadata=bytes,
         add_remote_agent=lambda _: b"peer", get_xfer_descs=lambda *_: None, initialize_xfer=refuse,
     )  # fmt: skip
-    monkeypatch.setattr(nixl, "start_agent", lambda **_: agent)
-    reader = NixlTransport(BlockMemory(full_cache(4, 2)), 20.0)
+    monkeypatch.setattr(nixl, "start_agent", lambda *_, **__: agent)
+    reader = NixlTransport(BlockMemory(full_cache(4, 2)), 20.0, "127.0.0.1")
     for _ in range(nixl.MAX_BUFFERS + 1):
         with pytest.raises(TransportError, match="NIXL_ERR_NOT_FOUND"):
             reader.read(reader.describe(), BlockReads([0], [1], ALL), NEVER)
