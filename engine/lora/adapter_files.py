@@ -13,12 +13,15 @@ from safetensors import SafetensorError, deserialize
 
 from engine import pocket
 from engine.errors import AdapterError, AdapterNotFound, Described
+from engine.free_memory import free_host_memory
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
 from engine.lora.module_patterns import MAX_LENGTH
 from engine.model.checkpoint.folder import HUB_ID
+from engine.safetensors_header import read_header
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
+COPIES = 3  # the file, its tensors, and the part that a rank keeps
 DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # the adapter's name is left in by some trainers; PEFT takes it out as it saves
 LOW_RANK = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
@@ -84,6 +87,7 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     folder = _folder(path, adapter)
     config = AdapterConfig.read(folder, adapter)
     try:
+        _check_size(folder / WEIGHTS_FILE, adapter)
         content = (folder / WEIGHTS_FILE).read_bytes()
     except FileNotFoundError:
         others = ", ".join(sorted(file.name for file in folder.glob("adapter_model*"))) or "none"
@@ -91,6 +95,8 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
         raise AdapterNotFound(adapter, WEIGHTS_FILE, Described(others), limit) from None
     except OSError as error:
         raise AdapterError(adapter, WEIGHTS_FILE, str(error), "readable") from None
+    except ValueError as error:
+        raise AdapterError(adapter, WEIGHTS_FILE, str(error), "a whole safetensors file") from None
     modules = _modules(_tensors(content, adapter), adapter)
     for patterns in (config.alpha_pattern, config.rank_pattern):
         patterns.check_modules(len(modules))
@@ -100,6 +106,16 @@ def open_adapter(path: str | Path, name: str = "") -> AdapterFiles:
     digest = hashlib.blake2b(content, digest_size=16, person=b"manta-adapter")
     digest.update(config.arithmetic)
     return AdapterFiles(adapter, config, modules, digest.hexdigest())
+
+
+def _check_size(file: Path, adapter: str) -> None:
+    """Raise AdapterError if the file would not fit into memory as often as it is there while it is read, and OSError or
+    ValueError if it is no safetensors file."""
+    size, free = file.stat().st_size, free_host_memory()
+    if COPIES * size > free.size:
+        limit = f"at most a {COPIES}rd of the free memory: {free}"
+        raise AdapterError(adapter, WEIGHTS_FILE, Described(f"{size / 2**30:.2f} GiB"), limit)
+    read_header(file)
 
 
 def _folder(path: str | Path, adapter: str) -> Path:

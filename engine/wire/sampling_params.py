@@ -13,6 +13,7 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000  # text that may begin a stop string is searched again with every token
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 1000
 
@@ -96,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_lists(self) -> None:
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
+        limit = f"strings of at most {MAX_STOP_CHARS} characters"
+        check(all(len(stop) <= MAX_STOP_CHARS for stop in self.stop), "stop", self.stop, limit)
         check("" not in self.stop, "stop", self.stop, "a list of non-empty strings")
         limit = f"at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD_CHARS} characters"
         short = all(len(word) <= MAX_BAD_WORD_CHARS for word in self.bad_words)

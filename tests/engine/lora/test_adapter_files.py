@@ -194,6 +194,13 @@ def test_weights_of_hostile_sizes_are_refused_before_memory_is_taken(tmp_path, c
     tracemalloc.stop()
 
 
+def test_a_file_that_memory_does_not_hold_is_refused_before_it_is_read(tmp_path):
+    with (write(tmp_path) / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(2**42)  # takes no place on the disk
+    with pytest.raises(AdapterError, match=r"at most a 3rd of the free memory: .* GiB are free .*got 4096\.00 GiB"):
+        open_adapter(tmp_path)
+
+
 def test_names_of_tensors_are_short(tmp_path):
     with pytest.raises(AdapterError, match="of names with at most 500 characters"):
         open_adapter(write(tmp_path, pair("a" * 600)))

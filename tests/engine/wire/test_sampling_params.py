@@ -75,6 +75,7 @@ def test_values_at_the_edge_of_their_range_are_taken(fields):
         ({"logprobs": -1}, f"logprobs must be between 0 and {MAX_LOGPROBS}, got -1"),
         ({"logprobs": MAX_LOGPROBS + 1}, f"logprobs must be between 0 and {MAX_LOGPROBS}, got {MAX_LOGPROBS + 1}"),
         ({"prompt_logprobs": 21}, f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, got 21"),
+        ({"stop": ["a" * 1001]}, "stop must be strings of at most 1000 characters, got ['a"),
         ({"stop": ["a"] * 17}, f"stop must be at most {MAX_STOP_STRINGS} strings, got ['a', "),
         ({"stop": ["a", ""]}, "stop must be a list of non-empty strings, got ['a', '']"),
         ({"bad_words": [""]}, "bad_words must be a list of non-empty strings, got ['']"),
