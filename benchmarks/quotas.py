@@ -94,7 +94,7 @@ async def _ingress(url: str, path: str, number: int, ingresses: int, rate: float
         began = time.perf_counter()
         try:
             bill = Bill(lambda: Used(True, PROMPT, output, cost, 0.0))
-            async with quota.charged(RequestSize(PROMPT, 1, None), bill):
+            async with quota.charged(RequestSize(PROMPT, 1, 2 * OUTPUT), bill):
                 entry = ENTRY.pack(time.time(), key, ADMITTED, time.perf_counter() - began, amount)
                 os.write(log, entry)
                 await asyncio.sleep(RUNS_S)

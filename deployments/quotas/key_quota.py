@@ -18,8 +18,8 @@ import msgspec
 
 from deployments.billing.bill import Bill, Used
 from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
-from deployments.quotas.leased_quota import PLACE_PAUSE_S, Charge, LeasedQuota, Needs
 from deployments.quotas.limits import KeyLimits, Limit, Unit
+from deployments.quotas.shared_quota import PLACE_PAUSE_S, Charge, Needs, Proposal, SharedQuota
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ RETRY_S = 1.0
 PLACE: Needs = {"parallel": 1.0}
 NO_COSTS: dict[Unit, float] = {"money": 0.0, "engine_seconds": 0.0}
 MAX_WAITING = 256  # requests of a key for a place, since each looks for one 20 times a second
+PLACE_WAIT_S = 0.25
+"""Seconds for which a request waits for places that requests of other ingresses have: a client may know before this
+ingress that one of them has ended."""
 TRIES = 16  # to write before another ingress does
 LOST_S = 0.01  # maximum pause after another ingress was first, so that not all try again at the same time
 TTL_S = 100 * 86400.0  # of a key's record, at least
@@ -130,6 +133,15 @@ class Means:
         return FADES if self.per_token else 1.0
 
 
+@dataclass(eq=False, slots=True)
+class Ask:
+    """A request that waits for its charge."""
+
+    needs: Needs
+    outcome: Charge | Limit | None = None
+    """A limit of which there was not enough; None as long as the store has not answered."""
+
+
 class KeyQuota:
     """All requests of one key in this ingress."""
 
@@ -147,10 +159,11 @@ class KeyQuota:
         self.name, self.limits, self.means = name, limits, Means()
         self._store, self._wall = store, wall
         self._all = limits.all()
-        self.leased = LeasedQuota(holder, self._all, num_holders, wall())
+        self.shared = SharedQuota(holder, self._all, num_holders, wall())
         self.on_charge: Callable[[], None] = lambda: None
         """Called when a request is about to be charged, which may be long after it has come."""
         self._asking = asyncio.Lock()
+        self._asks: list[Ask] = []
         self._giving_back: asyncio.Task[None] | None = None
         self._has_freed = False
         self._num_waiting = 0  # for a place
@@ -160,58 +173,59 @@ class KeyQuota:
 
     def change(self, limits: KeyLimits) -> None:
         self.limits, self._all = limits, limits.all()
-        self.leased.change(self._all, self._wall())
+        self.shared.change(self._all, self._wall())
 
     @property
     def ends_running(self) -> bool:
         return self.limits.ends_running_requests and bool(self.limits.budget_limits)
 
     def estimate(self, size: RequestSize) -> dict[Unit, float]:
-        """Return what a request needs: the most tokens that it can have, but at most the whole limit, so that it runs
-        if it is alone in its window; and the costs that it probably has. These are at most half of a limit: otherwise a
-        key whose requests were once large would never run again. Costs that are counted while the request runs are not
-        expected."""
+        """Return what a request needs: the most tokens that it can have, and the costs that it probably has, but at
+        most the whole limit, so that it runs if it is alone in its window. Costs that are counted while the request
+        runs are not expected."""
         needs = dict(NO_COSTS) if self.ends_running else self.means.costs_of(size)
         needs["tokens"] = self.means.most_tokens(size)
         for limit in self._all:
             if limit.unit in needs:
-                needs[limit.unit] = min(needs[limit.unit], limit.value / 2 if limit.is_cost else limit.value)
+                needs[limit.unit] = min(needs[limit.unit], limit.value)
         return needs
 
     async def take(self, needs: Needs) -> Charge:
-        """Charge a request with what it probably needs. Raises QuotaExceeded, and StoreUnavailable if nothing is known
-        of a limit."""
+        """Charge a request with what it needs at most, or probably. Raises QuotaExceeded, and StoreUnavailable if
+        nothing is known of a limit."""
         self.on_charge()
-        reached = True
-        for last in (False, False, True):
-            now = self._wall()
-            if (charge := self.leased.take(needs, now)) is not None:
-                return charge
-            if last:
-                break
-            self.check(needs)
-            self.leased.want(needs)
-            try:
-                reached = await self.sync()
-            finally:
-                self.leased.want(needs, -1)
-            if not reached:
-                self.leased.go_alone(now)
-        short = self.leased.short_of(needs, now)
-        if not reached and any(map(self.leased.is_unknown, short)):
+        self.check(needs)
+        ask = Ask(needs)
+        self._asks.append(ask)
+        try:
+            while ask.outcome is None and await self.sync(ask):
+                pass
+        except BaseException:
+            if isinstance(ask.outcome, Charge):
+                self.settle(ask.outcome, {})
+            raise
+        finally:
+            if ask.outcome is None:
+                self._asks.remove(ask)
+        outcome, is_alone = ask.outcome, ask.outcome is None
+        if outcome is None:
+            outcome = self.shared.alone(needs, self._wall())
+        if isinstance(outcome, Charge):
+            return outcome
+        if is_alone and self.shared.is_unknown(outcome):
             raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
-        raise self._exceeded(short[0])
+        raise self._exceeded(outcome)
 
     async def take_place(self) -> Charge:
-        """Charge a request with one of the places of max_parallel_requests. Waits if another ingress may give one back,
-        unless MAX_WAITING requests wait. Raises QuotaExceeded, and StoreUnavailable if nothing is known of the places.
-        """
+        """Charge a request with one of the places of max_parallel_requests. Waits a moment if requests of other
+        ingresses have places, unless MAX_WAITING requests wait. Raises QuotaExceeded, and StoreUnavailable if nothing
+        is known of the places."""
         began_at = _now()
         while True:
             try:
                 return await self.take(PLACE)
             except QuotaExceeded:
-                too_late = _now() >= began_at + self.leased.place_wait_s
+                too_late = _now() >= began_at + PLACE_WAIT_S or not self.shared.others_have_places
                 if too_late or self._num_waiting >= MAX_WAITING:
                     raise
             self._num_waiting += 1
@@ -221,9 +235,9 @@ class KeyQuota:
                 self._num_waiting -= 1
 
     def leave_place(self, charge: Charge) -> None:
-        """Settle what `take_place` or `begin` has returned. If few places are left, other ingresses get it at once."""
+        """Settle what `take_place` or `begin` has returned, and tell other ingresses at once."""
         self.settle(charge, {})
-        if self.leased.has_scarce_places:
+        if self.shared.has_others:
             self._has_freed = True
             if self._giving_back is None or self._giving_back.done():
                 self._giving_back = asyncio.create_task(self._give_back())
@@ -232,12 +246,11 @@ class KeyQuota:
         while self._has_freed:  # also places that come free while the store is written
             self._has_freed = False
             await self.sync()
-            await asyncio.sleep(PLACE_PAUSE_S)
 
     def begin(self, needs: Needs) -> Charge:
         """Charge a request that another ingress had admitted, whatever is left of the limits."""
         self.on_charge()
-        return self.leased.charge(needs, self._wall())
+        return self.shared.charge(needs, self._wall())
 
     def check_prompt(self, tokens: int) -> None:
         """See NoQuota.check_prompt."""
@@ -248,29 +261,29 @@ class KeyQuota:
     def check_budgets(self, charge: Charge, used: Used) -> None:
         """Charge a running request with what it has cost so far. Raises BudgetSpent if a budget is used up."""
         costs: dict[Unit, float] = {"engine_seconds": used.engine_seconds, "money": used.money}
-        self.leased.raise_to(charge, costs, self._wall())
+        self.shared.raise_to(charge, costs, self._wall())
         for limit in self._all:
-            if limit.is_cost and self.leased.remaining(limit) <= 0 and not self.leased.is_unknown(limit):
+            if limit.is_cost and self.shared.remaining(limit) <= 0 and not self.shared.is_unknown(limit):
                 raise BudgetSpent(self.name, limit.name, limit.value)
 
     def check(self, needs: Needs) -> None:
         """Raise QuotaExceeded if there was not enough a moment ago."""
-        if (limit := self.leased.refused(needs, self._wall())) is not None:
+        if (limit := self.shared.refused(needs, self._wall())) is not None:
             raise self._exceeded(limit)
 
     def settle(self, charge: Charge, used: Needs) -> None:
-        self.leased.settle(charge, used, self._wall())
+        self.shared.settle(charge, used, self._wall())
 
-    async def sync(self, *, leaving: bool = False) -> bool:
-        """Write what has been spent, and reserve what will be needed. Returns whether the store answered. Callers that
-        come meanwhile share one exchange."""
+    async def sync(self, ask: Ask | None = None) -> bool:
+        """Write what has been used, and let requests that ask begin. Returns whether the store answered. Callers that
+        come meanwhile share one exchange. ask: the caller's, which may have an outcome meanwhile."""
         asked = self._num_proposals
         async with self._asking:
-            if self._num_proposals == asked or leaving:
-                self._reached = await self._exchange(leaving)
+            if self._num_proposals == asked if ask is None else ask.outcome is None:
+                self._reached = await self._exchange()
             return self._reached
 
-    async def _exchange(self, leaving: bool) -> bool:
+    async def _exchange(self) -> bool:
         if _now() < self._retry_at:
             return False
         key, ttl_s, lost = record_key(self.name), self._ttl_s(), False
@@ -278,8 +291,15 @@ class KeyQuota:
             async with asyncio.timeout(SYNC_TIMEOUT_S):
                 for _ in range(TRIES):
                     stored = await self._store.get(key)
-                    if await self._store.replace(key, stored, self._propose(stored, leaving), ttl_s):
-                        self.leased.commit(self._wall())
+                    asks = list(self._asks)
+                    proposal = self._propose(stored, asks)
+                    if await self._store.replace(key, stored, proposal.value, ttl_s):
+                        for ask, outcome in zip(asks, self.shared.commit(proposal, self._wall()), strict=True):
+                            ask.outcome = outcome
+                            if ask in self._asks:
+                                self._asks.remove(ask)
+                            elif isinstance(outcome, Charge):  # its client has left meanwhile
+                                self.settle(outcome, {})
                         return True
                     lost = True
                     await asyncio.sleep(random.uniform(0.0, LOST_S))
@@ -291,18 +311,18 @@ class KeyQuota:
 
     def _ttl_s(self) -> float:
         """Return for how many seconds the store must have the record: until all windows have ended."""
-        ends = (self.leased.ends_at(limit) for limit in self._all if limit.duration is not None)
+        ends = (self.shared.ends_at(limit) for limit in self._all if limit.duration is not None)
         return max(TTL_S, max(ends, default=0.0) - self._wall())
 
-    def _propose(self, stored: bytes | None, leaving: bool) -> bytes:
+    def _propose(self, stored: bytes | None, asks: list[Ask]) -> Proposal:
         self._num_proposals += 1
         try:
-            return self.leased.propose(stored, self._wall(), leaving)
+            return self.shared.propose(stored, self._wall(), [ask.needs for ask in asks])
         except msgspec.DecodeError as error:
             raise StoreUnavailable(f"the record of API key {self.name!r} cannot be read ({error})") from error
 
     def _exceeded(self, limit: Limit) -> QuotaExceeded:
-        wait_s = 1.0 if limit.duration is None else max(1.0, self.leased.ends_at(limit) - self._wall())
+        wait_s = 1.0 if limit.duration is None else max(1.0, self.shared.ends_at(limit) - self._wall())
         return QuotaExceeded(self.name, limit.name, limit.value, wait_s, limit.is_cost)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
@@ -311,8 +331,8 @@ class KeyQuota:
         for limit in self._all:
             if limit.field not in ("rpm_limit", "tpm_limit"):
                 continue
-            unit, ends_at = limit.unit, self.leased.ends_at(limit)
-            left, whole = str(int(self.leased.remaining(limit))), str(int(limit.value))
+            unit, ends_at = limit.unit, self.shared.ends_at(limit)
+            left, whole = str(int(self.shared.remaining(limit))), str(int(limit.value))
             if anthropic:
                 reset = datetime.fromtimestamp(ends_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
                 prefix = f"anthropic-ratelimit-{unit}"

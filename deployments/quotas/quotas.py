@@ -48,22 +48,22 @@ class Quotas:
         return frozenset(limits.models) if allowed is None else allowed & frozenset(limits.models)
 
     async def used(self, name: str, limits: KeyLimits) -> list[tuple[Limit, float, float]]:
-        """Return what ingresses have spent and reserved of each limit of a key, and now. Raises StoreUnavailable."""
+        """Return what ingresses have used of each limit of a key, and now. Raises StoreUnavailable."""
         stored = await self._store.get(record_key(name))
         record, now = None if stored is None else decode(stored), self._wall()
         found = []
         for limit in limits.all():
             window = None if record is None else record.find(limit.name, limit.window(now)[0])
-            found.append((limit, 0.0 if window is None else window.taken("nobody"), now))
+            found.append((limit, 0.0 if window is None else window.taken(), now))
         return found
 
     async def close(self) -> None:
-        """Give back what is reserved."""
+        """Write what has been used."""
         if self._renewal is not None:
             self._renewal.cancel()
             with suppress(asyncio.CancelledError):
                 await self._renewal
-        await asyncio.gather(*(key.sync(leaving=True) for key in self._used))
+        await asyncio.gather(*(key.sync() for key in self._used))
 
     def _key(self, name: str, limits: KeyLimits) -> KeyQuota:
         key = self._keys.get(name)
@@ -88,7 +88,7 @@ class Quotas:
             await asyncio.sleep(RENEW_S)
             keys = list(self._used)
             reached = await asyncio.gather(*(key.sync() for key in keys))
-            self._used -= {key for key, done in zip(keys, reached, strict=True) if done and key.leased.is_settled}
+            self._used -= {key for key, done in zip(keys, reached, strict=True) if done and key.shared.is_settled}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the store has of the limits of one key: what each ingress has spent and reserved. Pure Python: no clock."""
+"""What the store has of the limits of one key: what the requests of each ingress have used. Pure Python: no clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 LEASE_S = 10.0
-"""Seconds after which what a silent ingress has reserved counts as spent, and its requests as ended."""
+"""Seconds after which the requests of a silent ingress count as ended."""
 CLOCKS_S = LEASE_S
 """Maximum difference between the clocks of ingresses that share a limit."""
 KEEP_S = 3600.0
@@ -18,33 +18,24 @@ DEBT = "debt"  # the holder that stands for what the windows before had too much
 ALWAYS = 0.0  # start of the window of limits that are never used up
 
 
-class Share(msgspec.Struct, array_like=True):
-    """One ingress's part of a limit."""
-
-    spent: float
-    """What its requests have used. Of a limit that is never used up, what they use now."""
-    reserved: float
-    """What it may use more without asking."""
-
-
 class Window(msgspec.Struct, array_like=True):
     """A time that is counted together."""
 
     start: float
     """Seconds since 1970."""
-    shares: dict[str, Share]
-    """By ingress."""
+    used: dict[str, float]
+    """By ingress. Of a limit that is never used up, what requests use now."""
 
-    def taken(self, without: str) -> float:
-        """Return what all ingresses but one have spent and reserved."""
-        return sum(share.spent + share.reserved for holder, share in self.shares.items() if holder != without)
+    def taken(self, without: str | None = None) -> float:
+        """Return what all ingresses have used, but one."""
+        return sum(used for holder, used in self.used.items() if holder != without)
 
 
 class QuotaRecord(msgspec.Struct, array_like=True):
     """Windows of all limits of a key.
 
-    Each ingress writes its own shares only, with totals, so writing twice changes nothing. What an ingress has not
-    reserved is not spent: so at any time the shares say at least what has been spent, also by ingresses that are dead.
+    Each ingress writes totals, and only its own, so writing twice changes nothing. A request is written before it
+    begins, so at any time the totals say at least what was admitted, also by ingresses that are dead.
     """
 
     epoch: str
@@ -78,33 +69,23 @@ class QuotaRecord(msgspec.Struct, array_like=True):
         return [self.windows[key] for key in (name, name + APART) if key in self.windows]
 
     def expire(self, now: float) -> None:
-        """Count what dead ingresses had reserved as spent, for they may have spent it. An ingress that was only silent
-        will correct that. A lease from a clock that is too far ahead is shortened."""
+        """Count the requests of dead ingresses as ended. A lease from a clock that is too far ahead is shortened."""
         for holder, until in self.leases.items():
             self.leases[holder] = min(until, now + LEASE_S + CLOCKS_S)
         for holder in [holder for holder, until in self.leases.items() if until <= now]:
             for window in self.windows.values():
-                share = window.shares.get(holder)
-                if share is None:
-                    continue
                 if window.start == ALWAYS:
-                    del window.shares[holder]
-                else:
-                    share.spent, share.reserved = share.spent + share.reserved, 0.0
+                    window.used.pop(holder, None)
             if self.leases[holder] <= now - KEEP_S:
                 self.forget(holder)
 
     def forget(self, holder: str) -> None:
-        """Count what an ingress has spent and reserved for ENDED."""
+        """Count what an ingress has used for ENDED."""
         self.leases.pop(holder, None)
         for window in self.windows.values():
-            share = window.shares.pop(holder, None)
-            if share is not None and window.start != ALWAYS and (spent := share.spent + share.reserved):
-                window.shares.setdefault(ENDED, Share(0.0, 0.0)).spent += spent
-
-    def num_live(self, now: float, without: str) -> int:
-        """Return how many other ingresses use the key."""
-        return sum(until > now for holder, until in self.leases.items() if holder != without)
+            used = window.used.pop(holder, 0.0)
+            if used and window.start != ALWAYS:
+                window.used[ENDED] = window.used.get(ENDED, 0.0) + used
 
     def with_lost(self, seen: QuotaRecord) -> QuotaRecord:
         """Return this record with what the store has lost. seen: what the store had before."""
@@ -117,14 +98,12 @@ class QuotaRecord(msgspec.Struct, array_like=True):
                 self.leases[holder] = seen.leases[holder]
             for name, before in seen.windows.items():
                 window = self.windows.setdefault(name, Window(before.start, {}))
-                share = before.shares.get(holder)
-                if share is None or window.start > before.start:
+                used = before.used.get(holder)
+                if used is None or window.start > before.start:
                     continue
                 if window.start < before.start:
                     self.windows[name] = window = Window(before.start, {})
-                known = window.shares.get(holder)
-                if holder != ENDED or known is None or known.spent < share.spent:
-                    window.shares[holder] = share
+                window.used[holder] = max(used, window.used.get(holder, 0.0)) if holder == ENDED else used
         self.version = max(self.version, seen.version)
         return self
 
@@ -135,7 +114,7 @@ def decode(value: bytes) -> QuotaRecord:
 
 
 def _holders(windows: Iterable[Window]) -> set[str]:
-    return {holder for window in windows for holder in window.shares}
+    return {holder for window in windows for holder in window.used}
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -51,8 +51,8 @@ ROWS = [
     ("a router counts a request twice after a lost update", "engine/core/serving/kv_events.py", "            admitted=list(live),\n", "            admitted=[],\n"),
     ("a placement stays after its request", "deployments/routing/placements.py", "        reports = self.records[placement.engine].last_update is not None and request_id not in self._missed\n", "        reports = self.records[placement.engine].last_update is not None\n"),
     ("the blocks of an image are given away before a step has copied them", "engine/core/features/images/image_handoffs.py", "        blocks, engine_id = ready\n", "        blocks, engine_id = ready\n        self._free += blocks\n"),
-    ("what other ingresses have reserved of a limit is taken again", "deployments/quotas/record.py", "return sum(share.spent + share.reserved for", "return sum(share.spent for"),
-    ("an ingress works on a batch that another one has", "deployments/openai/batches/store.py", "        if not await self._lease.take():\n", "        if not await self._lease.take() and False:\n"),
+    ("what other ingresses have used of a limit is used again", "deployments/quotas/record.py", "if holder != without)", "if holder != without and without)"),
+    ("an ingress works on a batch that another one has", "deployments/openai/batches/store.py", "        if not await self._lease.take(await self._store.values.settled()):\n", "        if not await self._lease.take(await self._store.values.settled()) and False:\n"),
     ("a pool with work is scaled to zero", "cluster/autoscaling/scaler.py", "        busy = load.busy or starting or", "        busy = starting or"),
     ("an ingress goes on to compute an answer that another one has taken over", "deployments/jobs/lease.py", "                    task.cancel()\n", "                    pass\n"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Limits of API keys, on the real leased quotas: no window of a key has more than its limit allows."""
+"""Limits of API keys, on the real quotas: no window of a key has more than its limit allows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import deployments.quotas.key_quota as key_quota_module
 import deployments.quotas.quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, record_key
-from deployments.quotas.leased_quota import Charge, LeasedQuota, Needs, Tally
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
 from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import DEBT, decode
+from deployments.quotas.shared_quota import Charge, Needs, SharedQuota, Tally
 from deployments.storage.key_value import StoreUnavailable
 from engine.errors import ServingError
 from tests.days.part import Part
@@ -51,34 +51,38 @@ class Book:
         """Used by ingresses when the store forgot it. They write it again within seconds, or with their next request of
         the key if they have nothing to write."""
         self.lost_at = float("-inf")
-        self.leases: list[CountedLease] = []
+        self.quotas: list[CountedQuota] = []
 
-    def add(self, lease: CountedLease, name: str, start: float, amount: float, over: float) -> None:
-        if lease.is_dead:
+    def add(self, quota: CountedQuota, name: str, start: float, amount: float, over: float) -> None:
+        if quota.is_dead:
             return
         window = name, start
         self.used[window] += amount
         self.over[window] += over
-        lease.used[window] += amount
+        quota.used[window] += amount
 
 
-class CountedLease(LeasedQuota):
-    """One ingress's part, which counts in the book what it lets through."""
+class CountedQuota(SharedQuota):
+    """One ingress's view, which counts in the book what it lets through."""
 
     def __init__(self, book: Book, part: QuotaPart, *args: Any):
         super().__init__(*args)
         self.used = defaultdict[Window, float](float)
-        self._book, self._part, self.is_dead = book, part, False
-        book.leases.append(self)
+        self._book, self._part, self.is_dead, self._is_unasked = book, part, False, False
+        book.quotas.append(self)
 
     def charge(self, needs: Needs, now: float) -> Charge:
-        self._roll(now)
-        self._part.note_loss(self._book)
-        before = {name: max(0.0, tally.reserve) for name, tally in self._tallies.items()}
+        self._is_unasked = True
         charge = super().charge(needs, now)
+        self._is_unasked = False
+        return charge
+
+    def _apply(self, charge: Charge) -> Charge:
+        self._part.note_loss(self._book)
+        charge = super()._apply(charge)
         for name, amount in charge.amounts.items():
             window = name, charge.starts[name]
-            self._book.add(self, *window, amount, over=max(0.0, amount - before[name]))
+            self._book.add(self, *window, amount, over=amount * self._is_unasked)
             self._book.largest[window] = max(self._book.largest[window], amount)
             self._part.check_window(self._book, window)
         return charge
@@ -102,17 +106,14 @@ class CountedLease(LeasedQuota):
 
     def _begin(self, limit: Limit, now: float) -> Tally:
         new = super()._begin(limit, now)
-        if new.spent:
-            self._book.add(self, limit.name, new.start, new.spent, over=new.spent)
+        if new.used:
+            self._book.add(self, limit.name, new.start, new.used, over=new.used)
         return new
 
-    def go_alone(self, now: float) -> None:
-        self._roll(now)
-        before = {name: tally.reserve for name, tally in self._tallies.items()}
-        super().go_alone(now)
-        for name, tally in self._tallies.items():
-            self._book.over[name, tally.start] += tally.reserve - before[name]
-            self._part.seen["an ingress goes on without the store"] += tally.reserve > before[name]
+    def alone(self, needs: Needs, now: float) -> Charge | Limit:
+        outcome = super().alone(needs, now)
+        self._part.seen["an ingress goes on without the store"] += isinstance(outcome, Charge)
+        return outcome
 
 
 class CountedKey(KeyQuota):
@@ -120,8 +121,8 @@ class CountedKey(KeyQuota):
         self, part: QuotaPart, name: str, limits: KeyLimits, store: Any, holder: str, num_holders: int, wall: Any
     ):
         super().__init__(name, limits, store, holder, num_holders, wall)
-        self._number = len(part.books[name].leases)
-        self.leased = CountedLease(part.books[name], part, holder, self._all, num_holders, wall())
+        self._number = len(part.books[name].quotas)
+        self.shared = CountedQuota(part.books[name], part, holder, self._all, num_holders, wall())
 
     def __hash__(self) -> int:
         """The same whenever the day is lived through, since sets of keys are in the order of this."""
@@ -177,14 +178,14 @@ class QuotaPart(Part):
     def _lose(self, quotas: Quotas) -> None:
         """The ingress has died. Engines end its requests."""
         for key in quotas._keys.values():
-            lease = key.leased
-            assert isinstance(lease, CountedLease)
-            for window, amount in lease.used.items():
+            quota = key.shared
+            assert isinstance(quota, CountedQuota)
+            for window, amount in quota.used.items():
                 if self.books[key.name].limits[window[0]].duration is None:
                     self.books[key.name].used[window] -= amount
                 else:
                     self.books[key.name].of_dead[window] += amount
-            lease.is_dead = True
+            quota.is_dead = True
         for task in [quotas._renewal, *(key._giving_back for key in quotas._keys.values())]:
             if task is not None:
                 task.cancel()
@@ -193,8 +194,8 @@ class QuotaPart(Part):
         """Note what others may not know, if the store has lost its values since the last charge."""
         if self._cluster.redis.lost_at > book.lost_at:
             book.lost_at = self._cluster.redis.lost_at
-            for lease in [lease for lease in book.leases if not lease.is_dead]:
-                for window, amount in lease.used.items():
+            for quota in [quota for quota in book.quotas if not quota.is_dead]:
+                for window, amount in quota.used.items():
                     book.forgotten[window] += amount
 
     def check_window(self, book: Book, window: Window) -> None:
@@ -221,22 +222,21 @@ class QuotaPart(Part):
                 book, name = self.books[ask.api_key], str(error.param)
                 limit = book.limits[name]
                 used = max((used for (of, _), used in book.used.items() if of == name), default=0.0)
-                others = sum(lease._tallies[name].wanted for lease in book.leases)
-                reserved = limit.value / 8 + len(book.leases)
                 own = sum(len(request.prompt) + request.params.max_tokens for request in ask.requests)
-                enough = used + others + reserved + own >= limit.value / 2
-                assert limit.is_cost or enough, f"a request is refused, but little of {name} is used"
+                enough = used + (own if limit.unit == "tokens" else 1) > limit.value
+                comes_back = limit.is_cost or limit.duration is None  # until its client is told
+                assert comes_back or enough, f"a request is refused, but {used} of {name} are used"
         return True
 
     def check_end(self) -> None:
-        """All that was spent is written, and nothing is reserved or in flight."""
+        """All that was used is written, and nothing is in flight."""
         redis = self._cluster.redis
         for ingress, quotas in self._quotas.items():
             if not ingress.up:
                 continue
             for name, key in quotas._keys.items():
-                assert not key.leased._in_flight, f"{ingress.node}: requests of {name} left"
-                assert key.leased.is_settled, f"{ingress.node}: something of {name} is not written"
+                assert not key.shared._in_flight, f"{ingress.node}: requests of {name} left"
+                assert key.shared.is_settled, f"{ingress.node}: something of {name} is not written"
         died = any(not ingress.up for ingress in self._quotas)
         for name, book in self.books.items():
             stored = redis.get(record_key(name))

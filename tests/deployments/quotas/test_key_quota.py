@@ -13,7 +13,7 @@ import pytest
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
-from deployments.quotas import key_quota, leased_quota
+from deployments.quotas import key_quota
 from deployments.quotas import quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import KeyQuota, RequestQuota, RequestSize, record_key
@@ -178,17 +178,8 @@ async def test_a_store_that_was_never_reached_is_told_apart_from_a_limit_that_is
         await client(api, "other").completions.create(**ASKED)
 
 
-async def test_what_is_reserved_is_given_back_when_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
-    from deployments.quotas import quotas
-
-    monkeypatch.setattr(quotas, "RENEW_S", 0.01)
-    began, real = time.monotonic(), KeyQuota.__init__
-
-    def in_haste(self: KeyQuota, *args: Any, **more: Any) -> None:
-        real(self, *args, **more)
-        self._wall = lambda: NOON + min(50.0, 20 * (time.monotonic() - began))
-
-    monkeypatch.setattr(KeyQuota, "__init__", in_haste)
+async def test_nothing_is_written_any_more_when_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quotas_module, "RENEW_S", 0.01)
     async with fake_api(says("hello"), auth=limited(rpm_limit=100)) as api:
         for _ in range(5):
             await client(api).completions.create(**ASKED)
@@ -207,7 +198,7 @@ async def test_what_a_request_uses_is_written_although_it_waited_long_before_it_
 
     async def written() -> float:
         (window,) = decode(await store.get(record_key("small")) or b"").windows.values()
-        return sum(share.spent for share in window.shares.values())
+        return window.taken()
 
     async with asyncio.timeout(20):
         while await written() != 1.0:
@@ -380,14 +371,14 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
         async with RequestQuota(key).charged(RequestSize(5, 1, None), bill) as watch:
             for spent in (2.0, 4.0, 4.0, 9.0):
                 watch.check()
-                assert key.leased.remaining(limit) == pytest.approx(10.0 - spent)
+                assert key.shared.remaining(limit) == pytest.approx(10.0 - spent)
             spent = 12.0
             with pytest.raises(BudgetSpent, match="has used up its max_budget/1d of 10"):
                 watch.check()
             spent = 13.0
-        await key.sync(leaving=True)
+        await key.sync()
         (used,) = decode(await key._store.get(record_key("small")) or b"").windows.values()
-        assert used.taken("nobody") == pytest.approx(13.0)
+        assert used.taken() == pytest.approx(13.0)
 
     run(scenario())
 
@@ -410,19 +401,41 @@ async def test_one_place_serves_requests_that_come_through_one_ingress_after_the
                     await keys[0].take_place()
 
 
-async def test_a_request_waits_for_a_place_until_the_ingress_that_has_reserved_it_writes_the_next_time(monkeypatch):
-    monkeypatch.setattr(leased_quota, "PLACE_WAIT_S", 60.0)
-    one, two = shared_keys(KeyLimits(max_parallel_requests=8), "ab")
-    places = [await one.take_place() for _ in range(6)]
-    for place in places:
-        one.settle(place, {})
-    for _ in range(2):
-        await two.take_place()
+async def test_a_request_waits_for_a_place_until_the_ingress_that_has_it_writes_the_next_time(monkeypatch):
+    monkeypatch.setattr(key_quota, "PLACE_WAIT_S", 60.0)
+    one, two = shared_keys(KeyLimits(max_parallel_requests=1), "ab")
+    place = await one.take_place()
     waiting = asyncio.create_task(two.take_place())
-    await until(lambda: two.leased.place_wait_s == 60.0)
+    await until(lambda: two.shared.others_have_places)
+    one.settle(place, {})
     assert not waiting.done()
     await one.sync()
     await waiting
+
+
+async def test_a_request_does_not_wait_for_a_place_that_its_own_ingress_has(monkeypatch):
+    monkeypatch.setattr(key_quota, "PLACE_WAIT_S", 60.0)
+    key = KeyQuota("small", KeyLimits(max_parallel_requests=1), open_store(StoreConfig()), "a", 2)
+    await key.take_place()
+    with pytest.raises(QuotaExceeded):
+        await asyncio.wait_for(key.take_place(), 30.0)
+
+
+async def test_a_request_whose_client_leaves_while_it_asks_is_charged_with_nothing():
+    store = SlowStore()
+    key = KeyQuota("small", KeyLimits(rpm_limit=10, max_parallel_requests=1), store, "a", 2)
+    store.answers.clear()
+    first, left = (asyncio.create_task(key.take({"requests": 1.0})) for _ in range(2))
+    await until(lambda: store.ttl_s)  # both are written, and the answer is on the way
+    left.cancel()
+    await asyncio.wait([left])
+    store.answers.set()
+    charge = await first
+    await key.sync()
+    assert decode(await store.get(record_key("small")) or b"").windows["rpm_limit/1m"].taken() == 1
+    key.settle(charge, {})
+    await key.sync()
+    assert key.shared.is_settled
 
 
 class SlowStore(MemoryStore):
@@ -452,11 +465,11 @@ async def test_a_place_that_comes_free_while_another_is_given_back_is_given_back
     store.answers.set()
     assert one._giving_back is not None
     await one._giving_back
-    assert decode(await store.get(record_key("small")) or b"").windows["max_parallel_requests"].shares["a"].spent == 0
+    assert decode(await store.get(record_key("small")) or b"").windows["max_parallel_requests"].taken() == 0
 
 
 async def test_only_so_many_requests_wait_for_a_place(monkeypatch):
-    monkeypatch.setattr(leased_quota, "PLACE_WAIT_S", 60.0)
+    monkeypatch.setattr(key_quota, "PLACE_WAIT_S", 60.0)
     monkeypatch.setattr(key_quota, "MAX_WAITING", 2)
     one, two = shared_keys(KeyLimits(max_parallel_requests=2), "ab")
     for _ in range(2):
@@ -499,5 +512,5 @@ async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pa
     first, again = RequestSize(60, 1, None), RequestSize(60, 1, None, resumes=True)
     async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
         pass
-    left = {limit.unit: key.leased.remaining(limit) for limit in limits.all()}
+    left = {limit.unit: key.shared.remaining(limit) for limit in limits.all()}
     assert left == {"requests": 0, "tokens": pytest.approx(100 - 67 - 7), "parallel": 1}

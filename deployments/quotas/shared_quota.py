@@ -1,0 +1,279 @@
+"""One ingress's view of the limits of one key, which all ingresses count together. Pure Python: no clock, no store.
+
+The counters are in the store. A request is added to them before it begins, by one write that succeeds only if nobody
+else has written since they were read. What it has really used is corrected later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deployments.quotas.limits import Limit, Unit
+from deployments.quotas.record import ALWAYS, CLOCKS_S, DEBT, LEASE_S, QuotaRecord, Window, decode
+
+PAUSE_S = 0.25
+"""Seconds after which an ingress asks again for what there was not."""
+PLACE_PAUSE_S = 0.05
+"""The same for a place, which may be free again at any time."""
+
+Needs = Mapping[Unit, float]
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one request was charged with, by the name of the limit."""
+
+    amounts: dict[str, float]
+    starts: dict[str, float]
+    """Windows in which that was."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One limit in the present window."""
+
+    start: float
+    end: float
+    others: float | None
+    """What other ingresses had used when the store was asked the last time; None if it was never asked."""
+    used: float = 0.0
+    """What requests of this ingress have used, with what those that run are charged with."""
+    written: float = 0.0
+    """The same in the store."""
+    most_alone: float | None = None
+    """Up to which it may use the limit without the store; None while the store answers."""
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What to write, and what becomes of the requests that ask: what each is charged with, or a limit of which there is
+    not enough."""
+
+    record: QuotaRecord
+    value: bytes
+    outcomes: list[Charge | Limit]
+
+
+class SharedQuota:
+    def __init__(self, holder: str, limits: Sequence[Limit], num_holders: int, now: float):
+        """holder: name of this ingress. num_holders: number of ingresses. now: seconds since 1970, as everywhere."""
+        self._holder, self._num_holders = holder, num_holders
+        self._limits: dict[str, Limit] = {}
+        self._known: dict[str, Limit] = {}  # with those that were removed; requests under way are still settled
+        self._tallies: dict[str, Tally] = {}
+        self._before: dict[str, Tally] = {}  # of the windows before these, since a clock may be set back
+        self._in_flight = 0
+        self._asked_at = 0.0
+        self._seen: bytes | None = None
+        self.change(limits, now)
+
+    def change(self, limits: Sequence[Limit], now: float) -> None:
+        """Replace the limits. What has been used stays used."""
+        self._limits = {limit.name: limit for limit in limits}
+        self._known |= self._limits
+        for name, limit in self._limits.items():
+            self._tallies.setdefault(name, Tally(*limit.window(now), others=None))
+        self._asked_at = 0.0
+
+    def charge(self, needs: Needs, now: float) -> Charge:
+        """Charge a request, whatever is left."""
+        self._roll(now)
+        return self._apply(self._charge_of(needs))
+
+    def _charge_of(self, needs: Needs) -> Charge:
+        return Charge(
+            {name: needs.get(limit.unit, 0.0) for name, limit in self._limits.items()},
+            {name: self._tallies[name].start for name in self._limits},
+        )
+
+    def _apply(self, charge: Charge) -> Charge:
+        for name, amount in charge.amounts.items():
+            for tally in (self._tallies[name], self._before.get(name)):
+                if tally is not None and tally.start == charge.starts[name]:
+                    tally.used += amount
+                    break
+        self._in_flight += 1
+        return charge
+
+    def settle(self, charge: Charge, used: Needs, now: float) -> None:
+        """Correct a charge by what the request has really used. Called once, when it has ended."""
+        self._roll(now)
+        self._in_flight -= 1
+        for name, amount in charge.amounts.items():
+            limit, tally = self._known[name], self._tallies[name]
+            more = -amount if limit.duration is None else used.get(limit.unit, 0.0) - amount
+            if tally.start == charge.starts[name] or more > 0:
+                tally.used += more
+
+    def raise_to(self, charge: Charge, used: Needs, now: float) -> None:
+        """Raise a charge to what the request has really used so far, of the units in `used`."""
+        self._roll(now)
+        for name, amount in charge.amounts.items():
+            more = used.get(self._known[name].unit, 0.0) - amount
+            if more > 0:
+                self._tallies[name].used += more
+                charge.amounts[name] += more
+
+    def refused(self, needs: Needs, now: float) -> Limit | None:
+        """Return a limit of which there was not enough a moment ago."""
+        self._roll(now)
+        for name, limit in self._limits.items():
+            tally, pause_s = self._tallies[name], PAUSE_S if limit.duration else PLACE_PAUSE_S
+            is_new = 0 <= now - self._asked_at <= pause_s and tally.others is not None
+            if is_new and not _fits(limit, (tally.others or 0.0) + tally.used, needs):
+                return limit
+        return None
+
+    def alone(self, needs: Needs, now: float) -> Charge | Limit:
+        """Charge a request without the store, which does not answer, if this ingress's part of what was left suffices;
+        else return a limit of which it does not."""
+        self._roll(now)
+        for name, limit in self._limits.items():
+            tally = self._tallies[name]
+            if tally.others is None:
+                return limit
+            if tally.most_alone is None:
+                left = max(0.0, limit.value - tally.others - tally.used)
+                tally.most_alone = tally.used + left / self._num_holders
+            if not _fits(limit, tally.used, needs, tally.most_alone):
+                return limit
+        return self.charge(needs, now)
+
+    @property
+    def has_others(self) -> bool:
+        return self._num_holders > 1
+
+    @property
+    def others_have_places(self) -> bool:
+        """Whether requests of other ingresses had places when the store was asked the last time."""
+        return any(self._tallies[name].others for name, limit in self._limits.items() if limit.duration is None)
+
+    def is_unknown(self, limit: Limit) -> bool:
+        """Return whether the store was never asked about a limit."""
+        return self._tallies[limit.name].others is None
+
+    def remaining(self, limit: Limit) -> float:
+        """Return how much of a limit is left, as far as is known."""
+        tally = self._tallies[limit.name]
+        return min(limit.value, max(0.0, limit.value - (tally.others or 0.0) - tally.used))
+
+    def ends_at(self, limit: Limit) -> float:
+        return self._tallies[limit.name].end
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no request runs, and the store has everything."""
+        return not self._in_flight and all(
+            tally.written == tally.used for tally in map(self._tallies.__getitem__, self._limits)
+        )
+
+    def propose(self, stored: bytes | None, now: float, asked: Sequence[Needs] = ()) -> Proposal:
+        """Return what to write into the store in place of `stored`. Call `commit` if that was possible.
+
+        asked: what requests need, in the order in which they get it. Raises msgspec.DecodeError.
+        """
+        self._roll(now)
+        record = self._record(stored, now)
+        forgotten = self._seen is not None and self._holder not in record.leases
+        if forgotten:
+            self._forget_written()
+            record.forget(self._holder)
+        record.expire(now)
+        windows = {name: self._window(limit, record, now, forgotten) for name, limit in self._limits.items()}
+        for name, window in windows.items():
+            window.used[self._holder] = self._tallies[name].used
+        outcomes: list[Charge | Limit] = []
+        for needs in asked:
+            short = [limit for name, limit in self._limits.items() if not _fits(limit, windows[name].taken(), needs)]
+            if short:
+                outcomes.append(short[0])
+                continue
+            charge = self._charge_of(needs)
+            for name, amount in charge.amounts.items():
+                windows[name].used[self._holder] += amount
+            outcomes.append(charge)
+        record.leases[self._holder] = now + LEASE_S
+        record.version += 1
+        return Proposal(record, record.encode(), outcomes)
+
+    def commit(self, proposal: Proposal, now: float) -> list[Charge | Limit]:
+        """Use a proposal, which the store has now. Returns the charges of the requests that asked, or a limit of which
+        there was not enough."""
+        for name in self._limits:
+            tally = self._tallies[name]
+            window = proposal.record.find(name, tally.start)
+            if window is not None and self._holder in window.used:  # else a new window, or a limit, that has come since
+                tally.written, tally.most_alone = window.used[self._holder], None
+                tally.others = window.taken(self._holder)
+        self._asked_at, self._seen = now, proposal.value
+        return [outcome if isinstance(outcome, Limit) else self._apply(outcome) for outcome in proposal.outcomes]
+
+    def _record(self, stored: bytes | None, now: float) -> QuotaRecord:
+        seen = None if self._seen is None else decode(self._seen)
+        record = QuotaRecord(f"{self._holder}@{now}") if stored is None else decode(stored)
+        return record if seen is None else record.with_lost(seen)
+
+    def _window(self, limit: Limit, record: QuotaRecord, now: float, forgotten: bool) -> Window:
+        """Return the present window of a limit in a record, and create it if necessary. If an ingress whose clock is
+        wrong has replaced it, it is the one that this ingress has written last. forgotten: whether another ingress has
+        counted this one as ended."""
+        newest = record.newest(limit.name, now + CLOCKS_S)
+        if newest is not None and newest.start > self._tallies[limit.name].start:  # this machine's clock is behind
+            self._begin(limit, newest.start)
+        start = self._tallies[limit.name].start
+        if (window := record.find(limit.name, start)) is not None:
+            return window
+        seen = QuotaRecord("") if self._seen is None else decode(self._seen)
+        if forgotten:
+            seen.forget(self._holder)
+        window = seen.find(limit.name, start) or Window(start, {})
+        if debt := _debt(limit, record.newest(limit.name, start), start):
+            window.used[DEBT] = debt
+        record.put(limit.name, window)
+        return window
+
+    def _forget_written(self) -> None:
+        """Start from nothing: after a long silence, what this ingress had written counts for ENDED. Its requests that
+        still run are counted again."""
+        for tally in self._tallies.values():
+            if tally.start != ALWAYS:
+                tally.used -= tally.written
+            tally.written = 0.0
+
+    def _roll(self, now: float) -> None:
+        """Begin new windows. If the clock was set back, go on with those before."""
+        for name, limit in self._limits.items():
+            tally = self._tallies[name]
+            if tally.start - CLOCKS_S <= now < tally.end:
+                continue
+            before, tally = self._before.get(name), self._begin(limit, now)
+            if before is not None and before.start == tally.start:
+                tally.used, tally.written = before.used, before.written
+
+    def _begin(self, limit: Limit, now: float) -> Tally:
+        """Begin the window of a time, and return its tally."""
+        old = self._before[limit.name] = self._tallies[limit.name]
+        new = self._tallies[limit.name] = Tally(*limit.window(now), others=None if old.others is None else 0.0)
+        if limit.unit == "tokens" and new.start == old.end:  # a debt that the store does not know of
+            new.used = max(0.0, min(old.used - old.written, (old.others or 0.0) + old.used - limit.value))
+        return new
+
+
+def _fits(limit: Limit, taken: float, needs: Needs, value: float | None = None) -> bool:
+    """Return whether a request may begin, after `taken` was used. The last request may exceed a budget. value: in place
+    of the limit's."""
+    need, value = needs.get(limit.unit), limit.value if value is None else value
+    if need is None:
+        return True
+    return taken < value if limit.is_cost else not need or taken + need <= value
+
+
+def _debt(limit: Limit, before: Window | None, start: float) -> float:
+    """Return how many tokens a new window begins with, because earlier ones had more than the limit. before: the newest
+    of them."""
+    if before is None or limit.unit != "tokens":
+        return 0.0
+    first, end = limit.window(before.start)
+    passed = round((start - first) / (end - first))
+    return max(0.0, before.taken() - limit.value * passed)
