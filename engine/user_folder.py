@@ -97,31 +97,23 @@ def refused(path: Path, why: str) -> PermissionError:
 
 
 def is_own_file(file: Path) -> bool:
-    """Return whether a path is a regular file of this user's: no link, no FIFO, and no file of somebody else's."""
+    """Return whether a path is a regular file of this user's with this name alone: no link, no FIFO, and no file of
+    somebody else's."""
     with suppress(OSError):
-        return _is_own_file(file.lstat())
+        found = file.lstat()
+        return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
     return False
-
-
-def _is_own_file(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 
 def private_file(file: Path) -> None:
     """Create a file that only this user can read, unless it is there. Raises PermissionError if it is a link, another
-    user's, or no regular file."""
+    user's, or no regular file. A file that is there is not opened: its end would take the locks of SQLite's."""
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        os.close(new_private_file(file, os.O_WRONLY))
+    except FileExistsError:
+        if not is_own_file(file):
             raise refused(file, "it is no file of this user's alone") from None
-        raise
-    try:
-        if not _is_own_file(os.fstat(descriptor)):
-            raise refused(file, "it is no file of this user's alone")
-        os.fchmod(descriptor, 0o600)
-    finally:
-        os.close(descriptor)
+        file.chmod(0o600)
 
 
 def new_private_file(path: str | Path, flags: int) -> int:

@@ -23,7 +23,7 @@ from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.openai.batches.files import Files
 from deployments.storage.key_value import StoreUnavailable
 from deployments.storage.memory import MemoryStore
-from deployments.storage.sqlite import SqliteStore
+from deployments.storage.sqlite import BESIDE, SqliteStore
 from engine.black_box import BlackBox
 from engine.config import EngineConfig
 from engine.core.tape.kept_tapes import KeptTapes
@@ -266,7 +266,7 @@ def test_nothing_is_written_into_a_folder_of_another_users(row, shared_place):
 @pytest.mark.parametrize("prepared", [link_to_an_own_file, hard_link_to_an_own_file, os.mkfifo])
 @pytest.mark.parametrize(("row", "name"), [
     ("`ingress.usage_dir`", "manta-usage-1970-01-01-i.csv"),
-    ("a SQLite file of `ingress.store`", "store.sqlite"),
+    *[("a SQLite file of `ingress.store`", f"store.sqlite{suffix}") for suffix in BESIDE],
 ])  # fmt: skip
 def test_a_file_that_was_prepared_is_replaced_or_refused_and_never_written_through(row, name, prepared, shared_place):
     """All other names are random."""

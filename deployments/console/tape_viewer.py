@@ -84,7 +84,10 @@ class TapeViewer:
     async def _ask(self, question: bytes) -> bytes:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(question + b"\n")
-        answer = await self._process.stdout.readline()
+        try:
+            answer = await self._process.stdout.readline()
+        except ValueError:
+            raise EngineUnavailable(f"the moment takes more than {MAX_ANSWER_BYTES} bytes to show") from None
         if not answer:
             raise EngineUnavailable("the process that replays the tape has ended; its log says why")
         return answer

@@ -25,6 +25,7 @@ LOCK_TIMEOUT_S = 2.0  # how long another ingress may lock the file
 TIMEOUT_S = 10.0  # of each call; more than LOCK_TIMEOUT_S
 MAX_CALLS = 256  # in one commit
 CLEAN_UP_S = 60.0  # between two removals of expired values
+BESIDE = ("", "-journal", "-wal", "-shm")  # ends of the names of all files that SQLite writes
 Call = tuple[Callable[[sqlite3.Connection], Any], "asyncio.Future[Any]"]
 
 
@@ -38,8 +39,10 @@ class SqliteStore(KeyValueStore):
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         try:
             given_folder(file.parent)
-            private_file(file)  # it contains prompts and answers, and so does its log, which gets the same mode
+            for suffix in BESIDE:  # they contain prompts and answers
+                private_file(file.with_name(file.name + suffix))
             self._database = _open(file, max_bytes)
+            file.with_name(f"{file.name}-journal").unlink(missing_ok=True)  # nobody uses it from now on
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("ingress.store", path, f"a writable SQLite file ({error})") from None
         self._cleaned_up_at = 0.0
