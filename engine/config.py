@@ -176,7 +176,8 @@ class EngineConfig:
     )
     num_threads: int | None = option(
         None,
-        "CPU threads per rank. Default: the cores that the process may use, divided among a machine's ranks.",
+        "CPU threads per rank. Default: the CPUs that the process may use, by affinity and by its container's quota, "
+        "divided among the machine's ranks without a GPU. Above eight CPUs, a server leaves one to its ingresses.",
     )
     tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
     expert_parallel: bool = option(

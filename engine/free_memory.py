@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.control_groups import group_folders, read_text
+
 GIB = 2**30
-ESCAPE = re.compile(r"\\([0-7]{3})")  # of blanks in /proc/self/mountinfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +36,18 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlGroups:
-    """One version of Linux's control groups, and its names for what memory uses."""
+class MemoryFiles:
+    """Names that one version of Linux's control groups has for limits, and for what memory uses."""
 
-    mounted: re.Pattern[str]  # type and options of its mount in /proc/self/mountinfo
-    member: re.Pattern[str]  # a process's line in /proc/self/cgroup
     limits: tuple[str, ...]
     used: str
     cached: tuple[str, ...]  # in `memory.stat`: pages of files, which are dropped when memory is short
 
 
-VERSIONS = (
-    ControlGroups(
-        re.compile(r"cgroup2 "),
-        re.compile(r"^0::(.*)$", re.M),
-        ("memory.max", "memory.high"),
-        "memory.current",
-        ("inactive_file", "active_file"),
-    ),
-    ControlGroups(
-        re.compile(r"cgroup .*\bmemory\b"),
-        re.compile(r"^\d+:(?:[^:\n]*,)?memory(?:,[^:\n]*)?:(.*)$", re.M),
-        ("memory.limit_in_bytes",),
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-)
+FILES = {
+    2: MemoryFiles(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+    1: MemoryFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
 
 
 def free_host_memory(root: Path = Path("/")) -> FreeMemory:
@@ -74,49 +61,24 @@ def free_host_memory(root: Path = Path("/")) -> FreeMemory:
 
 def _available(root: Path) -> int:
     """Return how many bytes Linux can hand out without swapping, those of cached files included."""
-    kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", _text(root / "proc/meminfo"), re.M)}
+    kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", read_text(root / "proc/meminfo"), re.M)}
     return 1024 * kib.get("MemAvailable", kib.get("MemFree", 0) + kib.get("Cached", 0))
 
 
 def _of_groups(root: Path) -> Iterator[FreeMemory]:
     """Yield what each limit of this process's control groups, and of those that contain them, leaves."""
-    member_of, mounts = _text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo").splitlines()
-    for version in VERSIONS:
-        for line in mounts:
-            mount, _, kind = line.partition(" - ")
-            if version.mounted.match(kind) and (own := version.member.search(member_of)):
-                top, point = (ESCAPE.sub(lambda code: chr(int(code[1], 8)), field) for field in mount.split(" ")[3:5])
-                yield from _of_folders(version, root, Path(point), _below(own[1], top))
-
-
-def _of_folders(version: ControlGroups, root: Path, point: Path, below: Path) -> Iterator[FreeMemory]:
-    for folder in [point / below, *(point / parent for parent in below.parents)]:
-        inside = root / folder.relative_to("/")
-        used = _number(inside / version.used)
-        stat = dict(line.split() for line in _text(inside / "memory.stat").splitlines() if len(line.split()) == 2)
-        cached = sum(int(stat.get(name, 0)) for name in version.cached)
-        for name in version.limits:
+    for version, folder in group_folders("memory", root):
+        inside, names = root / folder.relative_to("/"), FILES[version]
+        used = _number(inside / names.used)
+        stat = dict(line.split() for line in read_text(inside / "memory.stat").splitlines() if len(line.split()) == 2)
+        cached = sum(int(stat.get(name, 0)) for name in names.cached)
+        for name in names.limits:
             if used is not None and (limit := _number(inside / name)) is not None:
                 where = f"the container's memory limit of {limit / GIB:.2f} GiB, {folder / name}"
                 yield FreeMemory(max(0, limit - max(0, used - cached)), where)
 
 
-def _below(group: str, top: str) -> Path:
-    """Return a group's path below the group that is mounted. A container may see the name that its group has outside,
-    of which it has mounted only the last part."""
-    path = Path(group)
-    inside = path.relative_to(top) if path.is_relative_to(top) else Path()
-    return Path() if ".." in inside.parts else inside
-
-
 def _number(path: Path) -> int | None:
     """Return the number in a file; None if there is no file, or it says `max`."""
-    text = _text(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:  # another version of Linux or of control groups
-        return ""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -16,6 +16,7 @@ from engine.black_box import BLACK_BOX, box_path, remove_orphans
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from placement.console_log import LogConfig, log_to_console
+from placement.cpu_share import threads_on
 from placement.cuda_device import device_index
 from placement.rank_order import RACK_LABELS, RankLocation
 
@@ -101,11 +102,14 @@ class RankActor:
         _take_device(task.config)
         from engine.distributed.data_parallel_group import engine_group
 
-        group = engine_group(task.config, self._join(task, rank, rank_0))
-        engine, rank_of_engine = divmod(rank, task.config.num_ranks)
+        config = task.config
+        if not location.devices:
+            config = replace(config, num_threads=threads_on(location.node, config.num_threads))
+        group = engine_group(config, self._join(task, rank, rank_0))
+        engine, rank_of_engine = divmod(rank, config.num_ranks)
         if rank_of_engine == 0:
-            return self._lead(task.config, task.engines[engine], group, location.host)
-        self._follow(task.config, group, location.host)
+            return self._lead(config, task.engines[engine], group, location.host)
+        self._follow(config, group, location.host)
         return None
 
     def answer(self) -> None:

@@ -31,7 +31,7 @@ class PoolSection(Section):
     upscale_delay_s: float = Field(default=3.0, ge=0)  #: time for which more replicas must be desired continuously
     downscale_delay_s: float = Field(default=300.0, ge=0)  #: time for which fewer replicas must be desired continuously
     scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: time without work, if min_replicas is 0
-    num_cpus: float = Field(default=1.0, ge=0)  #: CPUs of each rank, and its threads unless `engine.num_threads` is set
+    num_cpus: float = Field(default=1.0, ge=0)  #: CPUs reserved for each rank; `engine.num_threads` compute
     num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each of `tensor_parallel` x `pipeline_parallel` ranks
     accelerator_type: str | None = Field(default=None, min_length=1)  #: GPU that a rank's node must have: `L4`
     label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have

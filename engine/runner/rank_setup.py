@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
+from engine.usable_cpus import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,6 @@ def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
 
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:
-    """Set torch's number of threads: the configured one, else at most this rank's share of the machine's cores."""
-    local_size = tp.all_engines.local_size
-    if config.num_threads or local_size > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // local_size)
-        torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))
+    """Set torch's number of threads: the configured one, else at most this rank's share of the CPUs that it may use."""
+    share = max(1, int(usable_cpus() / tp.all_engines.local_size))
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
