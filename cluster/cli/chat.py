@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from cluster.cli.bench.openai_client import OpenAIClient, StreamFailed
+from cluster.cli.bench.printable import printable
 from engine.errors import EngineUnavailable, RequestError
 
 TIMEOUT_S = 3600.0
@@ -88,11 +89,6 @@ class Conversation:
         return msgspec.json.encode(
             {"model": self.model, "messages": [*system, *self.messages, asked], **stream, **self.options}
         )
-
-
-def printable(text: str) -> str:
-    """Strip control characters, because an answer may contain escape sequences."""
-    return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def chat(url: str, model: str | None, system: str | None, api_key: str | None, options: dict[str, Any]) -> None:

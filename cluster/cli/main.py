@@ -230,16 +230,15 @@ def explain(
 
     Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
     """
-    from rich.console import Console
-
     from cluster.cli.bench.openai_client import fetch
+    from cluster.cli.bench.printable import PrintableConsole
     from cluster.cli.explain import show
 
     body = fetch(url, "/debug/requests", api_key, request_id)
     if as_json:
         print(body.decode())
     else:
-        show(body, Console(highlight=False, markup=False, emoji=False))
+        show(body, PrintableConsole(highlight=False, markup=False, emoji=False))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -386,7 +385,9 @@ def main() -> None:
     except typer.Abort:  # at a question
         sys.exit(1)
     except ServingError as error:
-        print(f"manta: {error}", file=sys.stderr)
+        from cluster.cli.bench.printable import printable
+
+        print(f"manta: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         if error.filename is None:  # not about a file, so not about one that the user has named

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
+
+from cluster.cli.bench.printable import PrintableConsole
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
     from cluster.cli.bench.offline import OfflineReport
@@ -102,7 +103,7 @@ def figure(value: float | None, decimals: int = 1) -> str:
 
 
 def show(*parts: Table | str) -> None:
-    console = Console(highlight=False, markup=False)
+    console = PrintableConsole(highlight=False, markup=False)
     for part in parts:
         # tables are cut to the terminal's width; text stays whole, for copying and for pipes
         console.print(part, soft_wrap=isinstance(part, str))

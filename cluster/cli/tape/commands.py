@@ -161,9 +161,9 @@ def _look(tape: EngineTape, at: str | None) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from cluster.cli.bench.printable import PrintableConsole
 
-    return Console(highlight=False, markup=False, emoji=False)
+    return PrintableConsole(highlight=False, markup=False, emoji=False)
 
 
 def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:

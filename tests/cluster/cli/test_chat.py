@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.cli.chat import ChatAnswer, printable
+from cluster.cli.chat import ChatAnswer
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
 from tests.processes import accept_sigint
 
@@ -148,7 +148,3 @@ def test_figures_of_an_answer_leave_out_what_is_not_known():
         ChatAnswer(tokens=5, first_s=1.0, seconds=3.0, id="c-1").figures
         == "5 tokens, 2.0 tokens/s, the first after 1.00 s, c-1"
     )
-
-
-def test_escape_sequences_in_an_answer_do_not_reach_the_terminal():
-    assert printable("a\x1b[2Jb\r\n\tc\x07é…") == "a[2Jb\n\tcé…"

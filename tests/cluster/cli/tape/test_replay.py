@@ -20,6 +20,7 @@ from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
 from engine.core.tape.file import pack_tapes, read_file, read_tapes
 from engine.core.tape.recorder import code_version
+from engine.core.tape.ring import EngineTape, Segment
 from engine.errors import InvalidParameter
 from tests.cluster.cli.tape.taped_engine import record
 
@@ -200,6 +201,18 @@ def test_an_error_of_this_version_names_no_other(of_another_version, file):
     result = CliRunner().invoke(app, ["replay", str(file), "--set", "max_num_seqs=8"])
     assert isinstance(result.exception, InvalidParameter), "a damaged tape can fail in any way"
     assert "AttributeError" in str(result.exception) and "another version" not in str(result.exception)
+
+
+def test_a_tape_that_was_made_to_do_harm_shows_its_texts_and_moves_no_cursor(tmp_path):
+    tape = EngineTape(
+        engine_id="e\x1b[2J", version="v\x1b]52;c;eA==\x07", wall_s=0, role="\x9b31m", reason="\x1bc",
+        segments=[Segment(0.0, b"cos\nsystem\n(S'true'\ntR.", b"", b"")],
+    )  # fmt: skip
+    (path := tmp_path / "evil.tape").write_bytes(pack_tapes([msgspec.msgpack.encode(tape)]))
+    for options in ([], ["--at", "1"], ["--request", "r"], ["--set", "max_num_seqs=8"]):
+        result = CliRunner().invoke(app, ["replay", str(path), *options], env={"COLUMNS": "200"})
+        assert result.exit_code == 1 and not set("\x1b\x07\x9b") & set(result.output)
+        assert result.exception is None or isinstance(result.exception, SystemExit | InvalidParameter)
 
 
 def test_a_router_of_another_version_is_refused(file, tmp_path):
