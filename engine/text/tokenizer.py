@@ -16,9 +16,11 @@ import jinja2
 import tokenizers
 
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.text.chat_template import render
 from engine.text.tokenizer_files import chat_template, decoder_steps, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
+MAX_REASON = 500  # characters of what a chat template says
 CUT_TOKENS = 64  # extra tokens kept when a text is cut before tokenizing, since tokens near the cut may differ
 
 
@@ -189,18 +191,14 @@ class Tokenizer:
         `add_generation_prompt` and `continue_final_message`.
         Raises RequestError if there is no template, or if it refuses the messages.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
-
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         variables = {"add_generation_prompt": True, **self._special_tokens, **kwargs}
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[messages], tools=tools, chat_template=self.chat_template, **variables
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
-        return rendered[0]
+            return render(self.chat_template, messages, tools, **variables)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:MAX_REASON]
+            raise RequestError(f"the model's chat template refuses the messages: {reason}", "messages") from error
 
     def token(self, token_id: int) -> str | None:
         """Return a token in the vocabulary's spelling; None for an unknown id."""
