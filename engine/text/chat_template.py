@@ -142,7 +142,7 @@ class _Bounded(NodeTransformer):
         if node.recursive:
             raise jinja2.TemplateSyntaxError("recursive loops are not supported", node.lineno)
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "counted")
+        node.iter = _filtered(cast("nodes.Expr", node.iter), "counted")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -151,7 +151,7 @@ class _Bounded(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_filtered(cast("nodes.Expr", each), "written") for each in node.nodes]
+        node.nodes = [_filtered(each, "written") for each in node.nodes]
         return node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:

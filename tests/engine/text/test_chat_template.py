@@ -138,7 +138,7 @@ def test_what_a_template_may_not_do_is_the_requests_error(source):
 
 @pytest.mark.parametrize(
     "attribute", ["raise_exception.__globals__", "(messages | map(attribute='__class__') | first)"]
-)  # noqa: E501
+)
 def test_what_is_inside_python_is_not_there(attribute):
     assert render("<{{ " + attribute + " }}>", MESSAGES, None) == "<>"
 
