@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 0.25
 """Seconds for which a request may wait for the store. Then the ingress spends its part of what is left by itself."""
+FIRST_TIMEOUT_S = 10.0
+"""The same for the first answer of the store, without which nothing can be spent: a disk may be busy while a server
+starts."""
 RETRY_S = 1.0
 """Seconds without the store, after it has not answered."""
 PLACE: Needs = {"parallel": 1.0}
@@ -288,7 +291,8 @@ class KeyQuota:
             return False
         key, ttl_s, lost = record_key(self.name), self._ttl_s(), False
         try:
-            async with asyncio.timeout(SYNC_TIMEOUT_S):
+            is_first = any(map(self.shared.is_unknown, self._all))
+            async with asyncio.timeout(FIRST_TIMEOUT_S if is_first else SYNC_TIMEOUT_S):
                 for _ in range(TRIES):
                     stored = await self._store.get(key)
                     asks = list(self._asks)

@@ -215,7 +215,7 @@ def test_an_encode_pool_stands_above_the_others(stage, page):
 
 
 def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the_cache_has_saved(page):
-    with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))) as stage:
+    with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",), admin_keys=("alice",))) as stage:
         stage.pool.token_s, stage.pool.cost = 0.0, SequenceCost(1.5, 0.5, 2.0)
         spent = {"requests": 6.0, "preemption": 1.0, "replay": 0.5, "handoff": 0.5, "overhead": 1.0, "idle": 1.0}
         stage.pool.more_stats = {"cost_s": spent}

@@ -453,6 +453,21 @@ class SlowStore(MemoryStore):
         return replaced
 
 
+async def test_the_first_request_of_a_key_waits_for_a_store_that_is_busy_and_later_ones_do_not(monkeypatch):
+    monkeypatch.setattr(key_quota, "SYNC_TIMEOUT_S", 0.01)
+    store = SlowStore()
+    store.answers.clear()
+    key = KeyQuota("small", KeyLimits(rpm_limit=10), store, "a", 1)
+    first = asyncio.create_task(key.take({"requests": 1.0}))
+    done, _ = await asyncio.wait([first], timeout=0.05)
+    assert not done
+    store.answers.set()
+    assert (await first).amounts == {"rpm_limit/1m": 1.0}
+    store.answers.clear()
+    for _ in range(9):
+        await key.take({"requests": 1.0})  # by itself, after 0.01 s
+
+
 async def test_a_place_that_comes_free_while_another_is_given_back_is_given_back_too():
     store = SlowStore()
     one = KeyQuota("small", KeyLimits(max_parallel_requests=2), store, "a", 2)
