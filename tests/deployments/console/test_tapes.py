@@ -90,3 +90,14 @@ async def test_a_replay_that_takes_too_long_ends_and_the_next_question_begins_an
     assert response.status_code == 503 and "takes more than" in response.json()["error"]["message"]
     monkeypatch.undo()
     assert (await look(api, file.name, position=3)).moment.position == 3
+
+
+async def test_a_disk_that_is_full_is_said_and_leaves_no_file(file, api, tmp_path, monkeypatch):
+    api.pool.tape_files = [file]
+    monkeypatch.setattr(tape_viewer.tempfile, "tempdir", str(tmp_path / "missing"))
+    response = await api.client.get(f"/console/tapes/{file.name}")
+    assert response.status_code == 503 and "the tape cannot be opened" in response.text
+    monkeypatch.setattr(tape_viewer.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tape_viewer.sys, "executable", str(tmp_path / "missing"))
+    response = await api.client.get(f"/console/tapes/{file.name}")
+    assert response.status_code == 503 and not list(tmp_path.iterdir())
