@@ -317,6 +317,10 @@ def test_a_key_is_asked_for_and_kept_for_the_session_only(page, browser):
             if key == "wrong":
                 expect(asked.get_by_role("alert")).not_to_be_empty(timeout=SLOW_MS)
         expect(page.locator("#pulse.live")).to_be_visible(timeout=SLOW_MS)
+        page.goto(f"{stage.url}#configuration")
+        expect(page.get_by_text("Only keys of ingress.admin_keys see the configuration.")).to_be_visible(
+            timeout=SLOW_MS
+        )
         assert "sk-a" not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
         forget = page.get_by_role("button", name="Forget key")
         expect(forget).to_be_visible(timeout=SLOW_MS)
@@ -365,6 +369,33 @@ def test_markup_in_tool_calls_and_in_what_tools_return_is_shown_as_text(stage, p
     expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(2, timeout=SLOW_MS)
     assert page.locator("main img, main script").count() == 0
     assert page.title() == "Manta · playground"
+
+
+def test_markup_in_names_of_keys_and_tapes_and_in_errors_is_shown_as_text(page, tmp_path):
+    name = "<img/src=x/onerror=document.title='owned'>"  # names of keys have no blanks
+    auth = AuthConfig(api_keys=(f"{name}:{hash_key('sk-a')}",), admin_keys=(name,))
+    with staged_cluster(auth=auth) as stage:
+        tape = record(tmp_path, "engine-1")
+        stage.pool.tape_files = [tape.rename(tape.with_name("<img src=x onerror=alert(1)>.tape"))]
+        stage.pool.token_s, stage.pool.cost = 0.0, SequenceCost(1.5, 0.5, 2.0)
+        page.goto(stage.url)
+        page.get_by_role("dialog", name="API key").get_by_label("Key").fill("sk-a")
+        page.keyboard.press("Enter")
+        ask(page)
+        expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
+        page.goto(f"{stage.url}#costs")
+        expect(page.locator(".costs tr", has_text=name)).to_contain_text("1.5 s", timeout=SLOW_MS)
+        page.goto(f"{stage.url}#tapes")
+        expect(page.get_by_role("link", name="onerror=alert(1)")).to_be_visible(timeout=SLOW_MS)
+        error = json.dumps({"error": {"message": MARKUP, "type": MARKUP, "param": None, "code": MARKUP}})
+        page.route("**/console/facts", lambda route: route.fulfill(body=error, content_type="application/json"))
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=f"data: {error}\n\n", status=200))
+        page.goto(f"{stage.url}#playground")
+        ask(page)
+        expect(page.get_by_text("onerror").first).to_be_visible(timeout=SLOW_MS)
+        assert page.locator("main img, main script").count() == 0
+        assert page.title() == "Manta · playground"
+        page.close()
 
 
 def test_the_browser_itself_refuses_markup_made_of_text_and_what_other_hosts_have(stage, browser):
