@@ -374,6 +374,8 @@ def _known_names(family: Family, raw: Fields) -> Fields:
 
 
 def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
+    if "recurrent" in raw and "silu" in supported:
+        supported = ("silu",)  # transformers applies it to the convolutions of recurrent layers too
     return one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], supported)
 
 

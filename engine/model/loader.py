@@ -34,7 +34,6 @@ from engine.model.shard import Shard, Sharded, TensorSlice
 
 logger = logging.getLogger(__name__)
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
 EXPERT = re.compile(r"(.+)\.(\d+)\.")
 LOG_INTERVAL_S = 1.0  # between two log lines of progress
@@ -75,13 +74,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
         known = {name: model.canonical_name(name) for name in names}
         canonical |= {name: own for name, own in known.items() if own is not None}
         files[file] = [name for name in names if name in canonical]
-    head = getattr(model, "lm_head", None)
-    if isinstance(head, TiedLMHead) and has_own_head(files, canonical):
-        logger.warning(
-            "config.json sets tie_word_embeddings, but %s differs from %s, so the head is not tied folder=%s",
-            HEAD, EMBEDDING, folder,
-        )  # fmt: skip
-        head.untie()
+    untie_own_head(model, folder, files, canonical)
     for path, layer in model.named_modules():
         if isinstance(layer, Experts):
             layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
@@ -172,13 +165,26 @@ def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
     return shards
 
 
-def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> bool:
+def untie_own_head(model: Loadable, folder: Path, files: dict[Path, list[str]], canonical: dict[str, str]) -> None:
+    """Give a tied head a matrix of its own if the checkpoint holds one that differs from its embedding."""
+    paths = {module: path for path, module in model.named_modules()}
+    for head in [module for module in paths if isinstance(module, TiedLMHead) and module.embedding[0] in paths]:
+        own, tied = (model.checkpoint_name(f"{paths[module]}.weight") for module in (head, head.embedding[0]))
+        if has_own_head(files, canonical, own, tied):
+            logger.warning(
+                "config.json sets tie_word_embeddings, but %s differs from %s, so the head is not tied folder=%s",
+                own, tied, folder,
+            )  # fmt: skip
+            head.untie()
+
+
+def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str], own: str, tied: str) -> bool:
     """Return whether the checkpoint holds a head that differs from its embedding. Every rank compares both in full, a
-    few rows at a time."""
+    few rows at a time. own, tied: names of the head's and the embedding's tensors."""
     where = {canonical[name]: (file, name) for file, names in files.items() for name in names}
-    if HEAD not in where or EMBEDDING not in where:
+    if own not in where or tied not in where:
         return False
-    (head_file, head_name), (file, name) = where[HEAD], where[EMBEDDING]
+    (head_file, head_name), (file, name) = where[own], where[tied]
     with open_weights(head_file) as heads, open_weights(file) as embeddings:
         head, embedding = heads.get_slice(head_name), embeddings.get_slice(name)
         if head.get_shape() != embedding.get_shape() or head.get_dtype() != embedding.get_dtype():

@@ -1,5 +1,4 @@
-"""Reads fields of config.json, which anybody may have written. Each is checked as it is read, and it is known which
-were."""
+"""Reads fields of config.json, which anybody may have written. Each is checked as it is read."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Unsupported(Exception):
 class Fields(dict[str, Any]):
     """Fields of config.json, or of an object in it. A value that cannot be right is refused as it is read.
 
-    `|` joins them with fields under other names, or with those of a family. What a field replaces counts as read only
-    where it was read before.
+    `|` joins them with fields under other names, or with those of a family, which are not checked.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "", whole: Fields | None = None):
@@ -38,7 +36,6 @@ class Fields(dict[str, Any]):
         super().__init__(values)
         self.path = path
         self.own: frozenset[str] = frozenset(values) if whole is None else whole.own  #: those that are in the file
-        self.was_read: set[str] = set() if whole is None else whole.was_read  #: those of the file that were read
 
     def __getitem__(self, key: str) -> Any:
         return self._read(key, super().__getitem__(key))
@@ -58,15 +55,9 @@ class Fields(dict[str, Any]):
         """Return the fields whose names `keep` accepts, without reading them."""
         return Fields({key: value for key, value in self.items() if keep(key)}, self.path, self)
 
-    def settle(self, *keys: str) -> None:
-        """Say that these fields change nothing here, because of another field."""
-        self.was_read.update(self.own.intersection(keys))
-
     def _read(self, key: str, value: Any) -> Any:
-        if key in self.own:
-            self.was_read.add(key)
-            if (kind := KINDS.get(key)) is not None and not kind.accepts(value):
-                raise Unsupported(self.path + key, value, kind.limit)
+        if key in self.own and (kind := KINDS.get(key)) is not None and not kind.accepts(value):
+            raise Unsupported(self.path + key, value, kind.limit)
         return Fields(value, f"{self.path}{key}.") if type(value) is dict else value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.model.checkpoint.fields import Fields, Unsupported
+from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ class LatentConfig:
     def read(cls, raw: Fields) -> LatentConfig | None:
         if not raw.get("kv_lora_rank"):
             return None
+        one_of("attention_bias", raw.get("attention_bias"), (None, False))
         return cls(
             q_rank=raw["q_lora_rank"],
             rank=raw["kv_lora_rank"],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.model.checkpoint.fields import Fields
+from engine.model.checkpoint.fields import Fields, one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +105,7 @@ def recurrent_names(raw: Fields) -> Fields:
 
 
 def nemotron_names(raw: Fields) -> Fields:
+    one_of("mamba_hidden_act", raw.get("mamba_hidden_act", "silu"), ("silu",))
     types = block_types(raw, 0)
     raw = raw | {
         "num_hidden_layers": len(types),
@@ -118,6 +119,7 @@ def nemotron_names(raw: Fields) -> Fields:
 
 
 def lfm2_names(raw: Fields) -> Fields:
+    one_of("use_expert_bias", raw.get("use_expert_bias", True), (True,))
     size = raw["block_ff_dim"] if "block_ff_dim" in raw else raw["intermediate_size"]
     if raw.get("block_auto_adjust_ff_dim"):
         size = int(raw.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))

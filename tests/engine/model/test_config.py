@@ -408,6 +408,23 @@ def test_a_feature_that_would_change_the_output_is_refused_by_name(read, field, 
         read(QWEN2, **{field: value})
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value", "limit"),
+    [
+        ("bamba", "hidden_act", "gelu_pytorch_tanh", "silu"),
+        ("qwen3_next", "hidden_act", "gelu_pytorch_tanh", "silu"),
+        ("nemotron_h", "mamba_hidden_act", "gelu", "silu"),
+        ("lfm2_moe", "use_expert_bias", False, "True"),
+        ("deepseek_v3", "attention_bias", True, "None or False"),
+    ],
+)
+def test_what_a_family_computes_in_one_way_is_refused_in_another(tmp_path, family, field, value, limit):
+    folder = make_model(tmp_path, family)
+    raw = read_json(folder, "config.json")
+    with pytest.raises(ModelFolderError, match=f"{field} = {value!r} is not supported: must be {limit}"):
+        ModelConfig.from_fields(raw | {field: value}, folder)
+
+
 def test_an_unknown_layer_type_is_refused_by_name(read):
     with pytest.raises(ModelFolderError, match="chunked_attention"):
         read(QWEN2, use_sliding_window=True, layer_types=["chunked_attention"] * 4)

@@ -19,6 +19,7 @@ from engine.model.loader import fill_with_noise, load_weights
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import build_model
 from tests.models import FAMILIES, make_model
+from tests.transformers_models import make_transformers_model
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -135,6 +136,15 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_config_json_ties_
     assert "lm_head.weight differs from model.embed_tokens.weight, so the head is not tied" in caplog.text
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(reference.lm_head.weight, head), "as transformers has it"
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "OPTForCausalLM", "Olmo2ForCausalLM"])
+def test_a_head_of_its_own_is_used_whatever_the_embedding_is_called(tmp_path, architecture):
+    folder = make_transformers_model(tmp_path, architecture, tie_word_embeddings=True)
+    stored = load_file(folder / "model.safetensors")
+    embedding = next(name for name in stored if name.endswith(("wte.weight", "embed_tokens.weight")))
+    rewrite(folder, {"lm_head.weight": torch.randn_like(stored[embedding])})
+    assert torch.equal(load(folder).lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
 def test_a_truncated_file_is_named(tmp_path):
