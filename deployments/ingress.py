@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.poison.named import Named
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
 from deployments.storage.config import StoreConfig
@@ -66,6 +68,10 @@ class IngressPeers(NoPeers):
     async def adapters_changed(self) -> None:
         """Tell the other ingresses that an adapter was loaded or unloaded."""
         await self._call("adapters_changed")
+
+    async def refuse(self, model: str, named: Named) -> None:
+        """Make all ingresses refuse something with which engines have ended."""
+        await self._call("refuse", model, named.digest, named.what)
 
     async def _call(self, *call: str) -> list[bytes]:
         """Call a method of all ingresses."""
@@ -111,6 +117,7 @@ class Ingress:
             ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note, info.tape_mib)
             for info, handles in zip(infos, pools, strict=True)
         ]
+        self._telling: set[asyncio.Task[None]] = set()
         self._models = {
             info.name: self._served_model(info, pool, images) for info, pool in zip(infos, engines, strict=True)
         }
@@ -159,6 +166,18 @@ class Ingress:
         own = self._telemetry.stats.ingress_id
         return [] if own == but else [tape for model in self._models.values() for tape in model.pool.own_tape(own)]
 
+    async def refuse(self, model: str, digest: str, what: str) -> bytes:
+        """Refuse something with which engines have ended, as this or another ingress has noticed. digest, what: as in
+        Named."""
+        if model in self._models:
+            self._models[model].frontend.poison.refuse(Named(digest, what), asyncio.get_running_loop().time())
+        return b""
+
+    def _tell_others(self, model: str, named: Named) -> None:
+        telling = asyncio.create_task(IngressPeers().refuse(model, named))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
     async def adapters_changed(self) -> bytes:
         """Note that another ingress has loaded or unloaded an adapter."""
         for table in self._adapter_tables:
@@ -178,7 +197,9 @@ class Ingress:
             from deployments.multimodal.image_loader import ImageLoader  # needs torch
 
             loader = ImageLoader.from_folder(Path(info.image_folder), images, tokenizer)
-        return ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
+        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
+        model.frontend.poison.tell_others = partial(self._tell_others, info.name)
+        return model
 
     async def _log_state(self) -> None:
         """Log `ready` once requests can be answered, since `serve run` never reports this. From then on, log totals."""

@@ -3,13 +3,14 @@
 An engine that ends by itself leaves behind what it was doing (engine/black_box.py): adapters that it read, grammars
 that it compiled, requests that it computed. All of these are suspects. An ingress sends one suspect at a time to an
 engine, until it has got a few tokens and is no suspect any more. If an engine ends by itself with it, it is poison:
-what it names is remembered and refused for POISON_S. Each ingress remembers for itself. Uses no clock and no socket.
+what it names is remembered and refused for POISON_S, by all ingresses that are up. Uses no clock and no socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from deployments.poison.named import Named, all_named
@@ -47,6 +48,8 @@ class Poison:
     """What one ingress remembers of one model's requests. Times are seconds on any one clock."""
 
     def __init__(self) -> None:
+        self.tell_others: Callable[[Named], None] = lambda named: None
+        """Called with what is refused from now on, so that other ingresses refuse it too."""
         self._refused: OrderedDict[str, float] = OrderedDict()  # by digest, until when
         self._suspects: OrderedDict[str, Suspicion] = OrderedDict()  # by digest
         self._tried: OrderedDict[str, None] = OrderedDict()  # ids of attempts that this ingress has tried apart
@@ -80,11 +83,16 @@ class Poison:
         known = self._suspects.get(named.digest)
         engines = {ended} if known is None or now >= known.until else {*known.engines, ended}
         _remember(self._suspects, named.digest, Suspicion(engines, now + POISON_S))
-        tried_alone = on_trial and not self._others_are_tried(doing)
+        tried_alone = on_trial and (len(engines) > 2 or not self._others_are_tried(doing))
         if len(engines) < 2 or not (tried_alone if named.is_own else on_trial or _is_only_name(doing)):
             return None
-        _remember(self._refused, named.digest, now + POISON_S)
+        self.refuse(named, now)
+        self.tell_others(named)
         return PoisonRequest(named.what, POISON_S)
+
+    def refuse(self, named: Named, now: float) -> None:
+        """Refuse this from now on for POISON_S."""
+        _remember(self._refused, named.digest, now + POISON_S)
 
     def _others_are_tried(self, doing: Doings) -> bool:
         """Return whether the engine that has ended also tried suspects of other ingresses. This ingress tries one at a

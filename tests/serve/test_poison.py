@@ -69,7 +69,8 @@ def server(tmp_path_factory, model_folder, adapters, killing) -> Iterator[ServeR
                 "decode": decode,
                 "lora": {"dynamic_folder": str(adapters)},
             }
-        ]
+        ],
+        "ingress": {"num_replicas": 2},
     }
     preloaded = f"{without_pandas.__name__},{killers.__name__}"
     environment = {killers.VARIABLE: str(killing), "RAY_preload_python_modules": preloaded}
@@ -130,10 +131,12 @@ def test_a_request_with_which_two_engines_end_is_refused_and_its_neighbours_are_
         assert f"two engines have ended while they {what}" in answer.json()["error"]["message"]
         assert [one.result(timeout=180)[:2] for one in streams] == expected
     started = time.monotonic()
-    again = httpx.post(f"{server.url}/v1/completions", json={**poison, "request_id": f"{name}x"}, timeout=60)
-    assert (again.status_code, again.json()["error"]["code"]) == (422, "poison_request")
-    assert time.monotonic() - started < 2
-    assert deaths(server) - before == 2
+    for _ in range(4):  # some of them come to the other ingress
+        again = httpx.post(f"{server.url}/v1/completions", json={**poison, "request_id": f"{name}x"}, timeout=60)
+        assert (again.status_code, again.json()["error"]["code"]) == (422, "poison_request")
+    assert time.monotonic() - started < 4
+    lost = deaths(server) - before
+    assert lost == 2 or (phase == "compute" and lost == 3), "unless both ingresses tried suspects in one engine"
 
 
 def test_who_is_killed_from_outside_twice_is_not_to_blame(server):

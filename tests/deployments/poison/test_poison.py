@@ -21,7 +21,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenBatch
-from tests.deployments.replicas.mortal_pool import Ingress, Outcome, answer, ingress, listen
+from tests.deployments.replicas.mortal_pool import Heard, Ingress, Outcome, answer, ingress, listen
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 SQL = LoRARequest("sql", "/adapters/sql", "d1")
@@ -39,6 +39,7 @@ class Engines:
     def __init__(self, reply_to: str, size: int, ends: Callable[[GenerateRequest, int], bool], outside: bool = False):
         """outside: whether something else has killed it."""
         self.num_ended = 0
+        self.heard: dict[str, Heard] | None = None  #: if given, no request is far ahead of what its client has
         self.attempts: list[str] = []
         self._ends, self._outside = ends, outside
         self._engines: list[dict[str, tuple[GenerateRequest, asyncio.Future[None]]]] = [{} for _ in range(size)]
@@ -59,6 +60,8 @@ class Engines:
                 batch = TokenBatch(engine_id="e", commands_to="tcp://127.0.0.1:9", step=0, deltas=[delta])
                 await self._socket.send(msgspec.msgpack.encode(batch))
                 await asyncio.sleep(0.001)
+                while self.heard is not None and len(self.heard[name.partition(".")[0]].token_ids) < delta.position - 5:
+                    await asyncio.sleep(0.001)
         finally:
             engine.pop(name, None)
 
@@ -89,8 +92,9 @@ def no_waiting(monkeypatch):
 
 
 async def heard(one: Ingress, engines: Any, message: GenerateRequest, **options: Any) -> Outcome | BaseException:
+    so_far = {} if engines.heard is None else engines.heard
     try:
-        return await listen(one.generation([message], engines, **options), [message], {})
+        return await listen(one.generation([message], engines, **options), [message], so_far)
     except ServingError as error:
         return error
 
@@ -144,6 +148,7 @@ async def test_who_survives_its_trial_is_no_suspect_any_more():
 
     async with ingress() as one:
         engines = Engines(one.channel.address, 1, ends)
+        engines.heard = {}
         assert tokens(await heard(one, engines, request("unlucky"))) == [
             d.token_ids[0] for d in answer(request("unlucky"))
         ]
@@ -175,12 +180,15 @@ async def test_one_suspect_at_a_time_is_tried():
 
 def remembered(bad: GenerateRequest, now: float) -> Poison:
     """The memory of an ingress after two engines have ended with this request."""
-    memory = Poison()
+    other, memory = Poison(), Poison()
+    memory.tell_others = lambda named: other.refuse(named, now)
     for engine in "ab":
         doing = [(ended_key(engine), 0.0), (compute_key(bad.request_id), 1.0)]
         named = suspected(bad, bad.request_id, doing, began=False)
         assert named is not None
         assert (memory.blame(named, doing, engine == "b", now) is None) == (engine == "a")
+    with pytest.raises(PoisonRequest):
+        other.check(bad, now)
     return memory
 
 
