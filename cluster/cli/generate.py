@@ -110,7 +110,7 @@ def answers_line(line: bytes, index: int) -> bool:
     """Return whether this output line answers input line `index`."""
     try:
         return msgspec.json.decode(line, type=Index).index == index
-    except msgspec.MsgspecError:
+    except ValueError:
         return False
 
 
@@ -129,7 +129,7 @@ def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], 
             try:
                 line = parse_line(lines[index])
                 request, params = to_request(llm, index, line, defaults)
-            except (ServingError, msgspec.MsgspecError) as error:
+            except (ServingError, ValueError) as error:
                 refused.append(OutputLine(index=index, id=line.get("id"), error=str(error)))
                 continue
             ids[request.request_id] = (index, line.get("id"))

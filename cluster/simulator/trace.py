@@ -152,7 +152,7 @@ def _of_json(path: Path) -> list[_Line]:
             try:
                 if line.strip():
                     lines.append(decoder.decode(line))
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
                 raise InvalidParameter(f"{path}:{number}", line[:80], f"a request ({error})") from None
     return lines
 

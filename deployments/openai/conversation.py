@@ -208,7 +208,7 @@ def image_parts(messages: list[Message]) -> Iterator[tuple[str, ImagePart]]:
 def parse_arguments(arguments: str) -> dict[str, Any] | str:
     try:
         found = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
 

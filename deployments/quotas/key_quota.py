@@ -14,8 +14,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import msgspec
-
 from deployments.billing.bill import Bill, Used
 from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
 from deployments.quotas.limits import KeyLimits, Limit, Unit
@@ -322,7 +320,7 @@ class KeyQuota:
         self._num_proposals += 1
         try:
             return self.shared.propose(stored, self._wall(), [ask.needs for ask in asks])
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise StoreUnavailable(f"the record of API key {self.name!r} cannot be read ({error})") from error
 
     def _exceeded(self, limit: Limit) -> QuotaExceeded:

@@ -67,7 +67,7 @@ class KeyValueStore(ABC):
             if value != sealed(value[CHECKSUM_BYTES:]):
                 raise msgspec.DecodeError("its checksum is wrong")
             return decode(value[CHECKSUM_BYTES:])
-        except msgspec.DecodeError as error:  # corrupt, or written by another version
+        except ValueError as error:  # corrupt, perhaps no UTF-8, or written by another version
             self.errors["corrupt"] += 1
             logger.error("stored value corrupt key=%s reason=%s", key, error)
             raise StoredValueCorrupt(key) from error

@@ -110,7 +110,7 @@ def open_hold(sealer: Sealer, name: bytes, sealed: bytes) -> SavedHold:
     """Decrypt and return a hold. Raises Unsealable."""
     try:
         return msgspec.msgpack.decode(sealer.open(name, sealed), type=SavedHold)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise Unsealable(f"of another version ({error})") from error
 
 

@@ -55,6 +55,7 @@ def test_prompts_of_a_file_may_have_fewer_ids_than_pieces(tmp_path):
     "line",
     [
         "{",
+        '{"timestamp": 0, "input_length": 5, "output_length": 1, "session_id": "\xff"}',
         '{"timestamp": 0, "input_length": 5}',
         '{"timestamp": 0, "input_length": 0, "output_length": 1}',
         '{"timestamp": -1, "input_length": 5, "output_length": 1}',
@@ -63,7 +64,7 @@ def test_prompts_of_a_file_may_have_fewer_ids_than_pieces(tmp_path):
 )
 def test_a_bad_line_of_a_file_is_named(tmp_path, line):
     path = tmp_path / "t.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1}\n' + line)
+    path.write_bytes(b'{"timestamp": 0, "input_length": 5, "output_length": 1}\n' + line.encode("latin-1"))
     with pytest.raises(InvalidParameter, match=r"t\.jsonl:2"):
         Trace.read(path)
 

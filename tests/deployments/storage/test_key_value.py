@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from deployments.storage import config as config_module
 from deployments.storage import redis as redis_module
 from deployments.storage import sqlite as sqlite_module
 from deployments.storage.config import StoreConfig, open_store
-from deployments.storage.key_value import KeyValueStore, StoreUnavailable
+from deployments.storage.key_value import KeyValueStore, StoredValueCorrupt, StoreUnavailable, sealed
 from deployments.storage.memory import MemoryStore
 from deployments.storage.redis import RedisStore
 from deployments.storage.sqlite import SqliteStore
@@ -182,6 +183,17 @@ async def test_no_lease_is_taken_before_its_holder_has_stored_it_again_in_a_redi
         redis.kill()
         redis.start()
         assert not await Lease(idle, "job").take(await idle.settled())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xc1", b"\xa1\xff", b"\x92\x01\x02"], ids=["empty", "no type", "no UTF-8", "list"]
+)
+def test_a_value_that_another_version_has_written_is_told_from_one_that_is_missing(content):
+    """Text that is no UTF-8 was an internal error."""
+    store = MemoryStore(2**20)
+    with pytest.raises(StoredValueCorrupt, match="the stored value a key cannot be read"):
+        store.unsealed("a key", sealed(content), msgspec.msgpack.Decoder(str).decode)
+    assert store.errors["corrupt"] == 1
 
 
 async def test_redis_forgets_a_response_after_its_time(redis):

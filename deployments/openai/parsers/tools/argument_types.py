@@ -27,7 +27,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
     for candidate in (text.strip(), _python_literal(text) if types & {"array", "object"} else ""):
         try:
             kind = _kind(msgspec.json.decode(candidate))
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             continue
         if not types or "string" not in types or kind in types or (kind == "integer" and "number" in types):
             return candidate

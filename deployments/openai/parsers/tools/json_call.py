@@ -153,6 +153,6 @@ def json_object(text: str) -> dict[str, Any] | None:
     """Return the decoded object; None if `text` is not a JSON object."""
     try:
         found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
