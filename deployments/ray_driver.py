@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -51,6 +52,7 @@ RAYS_LIMITS = {
 }
 NODE_INTERVAL_S = 0.1
 KILL_LIMIT_S = 30.0
+LAST_ANSWERS_S = 10.0  # for ingresses to end once no engine is left: what still waits there will never be computed
 DASHBOARD_LIMIT_S = 60.0  # that the dashboard's start waits for models to load
 STARTING = ("NOT_STARTED", "DEPLOYING")  # of Serve's ApplicationStatus
 
@@ -300,11 +302,38 @@ def _shutdown() -> None:
         return
     client = serve.context._get_global_client(raise_if_no_controller_running=False)
     if client is not None:
+        ingresses, engines = _replicas(client)
+        deadline, kill_at = time.monotonic() + _drain_limit(client), math.inf
         client.delete_apps(list(serve.status().applications), blocking=False)
-        deadline = time.monotonic() + _drain_limit(client)
         while serve.status().applications and time.monotonic() < deadline:
+            if kill_at == math.inf and not any(map(_lives, engines)):
+                kill_at = time.monotonic() + LAST_ANSWERS_S
+            if time.monotonic() >= kill_at:
+                for name in filter(_lives, ingresses):
+                    logger.warning("%s is killed: no engine is left for the requests that it still has", name)
+                    with suppress(ValueError, RayError):  # it has just ended
+                        ray.kill(ray.get_actor(name, namespace=SERVE_NAMESPACE))
             time.sleep(STATUS_INTERVAL_S)
     serve.shutdown()
+
+
+def _replicas(client: ServeControllerClient) -> tuple[list[str], list[str]]:
+    """Return the names of the actors of all ingresses, and of all replicas with engines."""
+    from deployments.ray_compat import INGRESS
+
+    names: tuple[list[str], list[str]] = [], []
+    for application in client.get_serve_details()["applications"].values():
+        for deployment, details in application["deployments"].items():
+            names[deployment != INGRESS].extend(replica["actor_name"] for replica in details["replicas"])
+    return names
+
+
+def _lives(actor_name: str) -> bool:
+    try:
+        ray.get_actor(actor_name, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def _drain_limit(client: ServeControllerClient) -> float:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
+from ray import serve
 from ray._private.node import Node
 from ray._private.ray_logging import WorkerStandardStreamDispatcher
 
@@ -80,3 +82,49 @@ def test_the_viewer_is_given_the_events_of_rays_autoscaler_and_not_its_table_of_
     dispatcher.emit({"pid": 7, "lines": ["Total Usage:"]})
     assert viewer.lines[-2:] == ["Adding 1 node(s) of type gpu.", "Total Usage:"]
     assert viewer.lines.count("Total Usage:") == 1
+
+
+class Deleted:
+    """Serve while an application is deleted, of which an ingress never ends by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engines_for: int):
+        """engines_for: looks at the status for which an engine lives on."""
+        self.looks, self.killed, self.is_shut_down = 0, list[tuple[str, int]](), False
+        self._engines_for = engines_for
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "get_actor", self.get_actor)
+        monkeypatch.setattr(ray, "kill", lambda name: self.killed.append((name, self.looks)))
+        monkeypatch.setattr(serve.context, "_get_global_client", lambda **_: self)
+        monkeypatch.setattr(serve, "status", self.status)
+        monkeypatch.setattr(serve, "shutdown", lambda: setattr(self, "is_shut_down", True))
+        monkeypatch.setattr(ray_driver, "STATUS_INTERVAL_S", 0.0)
+        monkeypatch.setattr(ray_driver, "LAST_ANSWERS_S", 0.0)
+
+    def get_actor(self, name: str, namespace: str) -> str:
+        if "decode" in name and self.looks > self._engines_for:
+            raise ValueError(name)
+        return name
+
+    def delete_apps(self, names: list[str], blocking: bool) -> None:
+        """From now on Serve tells no replicas."""
+        self.get_serve_details = dict
+
+    def status(self) -> SimpleNamespace:
+        self.looks += 1
+        return SimpleNamespace(applications={} if self.killed else {"manta": None})
+
+    def get_serve_details(self) -> dict[str, Any]:
+        config = {"graceful_shutdown_timeout_s": 600.0}
+        deployments = {
+            name: {"deployment_config": config, "replicas": [{"actor_name": f"{name}#{i}"} for i in range(2)]}
+            for name in ("ingress", "decode-m")
+        }
+        return {"applications": {"manta": {"deployments": deployments}}}
+
+
+def test_ctrl_c_waits_for_engines_and_not_for_requests_that_none_is_left_to_compute(monkeypatch):
+    deleted = Deleted(monkeypatch, engines_for=4)
+    ray_driver._shutdown()
+    assert [name for name, _ in deleted.killed] == ["ingress#0", "ingress#1"]
+    assert {looks for _, looks in deleted.killed} == {5}, "once, and as soon as no engine is left"
+    assert deleted.is_shut_down
