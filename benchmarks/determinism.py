@@ -145,18 +145,18 @@ def scenarios(
         yield Scenario("moved", answers(moved), [answer[k:] for answer, k in zip(alone, kept, strict=True)], every)
     with engine(max_num_seqs=BATCH) as llm:
         started = time.process_time()
-        outputs = llm.generate(prompts, params, progress=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         yield Scenario(f"in batches of {BATCH}", answers(outputs), alone, every, time.process_time() - started)
     with engine(max_num_seqs=1, max_num_batched_tokens=CHUNK) as llm:
         cut = [len(prompt) > CHUNK for prompt in prompts]
         yield Scenario(f"in chunks of {CHUNK}", answers(one_by_one(llm, prompts, params)), alone, cut)
     with engine(enable_prefix_caching=True) as llm:
-        llm.generate(prompts, sampling(0, 1), progress=False)
+        llm.generate(prompts, sampling(0, 1), use_tqdm=False)
         outputs = one_by_one(llm, prompts, params)
         yield Scenario("prefix cached", answers(outputs), alone, [output.num_cached_tokens > 0 for output in outputs])
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:BATCH])  # none is left for their answers
     with engine(max_num_seqs=BATCH, num_blocks=blocks) as llm:
-        outputs = llm.generate(prompts, params, progress=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         yield Scenario(
             "preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs]
         )
@@ -166,7 +166,7 @@ def scenarios(
         yield Scenario("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
     for size in ranks:
         with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
-            yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
+            yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, use_tqdm=False)), alone, every)
     for size in (1, *ranks) if cfg.recurrent is None else (1,):  # states go between ranks of one number
         config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
         found, received = with_prefill_engine(config, size, prompts, params)
@@ -181,7 +181,7 @@ def sampling(index: int, tokens: int) -> SamplingParams:
 def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
     """Compute each request alone."""
     pairs = zip(prompts, params, strict=True)
-    return [output for prompt, own in pairs for output in llm.generate([prompt], own, progress=False)]
+    return [output for prompt, own in pairs for output in llm.generate([prompt], own, use_tqdm=False)]
 
 
 def with_prefill_engine(

@@ -119,7 +119,7 @@ def open_manta(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
     from engine import LLM
 
     with LLM(str(folder), dtype=dtype, num_threads=threads, device="cpu") as llm:
-        yield lambda texts: [output.outputs.embedding for output in llm.embed(texts, progress=False)], time.process_time
+        yield lambda texts: [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)], time.process_time
 
 
 @contextmanager

@@ -193,7 +193,7 @@ class Questioner:
         for number in range(OTHERS):
             ids = random_ids(self._rng, self.prompt_tokens, self._vocab_size)
             for llm in list(texts)[:: 1 if (seed + number) % 2 else -1]:  # each goes first in half of the pairs
-                texts[llm].append(self._timed(partial(llm.generate, ids, self._params, progress=False)))
+                texts[llm].append(self._timed(partial(llm.generate, ids, self._params, use_tqdm=False)))
         found = ([first], later, behind, texts[self._sees], texts[self._reads])
         return dict(zip(KINDS, found, strict=True))
 
@@ -201,7 +201,7 @@ class Questioner:
         def chat() -> list[RequestOutput]:
             image = {"type": "image", "image": decode(file, "image", self._side**2)}
             content = [{"type": "text", "text": before}, image, {"type": "text", "text": question}]
-            return self._sees.chat([{"role": "user", "content": content}], self._params, progress=False)
+            return self._sees.chat([{"role": "user", "content": content}], self._params, use_tqdm=False)
 
         return self._timed(chat)
 

@@ -35,7 +35,7 @@ from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
 from engine.multimodal.image import decode
 from engine.multimodal.processor import ImageProcessor
-from engine.offline.llm import ImagePrompt
+from engine.offline.prompts import ImagePrompt
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add

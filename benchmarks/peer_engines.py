@@ -54,13 +54,13 @@ class Manta:
 
     def answer(self, requests: list[Request]) -> list[list[int]]:
         params = [self._params(temperature=t, max_tokens=count, ignore_eos=True) for _, count, t in requests]
-        outputs = self._llm.generate([prompt for prompt, _, _ in requests], params, progress=False)
+        outputs = self._llm.generate([prompt for prompt, _, _ in requests], params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
     def stream(self, request: Request) -> list[float]:
         prompt, count, temperature = request
         params = self._params(temperature=temperature, max_tokens=count, ignore_eos=True)
-        times = self._llm.generate([prompt], params, progress=False)[0].outputs[0].times
+        times = self._llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].times
         pace = (times.finished_s - times.first_token_s) / (count - 1)
         return [times.first_token_s + pace * i for i in range(count)]
 

@@ -78,7 +78,7 @@ def measure(
 def time_of(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
     """CPU time and time on the clock, in seconds."""
     started = time.process_time(), time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len), progress=False)
+    llm.generate(prompts, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len), use_tqdm=False)
     return time.process_time() - started[0], time.perf_counter() - started[1]
 
 
@@ -91,7 +91,7 @@ def compare(engines: dict[str | None, LLM], words: int) -> dict[str | None, tupl
     texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     found = {}
     for method, llm in engines.items():
-        outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
+        outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         rows = [
             row
             for output, prompt in zip(outputs, prompts, strict=True)
@@ -105,7 +105,7 @@ def compare(engines: dict[str | None, LLM], words: int) -> dict[str | None, tupl
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), progress=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -153,7 +153,7 @@ class _Embed(_Engine):
 
     def _embeddings(self, prompts: list[Any]) -> list[RowResult]:
         try:
-            outputs = self.llm.embed(prompts, progress=False)
+            outputs = self.llm.embed(prompts, use_tqdm=False)
         except RequestError as error:  # raised before any of them is computed
             return [error] if len(prompts) == 1 else [self._embeddings([prompt])[0] for prompt in prompts]
         return [{"embeddings": o.outputs.embedding, "num_input_tokens": len(o.prompt_token_ids)} for o in outputs]
@@ -185,7 +185,7 @@ class _Generate(_Engine):
     def _run(self) -> None:
         """Answer rows until none are left, in the only thread that uses the engine."""
         try:
-            for output in self.llm.run(self, progress=False):
+            for output in self.llm.run(self, use_tqdm=False):
                 self._open.pop(output.request_id)(_answer(output))
         except Exception as error:  # noqa: BLE001  a step has failed: raised where answers are awaited
             for done in self._open.values():

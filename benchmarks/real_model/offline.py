@@ -53,7 +53,7 @@ def perplexity(llm: LLM, tokens: int) -> tuple[float, float]:
     """Return the perplexity, and the share of tokens that are the likeliest in their place."""
     ids = [token for text in documentation() for token in llm.tokenizer.encode(text)][:tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids) - 1, WINDOW)]
-    answers = llm.generate(windows, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), progress=False)
+    answers = llm.generate(windows, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     found = [entry for answer in answers for entry in answer.prompt_logprobs or [] if entry is not None]
     loss = -sum(entry.logprob for entry in found) / len(found)
     return math.exp(loss), sum(entry.rank == 1 for entry in found) / len(found)
@@ -96,7 +96,7 @@ def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
 
 
 def answer(llm: LLM, text: str, params: SamplingParams) -> RequestOutput:
-    (output,) = llm.chat(user(text), params, progress=False)
+    (output,) = llm.chat(user(text), params, use_tqdm=False)
     return output
 
 
@@ -113,7 +113,7 @@ def chats(model: str, number: int) -> Iterator[Row]:
 
     def among_others(**options: Any) -> list[RequestOutput]:
         with LLM(model, **OPTIONS | {"max_num_seqs": BATCH} | options) as llm:
-            return llm.chat(asked, params, progress=False)
+            return llm.chat(asked, params, use_tqdm=False)
 
     def compared(name: str, outputs: list[RequestOutput], begun: bool = False) -> Row:
         wanted = [tokens[len(tokens) // 2 if begun else 0 :] for tokens in alone]
@@ -121,14 +121,14 @@ def chats(model: str, number: int) -> Iterator[Row]:
         return name, str(number), str(others), str(sum(map(len, wanted)))
 
     with LLM(model, **OPTIONS, enable_prefix_caching=False) as llm:
-        alone = [tokens_of(llm.chat(chat, own, progress=False)[0]) for chat, own in zip(asked, params, strict=True)]
+        alone = [tokens_of(llm.chat(chat, own, use_tqdm=False)[0]) for chat, own in zip(asked, params, strict=True)]
         prompts = [llm.tokenizer.apply_chat_template(chat) for chat in asked]
         yield "alone", str(number), "", str(sum(map(len, alone)))
         # as when another engine goes on with them
         begun = [[*prompt, *tokens[: len(tokens) // 2]] for prompt, tokens in zip(prompts, alone, strict=True)]
         rest = [msgspec.structs.replace(own, max_tokens=CHAT_TOKENS - len(tokens) // 2)
                 for own, tokens in zip(params, alone, strict=True)]  # fmt: skip
-        yield compared("replayed from their middle", llm.generate(begun, rest, progress=False), begun=True)
+        yield compared("replayed from their middle", llm.generate(begun, rest, use_tqdm=False), begun=True)
     yield compared(f"in batches of {BATCH}, prefixes cached", among_others())
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:CHUNK])  # none is left for their answers
     outputs = among_others(

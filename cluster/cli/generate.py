@@ -135,7 +135,7 @@ def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], 
             ids[request.request_id] = (index, line.get("id"))
             yield request, params
 
-    for output in llm.run(jobs(), total=len(lines) - first, progress=progress):
+    for output in llm.run(jobs(), total=len(lines) - first, use_tqdm=progress):
         yield from refused
         refused.clear()
         index, name = ids.pop(output.request_id)

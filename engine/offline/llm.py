@@ -8,19 +8,15 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import GPU_DEFAULTS, EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
-from engine.core.scheduler import NOT_FINITE
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup, group_options
@@ -30,16 +26,12 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
-from engine.offline.outputs import (
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
+from engine.offline.arguments import named
+from engine.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from engine.offline.pooling import OfflinePooling
+from engine.offline.progress_bar import progress_bar
+from engine.offline.prompts import ImagePrompt, ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
-from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
@@ -55,15 +47,6 @@ if TYPE_CHECKING:
     from engine.offline.engine_group import Answer, EngineGroup
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePrompt:
-    """Token ids, with the images that placeholders among them stand for."""
-
-    token_ids: list[int]
-    mm_features: list[MultiModalFeatureSpec]
-
-
-Prompt = str | list[int]
 Message = dict[str, Any]
 
 
@@ -103,6 +86,9 @@ class LLM:
         self._ranks: RankProcesses | None = None
         self._core = self._start()
         self._numbers = itertools.count()
+        self._pooling = OfflinePooling(
+            self._core, self.config, self.tokenizer, self._model_config.supported_tasks, self._numbers
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -143,54 +129,86 @@ class LLM:
         """Return the state of the engine; with `data_parallel`, that of the first."""
         return self._core.stats()
 
+    @named
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = True,
+        use_tqdm: bool = True,
         lora_request: LoRARequests = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or token ids). Returns one result per prompt, in order.
+        """Continue each prompt (a text, token ids, or vLLM's TextPrompt or TokensPrompt). Returns one result per
+        prompt, in order.
 
-        sampling_params, lora_request: one for all prompts, or one for each.
+        sampling_params, lora_request: one for all prompts, or one for each. use_tqdm: whether to show a progress bar.
+        priority: one number for each prompt, of which smaller ones run first; needs `scheduling_policy="priority"`.
         Raises RequestError, before anything is computed, if any request cannot be served.
         """
-        return self._generate(_as_list(prompts), sampling_params, progress, lora_request)
+        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, lora_request, priority)
 
     def _generate(
         self,
-        prompts: Sequence[Prompt | ImagePrompt],
+        prompts: Sequence[ParsedPrompt | ImagePrompt | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        use_tqdm: bool,
         lora_requests: LoRARequests,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
         columns = zip(prompts, params, adapters, strict=True)
-        requests = [self.request(prompt, p, lora_request=lora) for prompt, p, lora in columns]
+        requests = [self._request(prompt, p, lora_request=lora) for prompt, p, lora in columns]
+        for request, first in zip(requests, self._priorities(priority, len(requests)), strict=True):
+            request.priority = first
         for request, p in zip(requests, params, strict=True):
             self.check(request, p)
         jobs = zip(requests, params, strict=True)
-        by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), progress=progress)}
+        by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), use_tqdm=use_tqdm)}
         return [by_id[request.request_id] for request in requests]
 
+    def _priorities(self, priority: Sequence[int] | None, count: int) -> Sequence[int]:
+        if priority is None:
+            return [0] * count
+        if len(priority) != count:
+            raise RequestError(f"priority has {len(priority)} entries for {count} prompts", "priority")
+        if any(priority) and self.config.scheduling_policy != "priority":
+            raise InvalidParameter("priority", list(priority), 'left out without LLM(scheduling_policy="priority")')
+        return priority
+
+    @named
     def chat(
         self,
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = True,
+        use_tqdm: bool = True,
         lora_request: LoRARequests = None,
-        **template_arguments: Any,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages), or several, using the model's chat template.
 
         A message's content may contain images: parts of the form `{"type": "image", "image": <PIL.Image>}`.
         Without sampling_params, an answer can be as long as the context allows.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer. continue_final_message: whether
+        the answer continues the last message instead of answering it. tools: functions that the model may call, in
+        OpenAI's form. chat_template_kwargs: further variables of the template.
         """
+        if add_generation_prompt and continue_final_message:
+            limit = "False with add_generation_prompt, because an answer cannot both begin and continue a message"
+            raise InvalidParameter("continue_final_message", True, limit)
+        variables = {
+            **(chat_template_kwargs or {}),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._chat_prompt(list(c), template_arguments) for c in conversations]
-        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress, lora_request)
+        prompts = [self._chat_prompt(list(c), variables) for c in conversations]
+        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), use_tqdm, lora_request)
 
     def _chat_prompt(self, messages: list[Message], template_arguments: dict[str, Any]) -> ImagePrompt | list[int]:
         contents = [message.get("content") for message in messages]
@@ -200,25 +218,29 @@ class LLM:
             return self.tokenizer.apply_chat_template(messages, **template_arguments)
         if self._model_config.vision is None:
             raise InvalidParameter("messages", Described("an image"), "text, because this model reads no images")
+        return self._with_images(self.tokenizer.render_chat_template(messages, **template_arguments), images)
+
+    def _with_images(self, text: str, images: list[Any]) -> ImagePrompt:
+        """Return the prompt of a text, with one image for each placeholder in it."""
+        vision = self._model_config.vision
+        assert vision is not None
         if self._image_processor is None:
             from engine.multimodal.processor import ImageProcessor
 
             folder = engine_folder(self.config)
-            self._image_processor = ImageProcessor.from_folder(
-                folder, json.loads(self._model_config.vision.transformers), self.tokenizer
-            )
+            self._image_processor = ImageProcessor.from_folder(folder, json.loads(vision.transformers), self.tokenizer)
         processor = self._image_processor
         found = [processor.process(image.convert("RGB"), f"images[{i}]") for i, image in enumerate(images)]
-        text = self.tokenizer.render_chat_template(messages, **template_arguments)
         return ImagePrompt(*processor.place(text, found, self.max_model_len))
 
+    @named
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
         prompt_name: str | None = None,
-        progress: bool = True,
+        use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt (text, or token ids), in order.
@@ -227,52 +249,33 @@ class LLM:
         file's default prompt, if it has one. Raises RequestError, before anything is computed, if any prompt cannot be
         served, and EngineError if an embedding is not finite.
         """
-        jobs = self._pooling_prompts().embed(_as_list(prompts), pooling_params or PoolingParams(), prompt_name)
-        return [
-            EmbeddingRequestOutput(
-                delta.request_id, job.token_ids, EmbeddingOutput(_numbers(delta).tolist()), delta.num_cached_tokens
-            )
-            for job, delta in zip(jobs, self._pool(jobs, progress, lora_request), strict=True)
-        ]
+        parsed = parse_prompts(prompts)
+        return self._pooling.embed(parsed, pooling_params or PoolingParams(), prompt_name, use_tqdm, lora_request)
 
+    @named
     def score(
         self,
-        query: str,
-        documents: str | Sequence[str],
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
         *,
         instruction: str | None = None,
-        progress: bool = True,
+        use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each document fits the query, in the order of the documents.
+        """Return how well each document (`data_2`) fits the query (`data_1`), or its own query if there are as many
+        queries as documents, in the order of the documents.
 
         A reranker reads query and document together. For an embedding model the score is the cosine of the two
         embeddings. instruction: the instruction for a generative reranker, which replaces its default. Raises the same
         errors as `embed`.
         """
-        documents = [documents] if isinstance(documents, str) else list(documents)
-        params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()
-        if "score" in self._model_config.supported_tasks:
-            jobs = prompts.score([(query, document) for document in documents], params, instruction)
-            deltas = self._pool(jobs, progress, lora_request)
-            scores = [_numbers(delta).item() for delta in deltas]
-        else:
-            refuse_instruction(instruction)
-            params = msgspec.structs.replace(params, use_activation=True)
-            jobs = [*prompts.embed_queries([query], params), *prompts.embed_documents(documents, params)]
-            _, *deltas = both = self._pool(jobs, progress, lora_request)
-            first, *others = map(_numbers, both)
-            scores = [float(first @ other) for other in others]
-            jobs = [PoolingPrompt(jobs[0].token_ids + job.token_ids, job.params) for job in jobs[1:]]
-        return [
-            ScoringRequestOutput(delta.request_id, job.token_ids, ScoringOutput(score), delta.num_cached_tokens)
-            for job, delta, score in zip(jobs, deltas, scores, strict=True)
-        ]
+        params = pooling_params or PoolingParams()
+        return self._pooling.score(data_1, data_2, params, instruction, use_tqdm, lora_request)
 
     def request(
         self,
-        prompt: Prompt | ImagePrompt,
+        prompt: Prompt,
         params: SamplingParams,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
@@ -282,21 +285,42 @@ class LLM:
         request_id: id that is unique among concurrent requests, and the source of the seed if `params` has none. By
         default it consists of the engine's seed and a counter.
         """
-        images: list[MultiModalFeatureSpec] = []
+        return self._request(parse_prompt(prompt), params, request_id, lora_request)
+
+    def _request(
+        self,
+        prompt: ParsedPrompt | ImagePrompt | list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> RequestOutput:
+        text, salt, images = None, "", list[MultiModalFeatureSpec]()
+        if isinstance(prompt, ParsedPrompt):
+            text, salt = prompt.text, prompt.cache_salt
+            prompt = self._of_parsed(prompt)
         if isinstance(prompt, ImagePrompt):
             images, prompt = prompt.mm_features, prompt.token_ids
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         request_id = request_id or f"{self.config.seed}-{next(self._numbers)}"
-        return RequestOutput(request_id, text, ids, outputs, mm_features=images, lora_request=lora_request)
+        return RequestOutput(
+            request_id, text, prompt, outputs, mm_features=images, lora_request=lora_request, cache_salt=salt
+        )
+
+    def _of_parsed(self, prompt: ParsedPrompt) -> ImagePrompt | list[int]:
+        if not prompt.images:
+            content = prompt.content
+            return self.tokenizer.encode(content) if isinstance(content, str) else content
+        if self._model_config.vision is None:
+            raise InvalidParameter("prompts", Described("an image"), "text, because this model reads no images")
+        assert prompt.text is not None
+        return self._with_images(prompt.text, prompt.images)
 
     def check(self, request: RequestOutput, params: SamplingParams) -> None:
         """Raise RequestError if the engine would refuse this request."""
         self._core.check(next(self._messages(request, params)))
 
     def run(
-        self, jobs: Iterable[tuple[RequestOutput, SamplingParams]], *, total: int | None = None, progress: bool = True
+        self, jobs: Iterable[tuple[RequestOutput, SamplingParams]], *, total: int | None = None, use_tqdm: bool = True
     ) -> Iterator[RequestOutput]:
         """Compute requests, and yield each when it is finished. `jobs` is read only as fast as the engine takes them.
 
@@ -304,7 +328,7 @@ class LLM:
         """
         queue = iter(jobs)
         live: dict[str, _Sequence] = {}
-        with _progress(progress) as bar:
+        with progress_bar(use_tqdm) as bar:
             task = bar.add_task("generating", total=total, speed="")
             tokens = 0
             try:
@@ -343,46 +367,6 @@ class LLM:
         finally:
             self._core.abort(request.request_id)  # if it has not ended
 
-    def _pooling_prompts(self) -> PoolingPrompts:
-        return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)
-
-    def _pool(self, jobs: list[PoolingPrompt], progress: bool, lora_requests: LoRARequests) -> list[TokenDelta]:
-        """Compute the jobs. Returns their deltas in order. Raises RequestError or EngineError, after aborting
-        all jobs."""
-        requests = [
-            GenerateRequest(
-                request_id=f"{self.config.seed}-{next(self._numbers)}",
-                prompt=job.token_ids,
-                pooling=job.params,
-                lora=lora,
-            )
-            for job, lora in zip(jobs, with_digests(lora_requests, len(jobs)), strict=True)
-        ]
-        for request in requests:
-            self._core.check(request)
-        ended: dict[str, TokenDelta] = {}
-        live: set[str] = set()
-        room = 2 * self.config.slots
-        # sorted by length, because an encoder computes requests of equal length together
-        queue = iter(sorted(requests, key=lambda request: len(request.prompt), reverse=True))
-        with _progress(progress) as bar:
-            task = bar.add_task("pooling", total=len(requests), speed="")
-            try:
-                while len(ended) < len(requests):
-                    for request in itertools.islice(queue, room - len(live)):
-                        self._core.add(request)
-                        live.add(request.request_id)
-                    for event in self._core.step():
-                        if event.delta.error is not None:
-                            raise EngineError(event.delta.request_id, NOT_FINITE)  # the only one
-                        ended[event.delta.request_id] = event.delta
-                        live.discard(event.delta.request_id)
-                        bar.advance(task)
-            finally:
-                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
-                    self._core.abort(request_id)
-        return [ended[request.request_id] for request in requests]
-
     def _params_for(
         self, prompts: Sequence[object], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
@@ -406,6 +390,8 @@ class LLM:
                 prompt=request.prompt_token_ids,
                 mm_features=request.mm_features,
                 lora=request.lora_request,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
                 params=params.sequence(output.index),
             )
 
@@ -462,40 +448,3 @@ def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None) -> None:
     core.close()
     if ranks:
         ranks.close()
-
-
-def _numbers(delta: TokenDelta) -> np.ndarray:
-    return np.frombuffer(delta.pooled, dtype="<f4")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; a single text or list of token ids is one prompt. Raises InvalidParameter."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise InvalidParameter("prompts", prompts, "texts or lists of token ids")
-    some: list[Any] = list(prompts)
-    if some and all(isinstance(prompt, Integral) for prompt in some):
-        return [some]
-    for prompt in some:
-        if isinstance(prompt, Integral):
-            message = f"prompts must be texts or lists of token ids, but {prompt} is a token id itself"
-            raise RequestError(message, "prompts")
-        if not isinstance(prompt, Iterable):
-            raise InvalidParameter("prompts", prompt, "texts or lists of token ids")
-        for token in () if isinstance(prompt, str) else prompt:
-            if not isinstance(token, Integral):
-                raise InvalidParameter("prompts", token, "texts or lists of token ids, which are whole numbers")
-    return some
-
-
-def _progress(shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        disable=not shown,
-        transient=False,
-    )

@@ -43,6 +43,8 @@ class RequestOutput:
     num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
     lora_request: LoRARequest | None = None  #: with the digest of the adapter's files
+    cache_salt: str = ""  #: prompts with other salts share no cached prefixes with it
+    priority: int = 0  #: smaller ones run first, with `scheduling_policy="priority"`
 
     @property
     def finished(self) -> bool:

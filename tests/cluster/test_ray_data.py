@@ -41,7 +41,7 @@ def ask(row: dict[str, Any]) -> dict[str, Any]:
 def texts() -> dict[str, str]:
     """What the engine says by itself."""
     with LLM("pocket", dtype="float32", num_threads=1, num_blocks=512) as llm:
-        found = llm.generate([f"The {word} is" for word in WORDS], SamplingParams(**PARAMS), progress=False)
+        found = llm.generate([f"The {word} is" for word in WORDS], SamplingParams(**PARAMS), use_tqdm=False)
         return {word: output.outputs[0].text for word, output in zip(WORDS, found, strict=True)}
 
 
@@ -95,7 +95,7 @@ def test_embeddings_are_those_of_the_engine(tmp_path):
     folder = make(tmp_path / "model", EMBEDDINGS["minilm"])
     actor = _Embed(ProcessorConfig(model_source=str(folder), task_type="embed"), _same, _same)
     columns = actor(pa.Table.from_pylist([{"prompt": word} for word in WORDS]))
-    expected = [output.outputs.embedding for output in actor.llm.embed(WORDS, progress=False)]
+    expected = [output.outputs.embedding for output in actor.llm.embed(WORDS, use_tqdm=False)]
     assert columns["embeddings"] == expected
 
 

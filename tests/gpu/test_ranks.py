@@ -36,7 +36,7 @@ def test_ranks_say_what_one_says(ranks, enforce_eager, tmp_path):
     outputs = []
     for size in (1, ranks):
         with LLM(str(folder), tensor_parallel=size, enforce_eager=enforce_eager, **options) as llm:
-            results = llm.generate(prompts, params, progress=False)
+            results = llm.generate(prompts, params, use_tqdm=False)
             outputs.append([result.outputs[0] for result in results])
     for one, several in zip(*outputs, strict=True):
         for position, entry in enumerate(one.logprobs):
@@ -56,6 +56,6 @@ def test_a_rank_that_is_killed_while_it_decodes_ends_the_others_at_once(tmp_path
     threading.Timer(0.3, rank_1.kill).start()
     started = time.monotonic()
     with pytest.raises(EngineUnavailable, match="rank 1"):
-        llm.generate([[5, 6, 7]] * 2000, params, progress=False)
+        llm.generate([[5, 6, 7]] * 2000, params, use_tqdm=False)
     llm.close()
     assert time.monotonic() - started < 60

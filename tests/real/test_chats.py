@@ -26,7 +26,7 @@ OPTIONS = {"model": "smollm2", "max_model_len": 512, "kv_cache_memory_gib": 0.25
 
 
 def answers(llm: LLM, chats: list[list[dict[str, str]]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.chat(chats, params, progress=False)]
+    return [output.outputs[0].token_ids for output in llm.chat(chats, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_greedy_answers_of_fifty_chats_are_those_of_transformers_on_the_same_num
     """Each token is the likeliest one after those before it, which makes them what transformers would generate."""
     oracle = transformers_model()
     with LLM(**OPTIONS, dtype="float32") as llm:
-        outputs = llm.chat(CHATS, GREEDY, progress=False)
+        outputs = llm.chat(CHATS, GREEDY, use_tqdm=False)
     assert len(outputs) == 50
     for output in outputs:
         prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
@@ -84,7 +84,7 @@ def test_a_chat_has_the_same_answer_alone_as_among_others(llm, together):
 
 def test_a_chat_has_the_same_answer_in_chunks(together):
     with LLM(**OPTIONS, max_num_seqs=16, max_num_batched_tokens=24, enable_prefix_caching=False) as llm:
-        outputs = llm.chat(CHATS[::2], GREEDY, progress=False)
+        outputs = llm.chat(CHATS[::2], GREEDY, use_tqdm=False)
     assert all(len(output.prompt_token_ids) > 24 for output in outputs)
     assert [output.outputs[0].token_ids for output in outputs] == together[::2]
 
@@ -92,14 +92,14 @@ def test_a_chat_has_the_same_answer_in_chunks(together):
 def test_an_answer_that_another_engine_has_begun_ends_as_it_would_have(llm, together):
     prompts = [llm.tokenizer.apply_chat_template(chat) for chat in CHATS]
     begun = [prompt + answer[:7] for prompt, answer in zip(prompts, together, strict=True)]
-    outputs = llm.generate(begun, SamplingParams(temperature=0.0, max_tokens=9), progress=False)
+    outputs = llm.generate(begun, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [answer[7:] for answer in together]
 
 
 def test_a_stop_string_ends_the_text_before_it(llm, together):
     wanted = [llm.tokenizer.decode(answer) for answer in together]
     params = SamplingParams(temperature=0.0, max_tokens=16, stop=[" is", ","])
-    outputs = [output.outputs[0] for output in llm.chat(CHATS, params, progress=False)]
+    outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
     stopped = 0
     for output, text in zip(outputs, wanted, strict=True):
         places = [text.index(stop) for stop in params.stop if stop in text]

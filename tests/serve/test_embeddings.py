@@ -43,7 +43,7 @@ def server(tmp_path_factory, folders) -> Iterator[ServeRun]:
 @pytest.mark.parametrize("name", ["qwen3_embedding", "minilm"])
 def test_embeddings_are_those_of_the_offline_api(server, folders, name):
     with LLM(str(folders[name]), num_blocks=128) as llm:
-        expected = [output.outputs.embedding for output in llm.embed(SHORT, progress=False)]
+        expected = [output.outputs.embedding for output in llm.embed(SHORT, use_tqdm=False)]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         found = [entry.embedding for entry in client.embeddings.create(model=name, input=SHORT).data]
     np.testing.assert_allclose(found, expected, atol=1e-6)

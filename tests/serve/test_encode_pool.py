@@ -57,7 +57,7 @@ def offline(folder) -> list[str]:
     parts = [{"type": "image", "image": picture(40, 24, seed)} for seed in (*FIRST, *WHILE_KILLED, *AFTERWARDS)]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(str(folder), **ENGINE) as llm:
-        chats = llm.chat([user(part, text_part(QUESTION)) for part in parts], params, progress=False)
+        chats = llm.chat([user(part, text_part(QUESTION)) for part in parts], params, use_tqdm=False)
         texts = [output.outputs[0].text for output in chats]
     assert len(set(texts)) == len(texts), "the model does not see"
     return texts

@@ -82,7 +82,7 @@ def offline(folder) -> list[str]:
     asked += [user(*pictures, text_part(QUESTIONS[0])), user(text_part(QUESTIONS[0]))]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(str(folder), **ENGINE) as llm:
-        texts = [output.outputs[0].text for output in llm.chat(asked, params, progress=False)]
+        texts = [output.outputs[0].text for output in llm.chat(asked, params, use_tqdm=False)]
     assert len(set(texts)) == len(texts)
     return texts
 

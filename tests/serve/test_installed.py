@@ -33,7 +33,7 @@ from manta import LLM, SamplingParams
 assert engine.WHOSE == cluster.WHOSE == deployments.WHOSE == "the user"
 with LLM("pocket", dtype="float32", num_threads=1, tensor_parallel=int(sys.argv[1])) as llm:
     params = SamplingParams(temperature=0.0, max_tokens=16)
-    print(json.dumps(llm.generate(["An ocean is"], params, progress=False)[0].outputs[0].text))
+    print(json.dumps(llm.generate(["An ocean is"], params, use_tqdm=False)[0].outputs[0].text))
 """
 
 
@@ -50,7 +50,7 @@ def installed(wheel, tmp_path_factory) -> Installed:
 @pytest.fixture(scope="module")
 def expected() -> str:
     with LLM("pocket", dtype="float32", num_threads=1) as llm:
-        return llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=16), progress=False)[0].outputs[0].text
+        return llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)[0].outputs[0].text
 
 
 def test_one_name_is_added_to_the_environment_and_the_other_cluster_stays(installed):

@@ -76,7 +76,7 @@ def check_answers(serving: Serving, folder: Path, num_ranks: int) -> None:
     assert len({rank.node for rank in replica.ranks}) == num_ranks
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
-        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
+        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, use_tqdm=False)]
     assert [text(serving.ask(MODEL, prompt)) for prompt in PROMPTS] == alone
 
 

@@ -207,7 +207,7 @@ def test_ranks_across_nodes_answer_as_one_rank_does(serving, folder):
         assert len({rank.node for rank in replica.ranks}) == 2
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
-        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
+        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, use_tqdm=False)]
     assert len(set(alone)) == len(PROMPTS)
     for model in serving.models:
         assert [text(serving.ask(model, prompt)) for prompt in PROMPTS] == alone, model

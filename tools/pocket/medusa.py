@@ -36,7 +36,7 @@ class Answers:
 
     def ask(self, chats: list[list[dict[str, str]]]) -> list[tuple[list[int], int, str]]:
         """Token ids of each conversation, how many of them are its prompt, and the text of the answer."""
-        outputs = self.llm.chat(chats, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), progress=False)
+        outputs = self.llm.chat(chats, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
         rows = [(output, output.outputs[0]) for output in outputs]
         return [([*o.prompt_token_ids, *a.token_ids], len(o.prompt_token_ids), a.text) for o, a in rows]
 

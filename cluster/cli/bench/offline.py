@@ -123,7 +123,7 @@ def run_batch(llm: LLM, jobs: list[BenchRequest], advance: Callable[[], None]) -
     started = time.perf_counter()
     pairs = [(llm.request(job.prompt, params_of(job)), params_of(job)) for job in jobs]
     outputs = []
-    for done in llm.run(pairs, progress=False):
+    for done in llm.run(pairs, use_tqdm=False):
         outputs += done.outputs
         advance()
     return Repetition(time.perf_counter() - started, sum(len(job.prompt) for job in jobs), outputs)

@@ -47,7 +47,7 @@ def offline(folder):
         found = llm.chat(
             [user(*map(part, parts)) for parts in conversations.values()],
             SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
-            progress=False,
+            use_tqdm=False,
         )
     answers = [(output.outputs[0].text, len(output.prompt_token_ids)) for output in found]
     assert len({text for text, _ in answers}) == len(answers)

@@ -51,7 +51,7 @@ async def test_embeddings_of_the_official_client_are_those_of_the_offline_api(fo
 def vectors(folder: Path, prompt_name: str | None = None) -> np.ndarray:
     with LLM(str(folder), **OPTIONS) as llm:
         params = PoolingParams(truncate_prompt_tokens=-1)
-        found = llm.embed(TEXTS, params, prompt_name=prompt_name, progress=False)
+        found = llm.embed(TEXTS, params, prompt_name=prompt_name, use_tqdm=False)
         return np.array([output.outputs.embedding for output in found])
 
 
@@ -59,7 +59,7 @@ def vectors(folder: Path, prompt_name: str | None = None) -> np.ndarray:
 async def test_rankings_have_the_scores_of_the_offline_api(folder):
     documents = ["the lazy dog", "A cache keeps what was", "fox"]
     with LLM(str(folder), **OPTIONS) as llm:
-        scores = [output.outputs.score for output in llm.score("the fox", documents, progress=False)]
+        scores = [output.outputs.score for output in llm.score("the fox", documents, use_tqdm=False)]
     async with real_api(folder) as api:
         response = await api.client.post("/v1/rerank", json={"query": "the fox", "documents": documents})
         results = response.json()["results"]

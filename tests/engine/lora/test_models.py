@@ -256,7 +256,7 @@ def test_embeddings_are_those_of_the_merged_model(name, tmp_path):
     options = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
     with LLM(folder, dtype="float32", enable_lora=True, **options) as llm:
         texts = [text for text in TEXTS[:4] for _ in range(2)]
-        found = llm.embed(texts, lora_request=[None, lora] * 4, progress=False)
+        found = llm.embed(texts, lora_request=[None, lora] * 4, use_tqdm=False)
     vectors = [torch.tensor(output.outputs.embedding) for output in found]
     for text, plain, adapted in zip(TEXTS[:4], vectors[::2], vectors[1::2], strict=True):
         torch.testing.assert_close(plain, Reference(folder, kind).embed(text), atol=1e-5, rtol=1e-5)

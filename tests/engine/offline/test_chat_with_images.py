@@ -44,7 +44,7 @@ def test_a_chat_about_images_gives_the_tokens_of_transformers(tmp_path):
     save_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(QWEN))
     with LLM(str(folder), **SIZES) as llm:
-        outputs = llm.chat([conversation(1), conversation(), conversation(2, 1)], GREEDY, progress=False)
+        outputs = llm.chat([conversation(1), conversation(), conversation(2, 1)], GREEDY, use_tqdm=False)
         assert llm.stats().images_encoded == 2
     for output, count in zip(outputs, (1, 0, 2), strict=True):
         assert len(output.mm_features) == count
@@ -56,4 +56,4 @@ def test_a_chat_about_images_gives_the_tokens_of_transformers(tmp_path):
 def test_a_chat_about_images_with_a_text_model_is_refused(tmp_path):
     refused = pytest.raises(InvalidParameter, match="messages must be text, because this model reads no images")
     with LLM(str(make_model(tmp_path, "llama", tokenizer=True)), **SIZES) as llm, refused:
-        llm.chat(conversation(1), GREEDY, progress=False)
+        llm.chat(conversation(1), GREEDY, use_tqdm=False)

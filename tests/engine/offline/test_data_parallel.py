@@ -304,19 +304,19 @@ def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_rep
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     prompts = [[5, 6, 7 + i] for i in range(16)]
     with LLM(folder, **options) as alone:
-        expected = [request.outputs[0].token_ids for request in alone.generate(prompts, params, progress=False)]
+        expected = [request.outputs[0].token_ids for request in alone.generate(prompts, params, use_tqdm=False)]
     with LLM(folder, data_parallel=4, expert_parallel=True, **options) as llm:
         assert llm._ranks is not None
         victim = llm._ranks.processes[1]
         lengths = [params if i else replace(params, max_tokens=5) for i in range(len(prompts))]  # one ends first
         jobs = [(llm.request(prompt, p), p) for prompt, p in zip(prompts, lengths, strict=True)]
-        done = llm.run(jobs, progress=False)
+        done = llm.run(jobs, use_tqdm=False)
         next(done)
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match=r"rank \d"):
             list(done)
     with LLM(folder, data_parallel=4, expert_parallel=True, **options) as again:
-        found = [request.outputs[0].token_ids for request in again.generate(prompts, params, progress=False)]
+        found = [request.outputs[0].token_ids for request in again.generate(prompts, params, use_tqdm=False)]
     assert found == expected
 
 

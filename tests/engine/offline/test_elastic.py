@@ -67,7 +67,7 @@ def folder_of(tmp_path_factory):
 
 
 def answers(llm: LLM, params: SamplingParams) -> list[list[int]]:
-    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, progress=False)]
+    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 def group_of(llm: LLM) -> EngineGroup:
@@ -86,7 +86,7 @@ def answers_with_kills(llm: LLM, params: SamplingParams, kills: list[int]) -> li
     lengths = [replace(params, max_tokens=5 + 5 * i) if i < len(kills) else params for i in range(len(PROMPTS))]
     jobs = [(llm.request(prompt, p), p) for prompt, p in zip(PROMPTS, lengths, strict=True)]
     victims, found = iter(kills), {}
-    for request in llm.run(jobs, progress=False):
+    for request in llm.run(jobs, use_tqdm=False):
         found[request.request_id] = request.outputs[0].token_ids
         assert request.outputs[0].error is None
         if len(request.outputs[0].token_ids) < 60 and (victim := next(victims, None)) is not None:

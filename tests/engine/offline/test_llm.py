@@ -47,7 +47,7 @@ def nothing_is_left_behind(llm):
 
 
 def generate(llm: LLM, prompts, params=None) -> list[RequestOutput]:
-    return llm.generate(prompts, params, progress=False)
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def only(results: list[RequestOutput]):
@@ -111,7 +111,7 @@ def test_a_mixture_of_text_and_token_lists(llm):
 
 
 def test_token_ids_and_texts_in_one_list_are_refused(llm):
-    with pytest.raises(RequestError, match="prompts must be texts or lists of token ids, but 5 is a token id itself"):
+    with pytest.raises(RequestError, match=r"prompts must be .* but 5 is a token id itself"):
         generate(llm, [5, TEXTS[0]])
 
 
@@ -120,9 +120,41 @@ def test_token_ids_and_texts_in_one_list_are_refused(llm):
     [(None, "None"), ([None], "None"), ([5, 6.5], "6.5"), ([[5, 6.5]], "6.5"), ([[5, None]], "None")],
 )
 def test_what_is_neither_a_text_nor_token_ids_is_refused_with_its_value(llm, prompts, shown):
-    with pytest.raises(RequestError, match=f"prompts must be texts or lists of token ids.*({shown}|5 is a token id)"):
+    with pytest.raises(RequestError, match=f"prompts must be texts, lists of token ids.*({shown}|5 is a token id)"):
         generate(llm, prompts)
     assert not llm.stats().running
+
+
+def test_a_dict_is_the_prompt_that_it_contains(llm):
+    params, ids = SamplingParams(**GREEDY), llm.tokenizer.encode(TEXTS[0])
+    text, both, tokens = (
+        generate(llm, prompt, params)[0]
+        for prompt in ({"prompt": TEXTS[0]}, {"prompt_token_ids": ids, "prompt": "A cache"}, {"prompt_token_ids": ids})
+    )
+    assert (text.prompt, both.prompt, tokens.prompt) == (TEXTS[0], "A cache", None)
+    assert text.prompt_token_ids == both.prompt_token_ids == tokens.prompt_token_ids == ids
+    assert tokens_of([text]) == tokens_of([both]) == tokens_of([tokens]) == tokens_of(generate(llm, TEXTS[0], params))
+
+
+def test_a_prefix_is_shared_only_with_prompts_of_the_same_salt(llm):
+    ids = list(range(150, 171))
+    prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "b", "a")]
+    assert [generate(llm, prompt)[0].num_cached_tokens for prompt in prompts] == [0, 0, 20]
+
+
+def test_a_priority_needs_the_policy_and_one_entry_for_each_prompt(llm):
+    assert len(generate(llm, TEXTS)) == len(llm.generate(TEXTS, use_tqdm=False, priority=[0] * len(TEXTS)))
+    with pytest.raises(RequestError, match="priority must be left out without LLM"):
+        llm.generate(TEXTS[:2], use_tqdm=False, priority=[0, 1])
+    with pytest.raises(RequestError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(TEXTS[:2], use_tqdm=False, priority=[0])
+
+
+def test_the_smaller_priority_runs_first(folder):
+    with LLM(folder, num_blocks=64, scheduling_policy="priority", **{**OPTIONS, "max_num_seqs": 1}) as one_by_one:
+        results = one_by_one.generate(TEXTS, SamplingParams(**GREEDY), use_tqdm=False, priority=[3, 1, 4, 0, 2])
+        waited = [result.outputs[0].times.scheduled_s for result in results]
+    assert waited[1] < waited[4] < waited[0] < waited[2], "two at a time are in the engine"
 
 
 def test_the_second_time_a_prompt_comes_from_the_cache(llm):
@@ -145,7 +177,7 @@ def test_chat_continues_the_models_own_template(llm):
     messages = [{"role": "system", "content": "quick"}, {"role": "user", "content": "What is a fox?"}]
     text = "<|im_start|>system\nquick<|im_end|>\n<|im_start|>user\nWhat is a fox?<|im_end|>\n<|im_start|>assistant\n"
     params = SamplingParams(**GREEDY)
-    (answer,) = llm.chat(messages, params, progress=False)
+    (answer,) = llm.chat(messages, params, use_tqdm=False)
     assert answer.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
     assert tokens_of([answer]) == tokens_of(generate(llm, answer.prompt_token_ids, params))
 
@@ -153,16 +185,16 @@ def test_chat_continues_the_models_own_template(llm):
 def test_several_conversations_are_answered_in_their_order(llm):
     conversations = [[{"role": "user", "content": text}] for text in TEXTS]
     params = [SamplingParams(**{**GREEDY, "max_tokens": 2 + i}) for i in range(len(TEXTS))]
-    answers = llm.chat(conversations, params, progress=False)
+    answers = llm.chat(conversations, params, use_tqdm=False)
     for conversation, p, answer in zip(conversations, params, answers, strict=True):
-        assert tokens_of([answer]) == tokens_of(llm.chat(conversation, p, progress=False))
+        assert tokens_of([answer]) == tokens_of(llm.chat(conversation, p, use_tqdm=False))
 
 
 @pytest.mark.slow
 def test_an_answer_may_be_as_long_as_the_context_allows(llm):
     bias = {EOS: -100.0}
     (answer,) = llm.chat(
-        [{"role": "user", "content": "a"}], SamplingParams(max_tokens=None, logit_bias=bias), progress=False
+        [{"role": "user", "content": "a"}], SamplingParams(max_tokens=None, logit_bias=bias), use_tqdm=False
     )
     assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == llm.max_model_len
     assert answer.outputs[0].finish_reason == "length"
@@ -172,9 +204,19 @@ def test_template_arguments_reach_the_template(llm):
     messages = [{"role": "user", "content": "a"}]
     settings = SamplingParams(**GREEDY)
     with_turn, without = (
-        llm.chat(messages, settings, progress=False, add_generation_prompt=flag)[0] for flag in (True, False)
+        llm.chat(messages, settings, use_tqdm=False, add_generation_prompt=flag)[0] for flag in (True, False)
     )
     assert len(with_turn.prompt_token_ids) > len(without.prompt_token_ids)
+
+
+def test_variables_of_the_template_come_in_their_own_argument_and_a_misspelt_one_is_refused(llm):
+    messages, settings = [{"role": "user", "content": "a"}], SamplingParams(**GREEDY)
+    (answer,) = llm.chat(messages, settings, False, chat_template_kwargs={"enable_thinking": False})
+    assert answer.prompt_token_ids == llm.chat(messages, settings, False)[0].prompt_token_ids
+    with pytest.raises(RequestError, match="has no argument 'enable_thinking'; it has messages, sampling"):
+        llm.chat(messages, settings, enable_thinking=False)
+    with pytest.raises(InvalidParameter, match="continue_final_message must be False with add_generation_prompt"):
+        llm.chat(messages, settings, continue_final_message=True)
 
 
 # -- n and seeds -----------------------------------------------------------------------------------------------
@@ -433,7 +475,7 @@ def test_run_yields_refused_requests_with_the_reason_and_computes_the_others(llm
     params = SamplingParams(**GREEDY, n=2)
     prompts = [[1] * 600, TEXTS[0], "", TEXTS[1]]
     jobs = [(llm.request(prompt, params), params) for prompt in prompts]
-    results = {result.request_id: result for result in llm.run(jobs, progress=False)}
+    results = {result.request_id: result for result in llm.run(jobs, use_tqdm=False)}
     assert set(results) == {request.request_id for request, _ in jobs}, "each once"
     reasons = [[output.finish_reason for output in request.outputs] for request, _ in jobs]
     assert reasons == [["error"] * 2, ["length"] * 2, ["error"] * 2, ["length"] * 2]
@@ -450,7 +492,7 @@ def test_run_reads_its_jobs_only_as_fast_as_they_are_computed(llm):
             params = SamplingParams(**{**GREEDY, "max_tokens": 4})
             yield llm.request([1, 2, 3], params), params
 
-    results = llm.run(jobs(), progress=False)
+    results = llm.run(jobs(), use_tqdm=False)
     next(results)
     assert len(read) < 20
     results.close()
@@ -460,7 +502,7 @@ def test_an_iteration_that_is_broken_off_leaves_nothing_and_the_next_is_not_dist
     params = SamplingParams(**GREEDY, n=2)
     expected = tokens_of(generate(llm, TEXTS, params))
     for taken in range(3):
-        results = llm.run(((llm.request(text, params), params) for text in TEXTS), progress=False)
+        results = llm.run(((llm.request(text, params), params) for text in TEXTS), use_tqdm=False)
         for _ in range(taken):
             next(results)
         results.close()
@@ -487,8 +529,8 @@ def test_top_logprobs_are_those_of_the_request_alone_whatever_others_ask_for(tmp
     counts = [1, 3, 5, 20]
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=count) for count in counts]
     with LLM(folder, dtype="bfloat16", num_threads=1, num_blocks=16) as llm:
-        alone = [llm.generate([p], [q], progress=False)[0] for p, q in zip(prompts, params, strict=True)]
-        together = llm.generate(prompts, params, progress=False)
+        alone = [llm.generate([p], [q], use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)]
+        together = llm.generate(prompts, params, use_tqdm=False)
     for count, one, other in zip(counts, alone, together, strict=True):
         assert other.outputs[0].logprobs == one.outputs[0].logprobs
         for entry in one.outputs[0].logprobs:

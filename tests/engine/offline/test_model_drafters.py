@@ -59,7 +59,7 @@ def always(monkeypatch):
 
 def run(llm: LLM, name: str) -> list[tuple[list[int], str | None]]:
     params = SamplingParams(max_tokens=20, **{"temperature": 0.0, **PARAMS[name]})
-    outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params, progress=False)]
+    outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params, use_tqdm=False)]
     return [(output.token_ids, output.finish_reason) for output in outputs]
 
 
@@ -231,7 +231,7 @@ def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(fold
         speculative = {**options, "num_speculative_tokens": HEADS}
         with LLM(folder, pipeline_parallel=stages, speculative=speculative, **OPTIONS) as llm:
             for prompt in PROMPTS:  # one at a time, so that the steps are the same
-                llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), progress=False)
+                llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), use_tqdm=False)
     assert found[0] == found[1]
     assert len({token for drafts in found[0] for token in drafts}) > 5
 

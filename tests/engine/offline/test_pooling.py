@@ -60,11 +60,11 @@ def open_llm():
 
 
 def vectors(llm: LLM, prompts, params=None) -> np.ndarray:
-    return np.array([output.outputs.embedding for output in llm.embed(prompts, params, progress=False)])
+    return np.array([output.outputs.embedding for output in llm.embed(prompts, params, use_tqdm=False)])
 
 
 def scores(llm: LLM, query, documents, params=None, **options) -> list[float]:
-    return [out.outputs.score for out in llm.score(query, documents, params, progress=False, **options)]
+    return [out.outputs.score for out in llm.score(query, documents, params, use_tqdm=False, **options)]
 
 
 # -- the same as transformers ------------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ def test_a_prompt_in_chunks_has_the_same_embedding(name, folders, open_llm):
 
 def test_the_last_token_of_a_cached_prefix_is_enough_where_it_is_what_is_pooled(folders, open_llm):
     llm = open_llm(folders("qwen3_embedding"))
-    first = llm.embed(TEXTS[0], progress=False)[0]
-    second = llm.embed(TEXTS[0], progress=False)[0]
+    first = llm.embed(TEXTS[0], use_tqdm=False)[0]
+    second = llm.embed(TEXTS[0], use_tqdm=False)[0]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (len(first.prompt_token_ids) - 1) // 4 * 4)
     np.testing.assert_allclose(second.outputs.embedding, first.outputs.embedding, atol=1e-5)
 
@@ -173,7 +173,7 @@ def test_the_last_token_of_a_cached_prefix_is_enough_where_it_is_what_is_pooled(
 @pytest.mark.parametrize("name", ["e5_mistral", "minilm"])
 def test_a_mean_takes_nothing_from_the_prefix_cache(name, folders, open_llm):
     llm = open_llm(folders(name))
-    first, second = llm.embed([TEXTS[0]] * 2, KEEP, progress=False)
+    first, second = llm.embed([TEXTS[0]] * 2, KEEP, use_tqdm=False)
     assert first.num_cached_tokens == second.num_cached_tokens == 0
     np.testing.assert_allclose(second.outputs.embedding, first.outputs.embedding, atol=1e-6)
 
@@ -235,15 +235,15 @@ def test_the_prompts_of_a_model_stand_in_front_of_texts_and_not_of_token_ids(ope
     write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": "passage"})
     llm = open_llm(folder)
     for name, before in [(None, "a "), ("query", "what was "), ("passage", "a ")]:
-        found = [out.outputs.embedding for out in llm.embed(["fox"], prompt_name=name, progress=False)]
+        found = [out.outputs.embedding for out in llm.embed(["fox"], prompt_name=name, use_tqdm=False)]
         np.testing.assert_array_equal(found, vectors(plain, [before + "fox"]))
     np.testing.assert_array_equal(vectors(llm, [[5, 6]]), vectors(plain, [[5, 6]]))
     query, document = vectors(plain, ["what was the fox", "a dog"])
     assert scores(llm, "the fox", ["dog"]) == pytest.approx([query @ document], abs=1e-6)
     with pytest.raises(InvalidParameter, match=r"prompt_name must be one of the model's prompts \(query, passage\)"):
-        llm.embed(["fox"], prompt_name="other", progress=False)
+        llm.embed(["fox"], prompt_name="other", use_tqdm=False)
     with pytest.raises(InvalidParameter, match="prompt_name must be left out, because this model has no prompts"):
-        plain.embed(["fox"], prompt_name="query", progress=False)
+        plain.embed(["fox"], prompt_name="query", use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -274,14 +274,14 @@ def test_a_long_text_is_refused_or_cut_before_its_last_special_token(folders, op
     llm = open_llm(folders("minilm"))
     text = "fox " * 100
     with pytest.raises(PromptTooLong, match=r"at most 60 fit.*truncate_prompt_tokens can shorten it"):
-        llm.embed(text, progress=False)
-    (cut,) = llm.embed(text, PoolingParams(truncate_prompt_tokens=10), progress=False)
+        llm.embed(text, use_tqdm=False)
+    (cut,) = llm.embed(text, PoolingParams(truncate_prompt_tokens=10), use_tqdm=False)
     whole = llm.tokenizer.encode(text)
     assert cut.prompt_token_ids == [*whole[:9], whole[-1]]
-    (longest,) = llm.embed(text, KEEP, progress=False)
+    (longest,) = llm.embed(text, KEEP, use_tqdm=False)
     assert len(longest.prompt_token_ids) == 60
     with pytest.raises(InvalidParameter, match="truncate_prompt_tokens must be at least 3 here, got 2"):
-        llm.embed(text, PoolingParams(truncate_prompt_tokens=2), progress=False)
+        llm.embed(text, PoolingParams(truncate_prompt_tokens=2), use_tqdm=False)
 
 
 def test_of_a_long_pair_the_longer_text_is_cut_first_as_transformers_does(folders, open_llm):
@@ -293,7 +293,7 @@ def test_of_a_long_pair_the_longer_text_is_cut_first_as_transformers_does(folder
         ("dog " * 50, "fox " * 51),
         ("a " * 9, "b " * 12),
     ):
-        (output,) = llm.score(query, document, PoolingParams(truncate_prompt_tokens=20), progress=False)
+        (output,) = llm.score(query, document, PoolingParams(truncate_prompt_tokens=20), use_tqdm=False)
         expected = reference(query, document, truncation="longest_first", max_length=20, padding=False)
         assert output.prompt_token_ids == expected["input_ids"]
 
@@ -303,7 +303,7 @@ def test_a_long_document_of_a_generative_reranker_loses_its_end(tmp_path, open_l
     write_json(folder / "modules.json", [logit_score()])
     write_json(folder / "1_LogitScore/config.json", {"true_token_id": 5, "false_token_id": 6})
     llm = open_llm(folder)
-    (output,) = llm.score("what", "fox " * 200, PoolingParams(truncate_prompt_tokens=50), progress=False)
+    (output,) = llm.score("what", "fox " * 200, PoolingParams(truncate_prompt_tokens=50), use_tqdm=False)
     text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
     assert len(output.prompt_token_ids) == 50
     assert text.endswith("fox<|im_end|>\n<|im_start|>assistant\n")
@@ -316,14 +316,14 @@ def test_what_a_model_cannot_do_is_refused_by_name(folders, open_llm):
     encoder, reranker = open_llm(folders("minilm")), open_llm(folders("bge_reranker"))
     base = open_llm(folders("qwen3_embedding"))
     with pytest.raises(UnsupportedTask, match="cannot do 'generate'; it can do: embed"):
-        encoder.generate([[5, 6]], SamplingParams(max_tokens=1), progress=False)
+        encoder.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
     with pytest.raises(UnsupportedTask, match="cannot do 'generate'; it can do: embed"):
-        base.generate([[5, 6]], SamplingParams(max_tokens=1), progress=False)
+        base.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
     with pytest.raises(UnsupportedTask, match="cannot do 'embed'; it can do: score"):
-        reranker.embed([[5, 6]], progress=False)
+        reranker.embed([[5, 6]], use_tqdm=False)
     for llm in (encoder, reranker):
         with pytest.raises(RequestError, match="instruction must be left out"):
-            llm.score("a", "b", instruction="c", progress=False)
+            llm.score("a", "b", instruction="c", use_tqdm=False)
 
 
 def test_a_generative_model_makes_embeddings_of_its_last_token(tmp_path, open_llm):
@@ -347,7 +347,7 @@ def test_hidden_states_that_are_not_finite_are_an_error(folders, open_llm):
     llm = open_llm(folders("minilm"))
     llm._core.runner.model.embeddings.LayerNorm.weight[0] = torch.nan
     with pytest.raises(EngineError, match="hidden states are not finite"):
-        llm.embed(["a fox", "a dog"], progress=False)
+        llm.embed(["a fox", "a dog"], use_tqdm=False)
 
 
 def test_what_an_encoder_does_not_support_is_refused_at_start(folders):

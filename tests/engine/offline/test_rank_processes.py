@@ -36,7 +36,7 @@ def start(folder: Path, size: int, **options) -> LLM:
 
 
 def generate(llm: LLM, params: SamplingParams) -> list[list[int]]:
-    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, progress=False)]
+    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_rank_ends_in_order_however_long_its_interpreter_would_take_to_end():
 def test_a_rank_that_is_killed_during_a_step_ends_the_engine_within_seconds(folder, leaves_nothing, options):
     with start(folder, 2, **options) as llm:
         outputs = [llm.request(prompt, LONG) for prompt in PROMPTS]
-        running = llm.run(((output, LONG) for output in outputs), progress=False)
+        running = llm.run(((output, LONG) for output in outputs), use_tqdm=False)
         killed_at: list[float] = []
 
         def kill() -> None:
@@ -162,7 +162,7 @@ from engine import LLM
 llm = LLM({str(folder)!r}, tensor_parallel=2, num_blocks=64, num_threads=1, device="cpu")
 print(llm._ranks.processes[0].pid, flush=True)
 while True:
-    llm.generate([[5, 6, 7]], progress=False)
+    llm.generate([[5, 6, 7]], use_tqdm=False)
 """
     with started([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         assert parent.stdout is not None

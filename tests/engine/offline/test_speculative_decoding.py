@@ -45,7 +45,7 @@ def wild(monkeypatch) -> WildDrafter:
 
 def run(llm: LLM, name: str) -> list[CompletionOutput]:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **PARAMS[name]})
-    return [result.outputs[0] for result in llm.generate(TEXTS, params, progress=False)]
+    return [result.outputs[0] for result in llm.generate(TEXTS, params, use_tqdm=False)]
 
 
 def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> None:

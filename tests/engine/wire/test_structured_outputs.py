@@ -71,7 +71,7 @@ def answer(
     llm: LLM, *, prompt: str = JSON_PROMPT, params: dict[str, Any] | None = None, **form: Any
 ) -> CompletionOutput:
     fields = {"temperature": 1.0, "seed": 3, "max_tokens": None, **(params or {})}
-    (result,) = llm.generate(prompt, SamplingParams(**fields, structured_outputs=structured(**form)), progress=False)
+    (result,) = llm.generate(prompt, SamplingParams(**fields, structured_outputs=structured(**form)), use_tqdm=False)
     return result.outputs[0]
 
 
@@ -172,18 +172,18 @@ def test_every_answer_has_its_form_whatever_it_is_batched_with(name, forms, temp
     common = {"temperature": temperature, "seed": seed}
     plain = SamplingParams(**common, max_tokens=20)
     params = [SamplingParams(**common, max_tokens=None, structured_outputs=structured(**form)) for form in forms]
-    results = llm.generate([JSON_PROMPT] * (len(params) + 2), [plain, *params, plain], progress=False)
+    results = llm.generate([JSON_PROMPT] * (len(params) + 2), [plain, *params, plain], use_tqdm=False)
     for form, result in zip(forms, results[1:-1], strict=True):
         output = result.outputs[0]
         assert output.finish_reason == "stop", (form, output)
         check(form, output.text)
-    (alone,) = llm.generate(JSON_PROMPT, plain, progress=False)
+    (alone,) = llm.generate(JSON_PROMPT, plain, use_tqdm=False)
     assert results[0].outputs[0].token_ids == results[-1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def test_any_json_object_is_one(pocket):
     params = SamplingParams(n=8, seed=1, max_tokens=150, structured_outputs=structured(json_object=True))
-    (result,) = pocket.generate(JSON_PROMPT, params, progress=False)
+    (result,) = pocket.generate(JSON_PROMPT, params, use_tqdm=False)
     ended = [json.loads(output.text) for output in result.outputs if output.finish_reason == "stop"]
     assert ended and all(isinstance(value, dict) for value in ended)
 
@@ -207,7 +207,7 @@ def test_a_grammar_in_either_dialect(llm, grammar):
     sampling = SamplingParams(
         n=8, seed=0, logit_bias=often, max_tokens=None, structured_outputs=structured(grammar=grammar)
     )
-    (result,) = llm.generate(JSON_PROMPT, sampling, progress=False)
+    (result,) = llm.generate(JSON_PROMPT, sampling, use_tqdm=False)
     texts = [output.text for output in result.outputs]
     assert any(text.count("(") > 2 for text in texts)
     innermost = re.compile(r"\((?:x\d\d|y),(?:x\d\d|y),(?:x\d\d|y)\)")
@@ -240,7 +240,7 @@ def test_a_text_that_may_end_ends_with_the_models_own_end(llm):
 
 def test_n_answers_all_have_the_form(llm):
     params = SamplingParams(n=5, max_tokens=None, seed=1, structured_outputs=structured(json=PERSON))
-    (result,) = llm.generate(JSON_PROMPT, params, progress=False)
+    (result,) = llm.generate(JSON_PROMPT, params, use_tqdm=False)
     texts = [output.text for output in result.outputs]
     for text in texts:
         check({"json": PERSON}, text)
@@ -256,7 +256,7 @@ def test_reasoning_ends_after_its_budget_or_the_character_that_it_is_in_and_the_
         SamplingParams(seed=seed, max_tokens=40, structured_outputs=form, thinking_budget=ThinkingBudget(5, tag))
         for seed in range(24)
     ]
-    outputs = [result.outputs[0] for result in llm.generate([[5, 6, 7]] * len(params), params, progress=False)]
+    outputs = [result.outputs[0] for result in llm.generate([[5, 6, 7]] * len(params), params, use_tqdm=False)]
     ends = {output.token_ids.index(tag) for output in outputs}
     assert 5 in ends and 5 < max(ends) <= 8, "some are inside a character"
     for output in outputs:
@@ -266,7 +266,7 @@ def test_reasoning_ends_after_its_budget_or_the_character_that_it_is_in_and_the_
 def test_logprobs_are_the_models_own_before_the_grammar(llm):
     free = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     bound = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, structured_outputs=structured(regex="[0-9]+"))
-    results = llm.generate([JSON_PROMPT] * 2, [free, bound], progress=False)
+    results = llm.generate([JSON_PROMPT] * 2, [free, bound], use_tqdm=False)
     (free_entry,), (entry,) = (result.outputs[0].logprobs for result in results)
     assert entry.top == free_entry.top
     assert llm.tokenizer.token_text(entry.token_id).isdigit() and entry.rank > 1
@@ -292,7 +292,7 @@ def mixed() -> list[SamplingParams]:
 def tokens_of(llm: LLM) -> list[list[int]]:
     params = mixed()
     prompts = [[5 + i, 6, 7] * 3 for i in range(len(params))]
-    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, progress=False)]
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def test_overlap_changes_nothing(llm, overlapping_llm):
@@ -373,7 +373,7 @@ def test_what_cannot_be_compiled_ends_no_other_request(llm):
         SamplingParams(max_tokens=20),
     ]
     jobs = [(llm.request(JSON_PROMPT, p), p) for p in params]
-    results = {request.request_id: request for request in llm.run(jobs, progress=False)}
+    results = {request.request_id: request for request in llm.run(jobs, use_tqdm=False)}
     first, *hopeless, last = (results[request.request_id].outputs[0] for request, _ in jobs)
     assert re.fullmatch("[abc]{4}", first.text) and last.finish_reason in ("stop", "length")
     for output, (_, message) in zip(hopeless, HOPELESS, strict=True):
@@ -385,7 +385,7 @@ def test_a_grammar_that_other_parameters_contradict_ends_its_own_request(llm):
     bad = SamplingParams(allowed_token_ids=[digit], structured_outputs=structured(regex="[a-z]+"))
     good = SamplingParams(allowed_token_ids=[digit], max_tokens=5, structured_outputs=structured(regex="[0-9a-z]+"))
     jobs = [(llm.request(JSON_PROMPT, p), p) for p in (bad, good)]
-    results = {request.request_id: request for request in llm.run(jobs, progress=False)}
+    results = {request.request_id: request for request in llm.run(jobs, use_tqdm=False)}
     failed, fine = (results[request.request_id].outputs[0] for request, _ in jobs)
     assert failed.finish_reason == "error" and "all tokens are banned" in failed.error
     assert (fine.text, fine.finish_reason) == ("77777", "length")
