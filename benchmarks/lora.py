@@ -103,7 +103,7 @@ def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRA
     modules = sorted({name.rpartition(".")[2] for name in sizes})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
+    return LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest)
 
 
 def add(core: EngineCore, name: str, tokens: int, lora: LoRARequest | None) -> None:

@@ -15,16 +15,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from engine.config import EngineConfig
+from engine.offline.vllm_flags import FIELD_FLAGS
 
 PANEL, SWITCHES = "Engine", "Engine: switches"  # separate panels, because together the names would be too wide
 WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
-NAMES = {  # vLLM's, where the field has another name, and shorter ones
-    "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
-    "expert_parallel": ("--enable-expert-parallel", "--expert-parallel", "-ep"),
-    "pipeline_parallel": ("--pipeline-parallel-size", "--pipeline-parallel", "-pp"),
-    "num_threads": ("--num-threads", "--threads"),
-    "speculative": ("--speculative-config",),
-}
+NAMES = FIELD_FLAGS | {"num_threads": ("--num-threads", "--threads")}
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a model folder, a GGUF file, or a Hub id.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")]

@@ -18,15 +18,31 @@ if TYPE_CHECKING:
     from cluster.ray_serve_llm import LLMConfig
     from deployments.http.middleware import around_serve
     from engine.offline.llm import LLM
+    from engine.offline.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from engine.offline.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
     "AutoscalingPolicy",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
     "LLMConfig",
+    "LoRARequest",
     "PoolingParams",
+    "PoolingRequestOutput",
     "ProcessorConfig",
+    "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "around_serve",
     "build",
     "build_openai_app",
@@ -52,7 +68,7 @@ def _find_neighbours(folder: Path) -> None:
 
 _find_neighbours(Path(__file__).resolve().parent)
 
-from engine import PoolingParams, SamplingParams, StructuredOutputsParams  # noqa: E402
+from engine import LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +77,15 @@ def __getattr__(name: str) -> Any:
         from engine.offline.llm import LLM
 
         return LLM
+    if name.endswith("Output"):
+        from engine.offline import outputs
+
+        if hasattr(outputs, name):
+            return getattr(outputs, name)
+    if name in ("TextPrompt", "TokensPrompt"):
+        from engine.offline import prompts
+
+        return getattr(prompts, name)
     if name in ("build", "build_openai_app", "build_pd_openai_app"):
         from cluster import app
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import yaml
 
-from cluster.vllm.flags import ALL2ALL, NAMES, VALUES, Row, find, takes
 from engine.errors import ConfigError, InvalidParameter, RequestError
+from engine.offline.vllm_flags import ALL2ALL, NAMES, VALUES, Row, draft_options, find, takes
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
     "--limit-mm-per-prompt", "--kv-events-config", "--eplb-config",
 )  # fmt: skip
-NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
 NOT_BALANCED = ("use_async", "policy", "communicator", "log_balancedness_interval")
 
 
@@ -173,15 +172,8 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
         _add_images(command, content)
         return
     if flag == "--speculative-config":
-        method = content.get("method")
-        if isinstance(method, str) and method.endswith("_mtp"):  # older vLLM has one name per model family
-            content = content | {"method": "mtp"}
-        if content.get("method") == "mtp":
-            content = {key: value for key, value in content.items() if key != "model"}  # the model's own layers
-        left_out = [key for key in NOT_DRAFTED if key in content]
-        content = {key: value for key, value in content.items() if key not in left_out}
-        for key in left_out:
-            command.ignored[f"{flag}.{key}"] = "drafts are made on the model's ranks, and become fewer under load"
+        content, left_out = draft_options(content)
+        command.ignored |= {f"{flag}.{key}": why for key, why in left_out.items()}
     if flag == "--kv-events-config" and content.pop("max_queue_size", None) is not None:
         command.ignored[f"{flag}.max_queue_size"] = "batches are sent at the end of each step, without a queue"
     if flag == "--eplb-config":

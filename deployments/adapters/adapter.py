@@ -47,4 +47,4 @@ class Adapter(msgspec.Struct, frozen=True):
     @property
     def lora(self) -> LoRARequest:
         """The record by which requests name this adapter to engines."""
-        return LoRARequest(self.name, self.path, self.digest)
+        return LoRARequest(self.name, 0, self.path, self.digest)

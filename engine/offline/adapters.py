@@ -23,8 +23,8 @@ def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | 
         raise RequestError(f"lora_request has {len(lora_requests)} entries for {count} prompts", "lora_request")
     known: dict[LoRARequest, LoRARequest] = {}
     for lora in filter(None, lora_requests):
-        if not isinstance(lora, LoRARequest) or not isinstance(lora.lora_path, str):
-            raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_path)")
+        if not isinstance(lora, LoRARequest) or not (lora.lora_path and isinstance(lora.lora_path, str)):
+            raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_int_id, lora_path)")
         if lora not in known:
             digest = lora.digest or open_adapter(lora.lora_path, lora.lora_name).digest
             known[lora] = msgspec.structs.replace(lora, digest=digest)

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from engine.errors import RequestError
 
@@ -46,11 +46,37 @@ TABLE = (
         ignored=True,
         neutral=(None, "auto"),
     ),
-    Argument("chat_template", "chat", "the model's template is used; --chat-template of `manta serve` sets another"),
+    Argument("chat_template", "chat", "use LLM(chat_template=...)"),
     Argument("chat_template", "score", "the prompt of a reranker is read from the model's folder"),
     Argument("truncate_prompt_tokens", "embed score", "use PoolingParams(truncate_prompt_tokens=N)"),
     Argument("progress", EVERY, "use use_tqdm", neutral=()),
 )
+
+
+METHODS = {  # vLLM's methods that LLM does not have, with the alternative
+    "apply_model": "use forward hooks of transformers",
+    "beam_search": "use generate with SamplingParams(n=N), and choose by cumulative_logprob",
+    "classify": "models generate, embed or score: use score",
+    "collective_rpc": "ranks take no calls of users",
+    "encode": "use embed or score",
+    "enqueue": "use generate, which takes any number of prompts",
+    "get_metrics": "use stats()",
+    "reset_mm_cache": "create a new LLM",
+    "reward": "models generate, embed or score: use score",
+    "set_tokenizer": "use LLM(tokenizer=...)",
+    "sleep": "use close(), and create a new LLM",
+    "start_profile": "use python -m benchmarks.step",
+    "stop_profile": "use python -m benchmarks.step",
+    "wait_for_completion": "use generate, which takes any number of prompts",
+    "wake_up": "use close(), and create a new LLM",
+}
+
+
+def refuse_method(name: str) -> NoReturn:
+    """Raise RequestError for a method of vLLM's LLM that is not supported, AttributeError for any other name."""
+    if name in METHODS:
+        raise RequestError(f"LLM.{name} is not supported: {METHODS[name]}", name)
+    raise AttributeError(f"'LLM' object has no attribute {name!r}")
 
 
 def named(method: Callable[P, T]) -> Callable[P, T]:

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
-from engine.offline.arguments import named
+from engine.offline.arguments import named, refuse_method
+from engine.offline.engine_arguments import engine_options, template_text
 from engine.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from engine.offline.pooling import OfflinePooling
 from engine.offline.progress_bar import progress_bar
@@ -66,13 +68,26 @@ class LLM:
     >>> llm = LLM("pocket")
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
 
-    options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...).
-    Raises StartupError if the model cannot be loaded. Not thread-safe: use it from one thread at a time.
+    chat_template: a file with a Jinja template, or its text; None for the model's own. revision: branch, tag or commit
+    of a Hub id. options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...), or vLLM's names of them
+    (docs/vllm.md).
+    Raises ConfigError for an option that is not supported or not known, and StartupError if the
+    model cannot be loaded. Not thread-safe: use it from one thread at a time.
     """
 
-    def __init__(self, model: str = "pocket", **options: Any):
+    def __init__(
+        self,
+        model: str = "pocket",
+        *,
+        chat_template: str | Path | None = None,
+        revision: str | None = None,
+        served_model_name: str | Sequence[str] | None = None,
+        **options: Any,
+    ):
+        model = str(model) if revision is None else f"{model}@{revision}"
+        options = engine_options(options)
         # with a single client there is no need to keep the queue short
-        options = {"model": str(model), "max_waiting": sys.maxsize, **options}
+        options = {"model": model, "max_waiting": sys.maxsize, **options}
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)
@@ -81,7 +96,9 @@ class LLM:
         self._model_config.kv_heads_per_rank(self.config.tensor_parallel)  # raises before processes are started
         check_stages(self.config, self._model_config)
         check_experts(self.config, self._model_config)
-        self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
+        self.tokenizer = Tokenizer.from_folder(
+            folder, decodes="generate" in self._model_config.supported_tasks, template=template_text(chat_template)
+        )
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
@@ -124,6 +141,20 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         return self._core.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer, with `encode`, `decode` and `apply_chat_template`."""
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Returns True, since nothing runs between calls."""
+        if not isinstance(self._core, EngineCore):
+            raise RequestError("reset_prefix_cache is not supported with data_parallel: use cache_salt in prompts")
+        self._core.scheduler.clear_cache()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_method(name)
 
     def stats(self) -> EngineStats:
         """Return the state of the engine; with `data_parallel`, that of the first."""

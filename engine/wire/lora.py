@@ -11,7 +11,9 @@ class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     lora_name: str
     """The adapter's name for clients; it does not affect the result."""
-    lora_path: str
+    lora_int_id: int = 0
+    """vLLM's number of the adapter; it has no effect."""
+    lora_path: str = ""
     """Folder or Hub id."""
     digest: str = ""
     """`AdapterFiles.digest`: hash of everything that affects the adapter's results. If it is empty, an engine without a

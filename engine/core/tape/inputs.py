@@ -58,7 +58,7 @@ def params_without_text(params: SamplingParams, vocab_size: int) -> SamplingPara
 
 
 def lora_without_path(lora: LoRARequest | None) -> LoRARequest | None:
-    return None if lora is None else LoRARequest(lora.lora_name, "", lora.digest)
+    return None if lora is None else LoRARequest(lora.lora_name, 0, "", lora.digest)
 
 
 def remote_without_text(request: RemoteRequest, params: SamplingParams) -> RemoteRequest:

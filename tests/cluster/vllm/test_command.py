@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app, main
 from cluster.vllm.command import arguments, translated
-from cluster.vllm.flags import TABLE
 from engine.errors import ConfigError, InvalidParameter, RequestError
+from engine.offline.vllm_flags import TABLE
 
 FLAGS = [(row, name, values) for row in TABLE for name, values in row.named()]
 

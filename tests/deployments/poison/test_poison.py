@@ -24,7 +24,7 @@ from engine.wire.token_delta import TokenBatch
 from tests.deployments.replicas.mortal_pool import Heard, Ingress, Outcome, answer, ingress, listen
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-SQL = LoRARequest("sql", "/adapters/sql", "d1")
+SQL = LoRARequest("sql", 0, "/adapters/sql", "d1")
 FORM = StructuredOutputsParams(regex="[ab]")
 
 

@@ -91,7 +91,7 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
 def test_an_adapter_is_loaded_by_all_engines_and_the_first_error_counts():
     async def scenario() -> None:
         engines = made()
-        loading = asyncio.create_task(engines.load_adapter(LoRARequest("a", "/a", "digest")))
+        loading = asyncio.create_task(engines.load_adapter(LoRARequest("a", 0, "/a", "digest")))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first, second = engines.all

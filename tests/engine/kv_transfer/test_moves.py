@@ -148,7 +148,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_keeps_its_adapter(ranks, dtype):
     config = make_config("pocket", enable_lora=True, dtype=dtype)
-    pirate = LoRARequest("pirate", str(PIRATE), open_adapter(PIRATE).digest)
+    pirate = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
     with Movers(config, config, ranks) as movers:
         movers.start("with", prompt(40), max_tokens=NUM_TOKENS, lora=pirate)
         movers.start("random", prompt(40), max_tokens=NUM_TOKENS, lora=pirate, **RANDOM)
@@ -168,7 +168,10 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
     gone.symlink_to(PIRATE)
     with Movers(config, config, ranks) as movers:
         movers.start(
-            "with", prompt(40), max_tokens=NUM_TOKENS, lora=LoRARequest("pirate", str(gone), open_adapter(gone).digest)
+            "with",
+            prompt(40),
+            max_tokens=NUM_TOKENS,
+            lora=LoRARequest("pirate", 0, str(gone), open_adapter(gone).digest),
         )
         movers.leave(0)
         gone.unlink()

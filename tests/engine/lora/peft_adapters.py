@@ -39,7 +39,7 @@ def make_adapter(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape) * (0.5 / parameter.shape[1] ** 0.5))
     adapted.save_pretrained(target)
-    return LoRARequest(target.name, str(target), open_adapter(target).digest)
+    return LoRARequest(target.name, 0, str(target), open_adapter(target).digest)
 
 
 def with_adapter(model: transformers.PreTrainedModel, path: str) -> Any:

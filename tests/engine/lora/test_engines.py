@@ -140,7 +140,7 @@ def scaled(target: Path, lora: LoRARequest, alpha: int) -> LoRARequest:
 
 
 def named(folder: Path) -> LoRARequest:
-    return LoRARequest(folder.name, str(folder), open_adapter(folder).digest)
+    return LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest)
 
 
 def test_blocks_are_shared_by_requests_of_one_adapter_only(adapted, opened):
@@ -159,10 +159,10 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(adapted,
     cut = tmp_path / "cut"
     shutil.copytree(one.lora_path, cut)
     (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-8])
-    wrong = LoRARequest("gone", str(tmp_path / "none"), "0" * 32)
-    changed = LoRARequest("changed", one.lora_path, "1" * 32)
+    wrong = LoRARequest("gone", 0, str(tmp_path / "none"), "0" * 32)
+    changed = LoRARequest("changed", 0, one.lora_path, "1" * 32)
     requests = {"good": (prompt(9), one), "gone": (prompt(9), wrong), "changed": (prompt(9), changed)}
-    answers = ask(core, requests | {"cut": (prompt(9), LoRARequest("cut", str(cut), "2" * 32))})
+    answers = ask(core, requests | {"cut": (prompt(9), LoRARequest("cut", 0, str(cut), "2" * 32))})
     assert answers.tokens["good"] == expected and answers.errors.keys() == {"gone", "changed", "cut"}
     assert "adapter 'gone': path must be a folder" in answers.errors["gone"]
     assert "has changed" in answers.errors["changed"] and "whole" in answers.errors["cut"]

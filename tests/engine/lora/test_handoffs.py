@@ -22,7 +22,7 @@ from tests.products import slow
 from tests.rank_pool import RankPool
 
 PROMPT = list(range(100, 150))
-LORA = LoRARequest("pirate", str(PIRATE), open_adapter(PIRATE).digest)
+LORA = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
 
 
 def make_config(role: str | None, **options: Any) -> EngineConfig:

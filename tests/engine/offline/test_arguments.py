@@ -8,7 +8,7 @@ import pytest
 
 from engine import LLM
 from engine.errors import RequestError
-from engine.offline.arguments import TABLE, named
+from engine.offline.arguments import METHODS, TABLE, named
 
 VLLM = {  # arguments of the methods of vllm.LLM: of its version 0.33, and of older ones that are still copied
     "generate": "prompts sampling_params use_tqdm lora_request priority tokenization_kwargs mm_processor_kwargs "
@@ -69,3 +69,13 @@ def test_an_argument_without_effect_on_answers_is_ignored_with_the_reason(caplog
     assert caplog.messages == [
         "chat_template_content_format of LLM.chat is ignored: templates get the form of content that they read"
     ]
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_methods_of_vllm_that_are_not_there_are_refused_by_name(name):
+    with pytest.raises(RequestError, match=rf"LLM.{name} is not supported: \w"):
+        getattr(object.__new__(LLM), name)
+
+
+def test_any_other_name_is_no_attribute():
+    assert not hasattr(object.__new__(LLM), "generte")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import ConfigError, InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.offline.outputs import RequestOutput
 from engine.wire.sampling_params import ThinkingBudget
 from tests.models import EOS, make_model
@@ -155,6 +155,25 @@ def test_the_smaller_priority_runs_first(folder):
         results = one_by_one.generate(TEXTS, SamplingParams(**GREEDY), use_tqdm=False, priority=[3, 1, 4, 0, 2])
         waited = [result.outputs[0].times.scheduled_s for result in results]
     assert waited[1] < waited[4] < waited[0] < waited[2], "two at a time are in the engine"
+
+
+def test_cached_prefixes_can_be_forgotten(llm):
+    prompt = list(range(200, 221))
+    cached = [generate(llm, prompt)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache()
+    assert [*cached, generate(llm, prompt)[0].num_cached_tokens] == [0, 20, 0]
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
+def test_the_names_of_vllm_and_a_chat_template_start_an_engine(folder, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ messages[0]['content'] }}")
+    options = {"model": folder, "tensor_parallel_size": 1, "num_gpu_blocks_override": 64, "trust_remote_code": True}
+    with LLM(**options, **OPTIONS, chat_template=tmp_path / "template.jinja") as named:
+        (answer,) = named.chat([{"role": "user", "content": TEXTS[0]}], SamplingParams(**GREEDY), use_tqdm=False)
+        assert named.config.num_blocks == 64
+    assert answer.prompt_token_ids == named.tokenizer.encode(TEXTS[0], add_special_tokens=False)
+    with pytest.raises(ConfigError, match="tensor_paralel_size must be left out; did you mean tensor_parallel_size"):
+        LLM(folder, tensor_paralel_size=2)
 
 
 def test_the_second_time_a_prompt_comes_from_the_cache(llm):

@@ -13,7 +13,7 @@ from tests.fake_runner import Harness
 
 
 def adapter(name: str) -> LoRARequest:
-    return LoRARequest(name, f"/adapters/{name}", f"digest of {name}")
+    return LoRARequest(name, 0, f"/adapters/{name}", f"digest of {name}")
 
 
 class Adapted(Harness):
@@ -126,4 +126,4 @@ def test_the_adapter_that_was_used_longest_ago_makes_room():
 
 def test_an_adapter_without_a_digest_is_refused():
     with pytest.raises(AdapterError, match="digest"):
-        Adapted(1).add("x", [1], lora=LoRARequest("a", "/adapters/a"))
+        Adapted(1).add("x", [1], lora=LoRARequest("a", 0, "/adapters/a"))

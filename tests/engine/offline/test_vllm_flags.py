@@ -8,7 +8,7 @@ from typer.main import get_command
 
 from cluster.cli.main import app
 from cluster.vllm.command import OBJECTS
-from cluster.vllm.flags import NAMES, SPECIAL, TABLE, VALUES, find, markdown
+from engine.offline.vllm_flags import NAMES, SPECIAL, TABLE, VALUES, find, markdown
 
 SERVE = get_command(app).commands["serve"]  # type: ignore[attr-defined]
 OURS = {name for parameter in SERVE.params for name in (*parameter.opts, *parameter.secondary_opts)}

@@ -1,5 +1,5 @@
 """Table of all flags of `vllm serve` that are not Manta's, with their treatment. The command line, the `engine_kwargs`
-of Ray Serve LLM and docs/vllm.md all follow it.
+of Ray Serve LLM, the arguments of `LLM` and docs/vllm.md all follow it.
 
 `--flag` is a switch, `--flag=` takes a value, `--flag=*` several; `--flag=a|b` means only these values; other values
 have another row. A switch also exists as `--no-flag`, which asks for the default.
@@ -7,9 +7,9 @@ have another row. A switch also exists as `--no-flag`, which asks for the defaul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Effect = Literal["other name", "ignored", "refused"]
 
@@ -313,6 +313,13 @@ VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the
     "--max-model-len": {"auto": None, "-1": None},  # the default is the model's own length, or what fits
     "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4", "None": None},
 }
+FIELD_FLAGS = {  # fields of EngineConfig with another name than vLLM's flag, which is the first, and shorter flags
+    "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
+    "expert_parallel": ("--enable-expert-parallel", "--expert-parallel", "-ep"),
+    "pipeline_parallel": ("--pipeline-parallel-size", "--pipeline-parallel", "-pp"),
+    "speculative": ("--speculative-config",),
+}
+NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
 NAMES = {name for row in TABLE for name, _ in row.named()}
 
 
@@ -329,6 +336,19 @@ def takes(name: str) -> str:
     """Return how many values a flag in the table takes: "" for none, "1" or "*"."""
     values = next(values for row in TABLE for known, values in row.named() if known == name)
     return "" if values is None else "*" if values == "*" else "1"
+
+
+def draft_options(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return vLLM's speculative_config as ours, and its keys that were left out, each with the reason why this is
+    harmless."""
+    options = dict(content)
+    method = options.get("method")
+    if isinstance(method, str) and method.endswith("_mtp"):  # older vLLM has one name per model family
+        options["method"] = "mtp"
+    if options.get("method") == "mtp":
+        options.pop("model", None)  # the model's own layers
+    left_out = [key for key in NOT_DRAFTED if options.pop(key, None) is not None]
+    return options, dict.fromkeys(left_out, "drafts are made on the model's ranks, and become fewer under load")
 
 
 def markdown() -> str:

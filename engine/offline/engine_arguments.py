@@ -1,0 +1,119 @@
+"""Translates keyword arguments of vLLM's `LLM`, which are the flags of `vllm serve`, to fields of EngineConfig."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.offline.vllm_flags import FIELD_FLAGS, NAMES, VALUES, Row, draft_options, find, takes
+
+logger = logging.getLogger(__name__)
+
+FIELDS = {field.name for field in fields(EngineConfig)}
+VLLM_NAMES = {flags[0].removeprefix("--").replace("-", "_"): field for field, flags in FIELD_FLAGS.items()} | {
+    "data_parallel_size": "data_parallel",
+}
+NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "auto", [], (), {}, set())
+"""Values with which a refused argument asks for nothing, as vLLM's own defaults do."""
+DEFAULTS = {"dcp_kv_cache_interleave_size": 1, "cp_kv_cache_interleave_size": 1, "dcp_comm_backend": "ag_rs",
+            "offload_num_in_group": 1, "offload_prefetch_step": 1}  # fmt: skip
+SERVED = {  # what only a server has, and `manta serve` has too
+    "allowed_origins", "api_key", "default_chat_template_kwargs", "host", "lora_modules", "port", "reasoning_parser",
+    "root_path", "ssl_certfile", "ssl_keyfile", "tool_call_parser",
+}  # fmt: skip
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of EngineConfig for arguments of vLLM's `LLM`, or fields of EngineConfig themselves. Logs why one
+    is ignored. Raises ConfigError for one that would change results or capacity and is not supported, and for an
+    unknown one; the message names the argument."""
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        field = VLLM_NAMES.get(name, name)
+        if field in options:
+            raise ConfigError(name, value, f"left out, because {field} is given too")
+        if field in FIELDS:
+            options |= _field(field, value)
+        else:
+            _other(options, name, value)
+    if isinstance(options.get("hf_overrides"), Mapping):
+        options["hf_overrides"] = json.dumps(dict(options["hf_overrides"]))
+    if isinstance(options.get("speculative"), Mapping):
+        options["speculative"], left_out = draft_options(options["speculative"])
+        for key, why in left_out.items():
+            logger.warning("speculative_config.%s of LLM is ignored: %s", key, why)
+    return options
+
+
+def _field(field: str, value: Any) -> dict[str, Any]:
+    """Return the field with a value of vLLM as ours, or nothing for a value that asks for the default."""
+    if value is None:
+        return {}
+    if callable(value) and not str(value).startswith("torch."):
+        raise ConfigError(field, value, "a value, not a function")
+    if field == "dtype":
+        value = str(value).removeprefix("torch.")
+    flag = FIELD_FLAGS.get(field, [f"--{field.replace('_', '-')}"])[0]
+    if not isinstance(value, bool | Mapping):
+        value = VALUES.get(flag, {}).get(str(value), value)
+    return {} if value is None else {field: value}
+
+
+def _other(options: dict[str, Any], name: str, value: Any) -> None:
+    """Treat an argument that is no field as the table of vLLM's flags says."""
+    flag = f"--{name.replace('_', '-')}"
+    if name in SERVED or (flag in NAMES and (find(flag, str(value)) or Row("ignored", "", "")).note.endswith("={}")):
+        row: Row | None = Row("refused", flag, "it is an option of servers, such as `manta serve`")
+        if name == "limit_mm_per_prompt":
+            row = Row("ignored", flag, "an offline prompt may have any number of images")
+    else:
+        row = find(flag, None if takes(flag) == "" else str(value)) if flag in NAMES else None
+    if row is None:
+        close = difflib.get_close_matches(name, FIELDS | VLLM_NAMES.keys(), 1)
+        hint = f"; did you mean {close[0]}?" if close else ", because LLM has no such option (docs/reference.md)"
+        raise ConfigError(name, value, f"left out{hint}")
+    if any(value is neutral or value == neutral for neutral in NEUTRAL) or DEFAULTS.get(name) == value:
+        return
+    if row.effect == "ignored":
+        logger.warning("%s of LLM is ignored: %s", name, in_python(row.note))
+    elif row.effect == "refused":
+        raise ConfigError(name, value, f"left out, because it is not supported: {in_python(row.note)}")
+    else:
+        _rename(options, row, value)
+
+
+def _rename(options: dict[str, Any], row: Row, value: Any) -> None:
+    """Add a field with another name, or a key of a field that is an object."""
+    flag, _, key = row.note.partition(".")
+    name = flag.removeprefix("--").replace("-", "_")
+    field = VLLM_NAMES.get(name, name)
+    options[field] = {**options.get(field, {}), key: value} if key else value
+
+
+def in_python(note: str) -> str:
+    """Return a note with the names of arguments in place of flags."""
+
+    def named(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return name if VLLM_NAMES.get(name, name) in FIELDS else match[0]
+
+    return re.sub(r"--([a-z][a-z0-9-]*)", named, note)
+
+
+def template_text(chat_template: str | Path | None) -> str | None:
+    """Return a Jinja template, given as a file or as its text; None for None. Raises ConfigError."""
+    if chat_template is None or (isinstance(chat_template, str) and set(chat_template) & set("{}\n")):
+        return None if chat_template is None else str(chat_template)
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        limit = f"a file that can be read, or the text of a template ({type(error).__name__})"
+        raise ConfigError("chat_template", str(chat_template), limit) from None
