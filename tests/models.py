@@ -379,22 +379,25 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
         400 tokens) instead of 97.
     overrides: fields of transformers' configuration class.
     """
-    name, fields = (FAMILIES | HYBRIDS)[family]
-    fields = {**COMMON, **fields}
     if tokenizer:
         bpe = make_tokenizer()
         bpe.save_pretrained(folder)
-        fields["vocab_size"] = len(bpe)
-    fields |= overrides
-    if "kv_lora_rank" in fields:
-        del fields["head_dim"]
-    config_name = f"{name}TextConfig" if name in TEXT_CONFIGS else f"{name}Config"
-    config = getattr(transformers, config_name)(**fields)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        overrides = {"vocab_size": len(bpe), **overrides}
+    config = make_config(family, **overrides)
+    model = getattr(transformers, (FAMILIES | HYBRIDS)[family][0] + "ForCausalLM")(config).eval()
     randomise(model, tied=config.tie_word_embeddings, seed=seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=0)
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def make_config(family: str, **overrides: Any) -> Any:
+    """Return transformers' configuration of a small model. overrides: its fields."""
+    name, fields = (FAMILIES | HYBRIDS)[family]
+    fields = {**COMMON, **fields, **overrides}
+    if "kv_lora_rank" in fields:
+        del fields["head_dim"]
+    return getattr(transformers, f"{name}TextConfig" if name in TEXT_CONFIGS else f"{name}Config")(**fields)
 
 
 BUFFERS = ("e_score_correction_bias", "layer_scalar", "std_bias", "std_scale", "put_min", "put_max")

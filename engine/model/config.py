@@ -22,6 +22,7 @@ from engine.model.config_parts.pooling import PoolingConfig, PoolingType
 from engine.model.config_parts.recurrent import RecurrentConfig, block_types, recurrent_names
 from engine.model.config_parts.rope import RopeConfig, check_factors, max_positions, read_ropes
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
+from engine.model.config_parts.unread import check_unread
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
@@ -265,6 +266,7 @@ def _read(whole: Fields, folder: Path, max_model_len: int | None) -> ModelConfig
     vision = None
     if family is not None:
         vision = VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor))
+        check_unread(whole, raw, cfg, folder)
     return replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
 
 

@@ -315,7 +315,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "KimiLinearForCausalLM": Family(
         "hybrid.kimi_linear.KimiLinearForCausalLM",
-        ("layer_types", "num_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"),
+        (
+            "layer_types", "num_experts", "first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts",
+            "linear_head_dim", "linear_num_heads",
+        ),
         LATENT | {
             "recurrent": "kimi_delta_attention", "position_embedding_type": "nope", "rope_interleave": False,
             "hidden_act": "silu", "scoring": "sigmoid", "first_k_dense_replace": 1, "q_lora_rank": None,

@@ -36,6 +36,7 @@ class Fields(dict[str, Any]):
         super().__init__(values)
         self.path = path
         self.own: frozenset[str] = frozenset(values) if whole is None else whole.own  #: those that are in the file
+        self.used: set[str] = set() if whole is None else whole.used  #: those of `own` that were read
 
     def __getitem__(self, key: str) -> Any:
         return self._read(key, super().__getitem__(key))
@@ -53,11 +54,15 @@ class Fields(dict[str, Any]):
 
     def pick(self, keep: Any) -> Fields:
         """Return the fields whose names `keep` accepts, without reading them."""
-        return Fields({key: value for key, value in self.items() if keep(key)}, self.path, self)
+        kept = Fields({key: value for key, value in self.items() if keep(key)}, self.path, self)
+        kept.own = self.own & kept.keys()
+        return kept
 
     def _read(self, key: str, value: Any) -> Any:
-        if key in self.own and (kind := KINDS.get(key)) is not None and not kind.accepts(value):
-            raise Unsupported(self.path + key, value, kind.limit)
+        if key in self.own:
+            self.used.add(key)
+            if (kind := KINDS.get(key)) is not None and not kind.accepts(value):
+                raise Unsupported(self.path + key, value, kind.limit)
         return Fields(value, f"{self.path}{key}.") if type(value) is dict else value
 
 

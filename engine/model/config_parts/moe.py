@@ -7,6 +7,8 @@ from typing import Literal
 
 from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 
+MLPS = ("dense", "sparse")
+TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc", None)
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # gpt-oss's values; others are refused
 
 
@@ -41,14 +43,18 @@ class MoEConfig:
         if not num_experts:
             return None
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-        first = raw.get("first_k_dense_replace", 0)
+        first, kinds = raw.get("first_k_dense_replace", 0), raw.get("mlp_layer_types")
+        if kinds:  # each layer's type
+            if len(kinds) < num_layers:
+                raise Unsupported("mlp_layer_types", kinds, f"a list of {num_layers}, one for each layer")
+            first, dense = 0, [i for i, kind in enumerate(kinds) if one_of("mlp_layer_types", kind, MLPS) == "dense"]
         size = raw["moe_intermediate_size"] if "moe_intermediate_size" in raw else raw["intermediate_size"]
         gated = "shared_expert_intermediate_size" in raw
         shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
         one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
         one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
         groups = raw.get("n_group") or 1
-        if raw.get("topk_method") == "greedy":
+        if one_of("topk_method", raw.get("topk_method"), TOPK_METHODS) == "greedy":
             groups = 1
         if groups != 1 and (num_experts % groups or num_experts == groups):
             # a group is scored by its two best experts, so it must have two

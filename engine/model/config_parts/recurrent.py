@@ -139,8 +139,6 @@ def kimi_names(raw: Fields) -> Fields:
         "num_experts_per_tok": raw["num_experts_per_token"],
         "n_shared_experts": raw["num_shared_experts"],
     }
-    if kinds := raw.get("mlp_layer_types"):
-        own |= {"first_k_dense_replace": 0, "mlp_only_layers": [i for i in range(layers) if kinds[i] == "dense"]}
     if linear:
         full = set(linear["full_attn_layers"])
         own |= {
