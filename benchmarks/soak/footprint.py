@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import defaultdict
@@ -38,8 +39,8 @@ class ProcessState:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """at: seconds on the monotonic clock. processes: by process id. strays: kinds of processes that the server has
-    started and no longer has below it, but that live. files: in its folder for temporary files, logs and KV
-    blocks left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
+    started and no longer has below it, but that live. files: in its folder for temporary files, logs, KV
+    blocks and kept tapes left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
 
     at: float
     processes: dict[int, ProcessState]
@@ -88,7 +89,8 @@ class Footprints:
             processes[process.pid] = state
             self._seen[process] = state.kind
         strays = [kind for process, kind in self._seen.items() if process.pid not in processes and _lives(process)]
-        inside = (path for path in self._folder.rglob("*") if not {"logs", TIERS} & set(path.parts))
+        bounded = {"logs", TIERS, f"manta-tapes-{os.getuid()}"}
+        inside = (path for path in self._folder.rglob("*") if not bounded & set(path.parts))
         files = frozenset(str(path.relative_to(self._folder)) for path in inside if not path.is_dir())
         exist = frozenset(name for name in self._mapped if Path(name).exists())
         return Footprint(time.monotonic(), processes, strays, files, exist)

@@ -32,7 +32,7 @@ ENGINE = {
     "kv_offloading_size": 0.02, "kv_offloading_disk_size": 0.1, "max_loras": 2,
 }  # fmt: skip
 PIRATE = Path(pocket.__file__).with_name("pirate")
-RPM_LIMIT, TPM_LIMIT = 60, 6000
+RPM_LIMIT, TPM_LIMIT = 6, 1200
 VICTIMS = [  # in turns
     "rank1 of decode-pocket", "ingress", "prefill-pocket", "haproxy", "decode-pocket", "rank0 of prefill-pocket",
     "ray::ServeController", "rank0 of decode-pocket",
