@@ -68,7 +68,8 @@ def _find_neighbours(folder: Path) -> None:
 
 _find_neighbours(Path(__file__).resolve().parent)
 
-from engine import LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams  # noqa: E402
+from engine import LoRARequest, PoolingParams, StructuredOutputsParams  # noqa: E402
+from engine.offline.sampling_params import SamplingParams  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:

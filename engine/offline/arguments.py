@@ -79,15 +79,16 @@ def refuse_method(name: str) -> NoReturn:
     raise AttributeError(f"'LLM' object has no attribute {name!r}")
 
 
-def named(method: Callable[P, T]) -> Callable[P, T]:
+def named(method: Callable[P, T], where: str = "", table: Sequence[Argument] = TABLE) -> Callable[P, T]:
     """Return a method that treats keyword arguments that it does not have as the table says. It raises RequestError
-    for one that is refused, and for one that neither vLLM nor Manta has."""
+    for one that is refused, and for one that neither vLLM nor Manta has. where: its name in errors."""
+    where = where or f"LLM.{method.__name__}"
     parameters = inspect.signature(method).parameters
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs.keys() - parameters.keys():
-            treat(f"LLM.{method.__name__}", name, kwargs.pop(name), TABLE, list(parameters)[1:])
+            treat(where, name, kwargs.pop(name), table, list(parameters)[1:])
         return method(*args, **kwargs)
 
     return call

@@ -26,7 +26,8 @@ NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "auto", [], (), {}, set())
 DEFAULTS = {"dcp_kv_cache_interleave_size": 1, "cp_kv_cache_interleave_size": 1, "dcp_comm_backend": "ag_rs",
             "offload_num_in_group": 1, "offload_prefetch_step": 1}  # fmt: skip
 SERVED = {  # what only a server has, and `manta serve` has too
-    "allowed_origins", "api_key", "default_chat_template_kwargs", "host", "lora_modules", "port", "reasoning_parser",
+    "allowed_origins", "api_key", "default_chat_template_kwargs", "generation_config", "host", "lora_modules",
+    "override_generation_config", "port", "reasoning_parser",
     "root_path", "ssl_certfile", "ssl_keyfile", "tool_call_parser",
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup, group_options
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
+from engine.model.checkpoint.folder import default_sampling
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
@@ -34,13 +35,14 @@ from engine.offline.pooling import OfflinePooling
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ImagePrompt, ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
+from engine.offline.sampling_params import SamplingParams, engine_params
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams as EngineParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenDelta
 
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, Any]
+AnyParams = SamplingParams | EngineParams
+GivenParams = AnyParams | Sequence[AnyParams] | None
+"""One for all prompts, or one for each; None for the defaults of the model's authors."""
 
 
 @dataclass(slots=True)
@@ -146,6 +151,11 @@ class LLM:
         """Return the model's tokenizer, with `encode`, `decode` and `apply_chat_template`."""
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that the model's authors recommend in its generation_config.json."""
+        recommended: dict[str, Any] = {**default_sampling(engine_folder(self.config))}
+        return SamplingParams(**recommended)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, since nothing runs between calls."""
         if not isinstance(self._core, EngineCore):
@@ -164,7 +174,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: GivenParams = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
@@ -182,19 +192,24 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[ParsedPrompt | ImagePrompt | list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: GivenParams,
         use_tqdm: bool,
         lora_requests: LoRARequests,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
-        columns = zip(prompts, params, adapters, strict=True)
+        own = [engine_params(p) for p in params]
+        columns = zip(prompts, own, adapters, strict=True)
         requests = [self._request(prompt, p, lora_request=lora) for prompt, p, lora in columns]
         for request, first in zip(requests, self._priorities(priority, len(requests)), strict=True):
             request.priority = first
-        for request, p in zip(requests, params, strict=True):
+        for request, given, p in zip(requests, params, own, strict=True):
+            if isinstance(given, SamplingParams):
+                request.detokenize = given.detokenize
+                if given.skip_reading_prefix_cache:
+                    request.cache_salt = f"computed by {request.request_id}"
             self.check(request, p)
-        jobs = zip(requests, params, strict=True)
+        jobs = zip(requests, own, strict=True)
         by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), use_tqdm=use_tqdm)}
         return [by_id[request.request_id] for request in requests]
 
@@ -211,7 +226,7 @@ class LLM:
     def chat(
         self,
         messages: list[Message] | Sequence[list[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: GivenParams = None,
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
         *,
@@ -239,7 +254,10 @@ class LLM:
         }
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [self._chat_prompt(list(c), variables) for c in conversations]
-        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), use_tqdm, lora_request)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+            sampling_params.max_tokens = None
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def _chat_prompt(self, messages: list[Message], template_arguments: dict[str, Any]) -> ImagePrompt | list[int]:
         contents = [message.get("content") for message in messages]
@@ -307,7 +325,7 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: EngineParams,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
@@ -321,7 +339,7 @@ class LLM:
     def _request(
         self,
         prompt: ParsedPrompt | ImagePrompt | list[int],
-        params: SamplingParams,
+        params: EngineParams,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
@@ -346,12 +364,12 @@ class LLM:
         assert prompt.text is not None
         return self._with_images(prompt.text, prompt.images)
 
-    def check(self, request: RequestOutput, params: SamplingParams) -> None:
+    def check(self, request: RequestOutput, params: EngineParams) -> None:
         """Raise RequestError if the engine would refuse this request."""
         self._core.check(next(self._messages(request, params)))
 
     def run(
-        self, jobs: Iterable[tuple[RequestOutput, SamplingParams]], *, total: int | None = None, use_tqdm: bool = True
+        self, jobs: Iterable[tuple[RequestOutput, EngineParams]], *, total: int | None = None, use_tqdm: bool = True
     ) -> Iterator[RequestOutput]:
         """Compute requests, and yield each when it is finished. `jobs` is read only as fast as the engine takes them.
 
@@ -398,19 +416,20 @@ class LLM:
         finally:
             self._core.abort(request.request_id)  # if it has not ended
 
-    def _params_for(
-        self, prompts: Sequence[object], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    def _params_for(self, prompts: Sequence[object], sampling_params: GivenParams) -> Sequence[AnyParams]:
         if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, AnyParams):
             return [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             message = f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
             raise RequestError(message, "sampling_params")
-        return list(sampling_params)
+        for params in sampling_params:
+            if not isinstance(params, AnyParams):
+                raise InvalidParameter("sampling_params", params, "SamplingParams, or one for each prompt")
+        return sampling_params
 
-    def _messages(self, request: RequestOutput, params: SamplingParams) -> Iterator[GenerateRequest]:
+    def _messages(self, request: RequestOutput, params: EngineParams) -> Iterator[GenerateRequest]:
         """Yield one engine request per sequence."""
         if params.bad_words:
             ids = self.tokenizer.bad_words_token_ids(params.bad_words)
@@ -427,7 +446,7 @@ class LLM:
             )
 
     def _feed(
-        self, queue: Iterator[tuple[RequestOutput, SamplingParams]], live: dict[str, _Sequence]
+        self, queue: Iterator[tuple[RequestOutput, EngineParams]], live: dict[str, _Sequence]
     ) -> Iterator[RequestOutput]:
         """Keep up to twice `max_num_seqs` requests in the engine: those that run, and as many waiting. Yields the
         requests that the engine refuses."""
@@ -455,7 +474,7 @@ class LLM:
             output.error = delta.error.message if delta.error else None
         else:
             chunk = sequence.text.add(delta)
-            output.text += chunk.text
+            output.text += chunk.text if request.detokenize else ""
             output.token_ids += chunk.token_ids
             if output.logprobs is not None and chunk.logprobs:
                 output.logprobs += chunk.logprobs

@@ -44,6 +44,7 @@ class RequestOutput:
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
     lora_request: LoRARequest | None = None  #: with the digest of the adapter's files
     cache_salt: str = ""  #: prompts with other salts share no cached prefixes with it
+    detokenize: bool = True  #: whether its outputs have a text
     priority: int = 0  #: smaller ones run first, with `scheduling_policy="priority"`
 
     @property

@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_ranges(self) -> None:
         check(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        check(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "between 0 and 2")
+        check(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "a finite number, 0 or above")
         check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (no limit), or at least 1")
         check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")

@@ -13,7 +13,8 @@ import manta
 from cluster.app import build
 from cluster.autoscaling.policy import Policy
 from cluster.entry_point import BUILDER
-from engine import LLM, SamplingParams
+from engine import LLM
+from engine.offline.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 

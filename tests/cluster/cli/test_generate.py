@@ -64,13 +64,13 @@ def test_answers_come_in_the_order_of_the_input_and_repeat_its_ids(llm, tmp_path
 
 def test_a_bad_line_gets_an_error_and_harms_no_other(llm, tmp_path):
     good = {"prompt": "The quick", "max_tokens": 3}
-    bad = ["not json\n", {"prompt": "x", "temprature": 1}, {"id": 7}, {"prompt": "x", "temperature": 9}, {"prompt": []}]
+    bad = ["not json\n", {"prompt": "x", "temprature": 1}, {"id": 7}, {"prompt": "x", "top_p": 9}, {"prompt": []}]
     source = write_lines(tmp_path / "in.jsonl", [good, *bad, good])
     summary = generate_file(lambda: llm, source, tmp_path / "out.jsonl", {}, progress=False)
     first, *errors, last = read_lines(tmp_path / "out.jsonl")
     assert summary.failed == len(bad)
     assert len(first["choices"][0]["token_ids"]) == len(last["choices"][0]["token_ids"]) == 3
-    expected = ["malformed", "unknown field 'temprature'", "needs either prompt", "temperature must be", "at least one"]
+    expected = ["malformed", "unknown field 'temprature'", "needs either prompt", "top_p must be", "at least one"]
     for line, text in zip(errors, expected, strict=True):
         assert text in line["error"]
     assert errors[2]["id"] == 7

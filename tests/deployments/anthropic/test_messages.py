@@ -241,7 +241,7 @@ async def test_schema_of_the_output_is_enforced():
 
 REFUSED = [
     ("NotFoundError", "not_found_error", {"model": "other"}, "other"),
-    ("BadRequestError", "invalid_request_error", {"extra_body": {"temperature": 3}}, "temperature"),
+    ("BadRequestError", "invalid_request_error", {"extra_body": {"temperature": -3}}, "temperature"),
     ("BadRequestError", "invalid_request_error", {"messages": []}, "messages"),
     ("BadRequestError", "invalid_request_error", {"max_tokens": 0}, "max_tokens"),
     ("BadRequestError", "invalid_request_error", {"messages": [{"role": "user", "content": "a b " * 4000}]},

@@ -227,7 +227,7 @@ def raw_request(address: str, **params) -> dict:
 @pytest.mark.parametrize(
     ("reply_to", "params"),
     [
-        (None, {"temperature": 9.0}),
+        (None, {"temperature": -9.0}),
         ("", {}),
         ("nonsense", {}),
     ],

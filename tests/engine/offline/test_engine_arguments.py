@@ -19,7 +19,7 @@ FLAGS = {
     for flag in line.split()
     if flag.startswith("--") and f"{flag}=" not in SPECIAL
 }
-OWN = {"chat_template", "revision", "generation_config", "override_generation_config", "served_model_name"}
+OWN = {"chat_template", "revision", "served_model_name"}
 
 
 @pytest.mark.parametrize(

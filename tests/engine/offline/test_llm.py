@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+import manta
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.offline.outputs import RequestOutput
@@ -236,6 +237,27 @@ def test_variables_of_the_template_come_in_their_own_argument_and_a_misspelt_one
         llm.chat(messages, settings, enable_thinking=False)
     with pytest.raises(InvalidParameter, match="continue_final_message must be False with add_generation_prompt"):
         llm.chat(messages, settings, continue_final_message=True)
+
+
+def test_outputs_need_no_text_and_prompts_no_cache_if_the_parameters_say_so(llm):
+    prompt = list(range(250, 271))
+    plain, fresh = manta.SamplingParams(**GREEDY), manta.SamplingParams(**GREEDY, skip_reading_prefix_cache=True)
+    first, again, computed = (generate(llm, prompt, params)[0] for params in (plain, plain, fresh))
+    assert (again.num_cached_tokens, computed.num_cached_tokens) == (20, 0)
+    (silent,) = generate(llm, prompt, manta.SamplingParams(**GREEDY, detokenize=False))
+    assert tokens_of([first]) == tokens_of([computed]) == tokens_of([silent])
+    assert first.outputs[0].text and not silent.outputs[0].text
+
+
+def test_fields_may_be_set_until_the_call_and_are_checked_then(llm):
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.ignore_eos = 3, True
+    assert len(only(llm.chat([{"role": "user", "content": "a"}], params, use_tqdm=False)).token_ids) == 3
+    params.top_p = 2.0
+    with pytest.raises(InvalidParameter, match="top_p must be above 0 and at most 1"):
+        generate(llm, "a", params)
+    with pytest.raises(InvalidParameter, match="sampling_params must be SamplingParams"):
+        generate(llm, "a", [{"n": 1}])
 
 
 # -- n and seeds -----------------------------------------------------------------------------------------------

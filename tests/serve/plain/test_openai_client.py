@@ -101,7 +101,7 @@ def test_many_prompts_and_several_answers_of_each(client):
 
 def test_errors_are_raised_as_the_clients_own(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="The", temperature=5)
+        client.completions.create(model="tiny", prompt="The", temperature=-5)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_parameter")
     ask = {"model": "tiny", "prompt": "The", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.APIStatusError) as caught:
