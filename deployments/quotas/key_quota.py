@@ -37,7 +37,8 @@ PLACE_WAIT_S = 0.25
 ingress that one of them has ended."""
 TRIES = 16  # to write before another ingress does
 LOST_S = 0.01  # maximum pause after another ingress was first, so that not all try again at the same time
-TTL_S = 100 * 86400.0  # of a key's record, at least
+TTL_S = 10 * 365 * 86400.0
+"""Of a key's record, at least. A file's values are gone once a clock was set ahead by more."""
 MEMORY = 64  # newest answers of a key, of which the longest bounds the next
 FADES = 0.05  # weight of a request in the means from which the next one is estimated
 
@@ -296,7 +297,7 @@ class KeyQuota:
                     asks = list(self._asks)
                     proposal = self._propose(stored, asks)
                     if await self._store.replace(key, stored, proposal.value, ttl_s):
-                        for ask, outcome in zip(asks, self.shared.commit(proposal, self._wall()), strict=True):
+                        for ask, outcome in zip(asks, self.shared.commit(proposal, self._wall(), _now()), strict=True):
                             ask.outcome = outcome
                             if ask in self._asks:
                                 self._asks.remove(ask)
@@ -319,7 +320,7 @@ class KeyQuota:
     def _propose(self, stored: bytes | None, asks: list[Ask]) -> Proposal:
         self._num_proposals += 1
         try:
-            return self.shared.propose(stored, self._wall(), [ask.needs for ask in asks])
+            return self.shared.propose(stored, self._wall(), _now(), [ask.needs for ask in asks])
         except ValueError as error:
             raise StoreUnavailable(f"the record of API key {self.name!r} cannot be read ({error})") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -12,7 +12,8 @@ CLOCKS_S = LEASE_S
 """Maximum difference between the clocks of ingresses that share a limit."""
 KEEP_S = 3600.0
 """Seconds after which an ingress that has ended is no longer told apart from others that have ended."""
-APART = " apart"
+SLOTS = ("", " apart", " apart 2", " apart 3")
+"""Ends of the names under which the windows of one limit are stored. So many are remembered."""
 ENDED = ""  # the holder that stands for all those
 DEBT = "debt"  # the holder that stands for what the windows before had too much
 ALWAYS = 0.0  # start of the window of limits that are never used up
@@ -25,6 +26,8 @@ class Window(msgspec.Struct, array_like=True):
     """Seconds since 1970."""
     used: dict[str, float]
     """By ingress. Of a limit that is never used up, what requests use now."""
+    version: int = 0
+    """Version of the record when an ingress whose clock is in this window wrote last."""
 
     def taken(self, without: str | None = None) -> float:
         """Return what all ingresses have used, but one."""
@@ -45,7 +48,7 @@ class QuotaRecord(msgspec.Struct, array_like=True):
     leases: dict[str, float] = {}
     """When each ingress will be considered dead unless it writes again, in seconds since 1970."""
     windows: dict[str, Window] = {}
-    """By the name of the limit. If clocks differ too much, there is another window under this name with APART."""
+    """By the name of the limit and one of SLOTS."""
 
     def encode(self) -> bytes:
         return _encode(self)
@@ -60,19 +63,23 @@ class QuotaRecord(msgspec.Struct, array_like=True):
         return max(found, key=lambda window: window.start, default=None)
 
     def put(self, name: str, window: Window) -> None:
-        """Store a new window of a limit in place of the one before it, which has ended."""
-        old = self.newest(name, window.start)
-        keys = [key for key in (name, name + APART) if self.windows.get(key) is old]
-        self.windows[keys[0] if keys else name + APART] = window
+        """Store a new window of a limit, in place of the one that nobody has written for longest if all slots are full.
+        Which one has ended, only clocks say, and one of them may be wrong."""
+        keys = [name + slot for slot in SLOTS]
+        free = next((key for key in keys if key not in self.windows), None)
+        self.windows[free or min(keys, key=lambda key: self.windows[key].version)] = window
 
     def _of(self, name: str) -> list[Window]:
-        return [self.windows[key] for key in (name, name + APART) if key in self.windows]
+        return [self.windows[name + slot] for slot in SLOTS if name + slot in self.windows]
 
-    def expire(self, now: float) -> None:
-        """Count the requests of dead ingresses as ended. A lease from a clock that is too far ahead is shortened."""
-        for holder, until in self.leases.items():
-            self.leases[holder] = min(until, now + LEASE_S + CLOCKS_S)
-        for holder in [holder for holder, until in self.leases.items() if until <= now]:
+    def expire(self, now: float, alive: Set[str]) -> None:
+        """Count the requests of dead ingresses as ended. A lease from a clock that is too far ahead is shortened.
+
+        alive: ingresses that are not dead, whatever the clocks say.
+        """
+        for holder in self.leases.keys() - alive:
+            self.leases[holder] = min(self.leases[holder], now + LEASE_S + CLOCKS_S)
+        for holder in [holder for holder, until in self.leases.items() if until <= now and holder not in alive]:
             for window in self.windows.values():
                 if window.start == ALWAYS:
                     window.used.pop(holder, None)
@@ -96,14 +103,13 @@ class QuotaRecord(msgspec.Struct, array_like=True):
                 continue
             if holder in seen.leases:
                 self.leases[holder] = seen.leases[holder]
-            for name, before in seen.windows.items():
-                window = self.windows.setdefault(name, Window(before.start, {}))
-                used = before.used.get(holder)
-                if used is None or window.start > before.start:
-                    continue
-                if window.start < before.start:
-                    self.windows[name] = window = Window(before.start, {})
-                window.used[holder] = max(used, window.used.get(holder, 0.0)) if holder == ENDED else used
+            for key, before in sorted(seen.windows.items(), key=lambda item: -item[1].version):
+                name, used = key.partition(SLOTS[1])[0], before.used.get(holder)
+                window = self.find(name, before.start)
+                if window is None and len(self._of(name)) < len(SLOTS):  # else it was long ago
+                    self.put(name, window := Window(before.start, {}, before.version))
+                if window is not None and used is not None:
+                    window.used[holder] = max(used, window.used.get(holder, 0.0)) if holder == ENDED else used
         self.version = max(self.version, seen.version)
         return self
 

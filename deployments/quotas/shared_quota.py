@@ -43,6 +43,8 @@ class Tally:
     """The same in the store."""
     most_alone: float | None = None
     """Up to which it may use the limit without the store; None while the store answers."""
+    is_new: bool = True
+    """Whether the store was never asked for it. If the clock was in this window before, this ingress has used some."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class SharedQuota:
         self._in_flight = 0
         self._asked_at = 0.0
         self._seen: bytes | None = None
+        self._seen_at = float("-inf")  # since the process began, as the next
+        self._heard: dict[str, float] = {}  # when each other ingress has been seen to write
         self.change(limits, now)
 
     def change(self, limits: Sequence[Limit], now: float) -> None:
@@ -168,21 +172,26 @@ class SharedQuota:
             tally.written == tally.used for tally in map(self._tallies.__getitem__, self._limits)
         )
 
-    def propose(self, stored: bytes | None, now: float, asked: Sequence[Needs] = ()) -> Proposal:
+    def propose(self, stored: bytes | None, now: float, up_s: float, asked: Sequence[Needs] = ()) -> Proposal:
         """Return what to write into the store in place of `stored`. Call `commit` if that was possible.
 
-        asked: what requests need, in the order in which they get it. Raises msgspec.DecodeError.
+        up_s: seconds on a clock that nobody sets. asked: what requests need, in the order in which they get it. Raises
+        msgspec.DecodeError.
         """
         self._roll(now)
-        record = self._record(stored, now)
-        forgotten = self._seen is not None and self._holder not in record.leases
-        if forgotten:
-            self._forget_written()
-            record.forget(self._holder)
-        record.expire(now)
-        windows = {name: self._window(limit, record, now, forgotten) for name, limit in self._limits.items()}
+        seen = None if self._seen is None else decode(self._seen)
+        record = QuotaRecord(f"{self._holder}@{now}") if stored is None else decode(stored)
+        if seen is not None:
+            record = record.with_lost(seen)
+            if self._holder not in record.leases:  # another ingress has counted this one as ended
+                self._forget_written()
+                record.forget(self._holder)
+                seen.forget(self._holder)
+        record.expire(now, self._alive(record, seen, up_s))
+        record.version += 1
+        windows = {name: self._window(limit, record, now, seen) for name, limit in self._limits.items()}
         for name, window in windows.items():
-            window.used[self._holder] = self._tallies[name].used
+            window.used[self._holder], window.version = self._tallies[name].used, record.version
         outcomes: list[Charge | Limit] = []
         for needs in asked:
             short = [limit for name, limit in self._limits.items() if not _fits(limit, windows[name].taken(), needs)]
@@ -194,10 +203,9 @@ class SharedQuota:
                 windows[name].used[self._holder] += amount
             outcomes.append(charge)
         record.leases[self._holder] = now + LEASE_S
-        record.version += 1
         return Proposal(record, record.encode(), outcomes)
 
-    def commit(self, proposal: Proposal, now: float) -> list[Charge | Limit]:
+    def commit(self, proposal: Proposal, now: float, up_s: float) -> list[Charge | Limit]:
         """Use a proposal, which the store has now. Returns the charges of the requests that asked, or a limit of which
         there was not enough."""
         for name in self._limits:
@@ -206,37 +214,43 @@ class SharedQuota:
             if window is not None and self._holder in window.used:  # else a new window, or a limit, that has come since
                 tally.written, tally.most_alone = window.used[self._holder], None
                 tally.others = window.taken(self._holder)
-        self._asked_at, self._seen = now, proposal.value
+        self._asked_at, self._seen, self._seen_at = now, proposal.value, up_s
         return [outcome if isinstance(outcome, Limit) else self._apply(outcome) for outcome in proposal.outcomes]
 
-    def _record(self, stored: bytes | None, now: float) -> QuotaRecord:
-        seen = None if self._seen is None else decode(self._seen)
-        record = QuotaRecord(f"{self._holder}@{now}") if stored is None else decode(stored)
-        return record if seen is None else record.with_lost(seen)
+    def _alive(self, record: QuotaRecord, seen: QuotaRecord | None, up_s: float) -> set[str]:
+        """Return the ingresses that have written within LEASE_S, as this one has seen itself. What leases say, depends
+        on clocks. seen: the record before, if there is one."""
+        if seen is not None and up_s - self._seen_at <= LEASE_S:
+            for holder, until in record.leases.items():
+                if seen.leases.get(holder) != until:
+                    self._heard[holder] = up_s
+        self._heard = {holder: at for holder, at in self._heard.items() if up_s - at <= LEASE_S}
+        return {self._holder, *self._heard}
 
-    def _window(self, limit: Limit, record: QuotaRecord, now: float, forgotten: bool) -> Window:
-        """Return the present window of a limit in a record, and create it if necessary. If an ingress whose clock is
-        wrong has replaced it, it is the one that this ingress has written last. forgotten: whether another ingress has
-        counted this one as ended."""
+    def _window(self, limit: Limit, record: QuotaRecord, now: float, seen: QuotaRecord | None) -> Window:
+        """Return the present window of a limit in a record, and create it if necessary. If the record has lost it, it
+        is the one that this ingress has seen last."""
         newest = record.newest(limit.name, now + CLOCKS_S)
         if newest is not None and newest.start > self._tallies[limit.name].start:  # this machine's clock is behind
             self._begin(limit, newest.start)
-        start = self._tallies[limit.name].start
-        if (window := record.find(limit.name, start)) is not None:
-            return window
-        seen = QuotaRecord("") if self._seen is None else decode(self._seen)
-        if forgotten:
-            seen.forget(self._holder)
-        window = seen.find(limit.name, start) or Window(start, {})
-        if debt := _debt(limit, record.newest(limit.name, start), start):
-            window.used[DEBT] = debt
-        record.put(limit.name, window)
+        tally = self._tallies[limit.name]
+        window = record.find(limit.name, tally.start)
+        if window is None:
+            window = None if seen is None else seen.find(limit.name, tally.start)
+            if window is None:
+                window = Window(tally.start, {})
+                if debt := _debt(limit, record.newest(limit.name, tally.start), tally.start):
+                    window.used[DEBT] = debt
+            record.put(limit.name, window)
+        if tally.is_new:
+            tally.is_new, tally.written = False, window.used.get(self._holder, 0.0)
+            tally.used += tally.written
         return window
 
     def _forget_written(self) -> None:
         """Start from nothing: after a long silence, what this ingress had written counts for ENDED. Its requests that
         still run are counted again."""
-        for tally in self._tallies.values():
+        for tally in (*self._tallies.values(), *self._before.values()):
             if tally.start != ALWAYS:
                 tally.used -= tally.written
             tally.written = 0.0
@@ -249,12 +263,14 @@ class SharedQuota:
                 continue
             before, tally = self._before.get(name), self._begin(limit, now)
             if before is not None and before.start == tally.start:
-                tally.used, tally.written = before.used, before.written
+                self._tallies[name] = before
 
     def _begin(self, limit: Limit, now: float) -> Tally:
         """Begin the window of a time, and return its tally."""
         old = self._before[limit.name] = self._tallies[limit.name]
-        new = self._tallies[limit.name] = Tally(*limit.window(now), others=None if old.others is None else 0.0)
+        start, end = limit.window(now)
+        others = None if old.others is None or start < old.start else 0.0  # nobody has used what has just begun
+        new = self._tallies[limit.name] = Tally(start, end, others)
         if limit.unit == "tokens" and new.start == old.end:  # a debt that the store does not know of
             new.used = max(0.0, min(old.used - old.written, (old.others or 0.0) + old.used - limit.value))
         return new

@@ -515,9 +515,9 @@ async def test_an_ingress_that_others_were_always_ahead_of_asks_again_at_once():
 
 
 async def test_the_store_has_a_budget_until_its_time_ends():
-    store, year = SlowStore(), BudgetLimit(budget_duration="12mo", max_engine_seconds=1.0)
-    await KeyQuota("small", KeyLimits(budget_limits=(year,)), store, "a", 1).sync()
-    assert NOON + store.ttl_s == 1_830_297_600.0  # the end of 2027
+    store, budget = SlowStore(), BudgetLimit(budget_duration="1176mo", max_engine_seconds=1.0)
+    await KeyQuota("small", KeyLimits(budget_limits=(budget,)), store, "a", 1).sync()
+    assert NOON + store.ttl_s == 2_777_068_800.0  # the end of 2057
 
 
 async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
-from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, decode
+from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, QuotaRecord, decode
 from deployments.quotas.shared_quota import PAUSE_S, PLACE_PAUSE_S, Charge, Needs, Proposal, SharedQuota
 from tests.examples import examples
 
 MINUTE, HOLDERS = 60.0, 3
 START = 1_800_000_000.0 // MINUTE * MINUTE
+YEAR = 365 * 86400.0
 NIGHT = START // 86400 * 86400 + 86400 - 1800  # half an hour before the next day
 LAST = 9  # seconds of a request at most
 BUDGET = BudgetLimit(budget_duration="1m", max_engine_seconds=50.0)
@@ -109,7 +110,7 @@ class Ingresses(RuleBasedStateMachine):
         needs = {"requests": 1.0, "tokens": float(tokens), "parallel": 1.0, "engine_seconds": float(seconds)}
         enough = True
         for limit in self.limits:
-            left = limit.value - record.windows[limit.name].taken()
+            left = limit.value - self.taken(record, limit)
             enough = enough and (left > 0 if limit.is_cost else needs[limit.unit] <= left)
         assert self.begin(number, tokens, seconds) is enough
 
@@ -132,7 +133,7 @@ class Ingresses(RuleBasedStateMachine):
     def exchange_begins(self, number: int) -> None:
         ingress = self.live[number]
         if ingress.exchange is None:
-            ingress.exchange = self.store, ingress.quota.propose(self.store, self.now)
+            ingress.exchange = self.store, ingress.quota.propose(self.store, self.now, self.now)
 
     @rule(number=st.integers(0, HOLDERS - 1), answer=st.sampled_from(["written", "lost", "failed"]))
     def exchange_ends(self, number: int, answer: str) -> None:
@@ -144,7 +145,7 @@ class Ingresses(RuleBasedStateMachine):
         if answer != "failed" and self.store == expected:
             self.store = new.value
             if answer == "written":
-                ingress.quota.commit(new, self.now)
+                ingress.quota.commit(new, self.now, self.now)
 
     @rule(number=st.integers(0, HOLDERS - 1))
     def ingress_dies(self, number: int) -> None:
@@ -164,9 +165,14 @@ class Ingresses(RuleBasedStateMachine):
         self.exchange(ingress)
 
     def exchange(self, ingress: Ingress, *asked: Needs) -> list[Charge | Limit]:
-        proposal = ingress.quota.propose(self.store, self.now, asked)
+        proposal = ingress.quota.propose(self.store, self.now, self.now, asked)
         self.store = proposal.value
-        return ingress.quota.commit(proposal, self.now)
+        return ingress.quota.commit(proposal, self.now, self.now)
+
+    def taken(self, record: QuotaRecord, limit: Limit) -> float:
+        window = record.find(limit.name, limit.window(self.now)[0])
+        assert window is not None
+        return window.taken()
 
     @invariant()
     def no_more_is_used_than_the_limit_and_what_requests_cost_more_than_expected(self) -> None:
@@ -186,7 +192,7 @@ class Ingresses(RuleBasedStateMachine):
         record = decode(self.store or b"")
         for limit in self.limits:
             if limit.duration:
-                taken = record.windows[limit.name].taken()
+                taken = self.taken(record, limit)
                 written = self.used[self.window, limit.unit] - self.lost[self.window, limit.unit]
                 assert taken >= written - 1e-6, f"{limit.name} at {self.now - START}"
 
@@ -212,9 +218,9 @@ class Shared:
 
     def exchange(self, name: str, now: float | None = None, *asked: Needs) -> list[Charge | Limit]:
         now = self.now if now is None else now
-        proposal = self.quotas[name].propose(self.value, now, asked)
+        proposal = self.quotas[name].propose(self.value, now, self.now, asked)
         self.value = proposal.value
-        return self.quotas[name].commit(proposal, now)
+        return self.quotas[name].commit(proposal, now, self.now)
 
     def take(self, name: str, asked: Needs) -> Charge | None:
         (outcome,) = self.exchange(name, None, asked)
@@ -222,7 +228,9 @@ class Shared:
 
     def taken(self, limit: str) -> float:
         assert self.value is not None
-        return decode(self.value).windows[limit].taken()
+        newest = decode(self.value).newest(limit, float("inf"))
+        assert newest is not None
+        return newest.taken()
 
 
 def test_all_of_a_limit_can_be_used_and_no_more_over_several_ingresses():
@@ -253,15 +261,16 @@ def test_what_a_dead_ingress_has_used_stays_used_and_its_requests_have_ended_aft
 def test_an_exchange_whose_answer_was_lost_counts_once():
     shared = Shared(KeyLimits(rpm_limit=10))
     quota = shared.quotas["a"]
-    shared.value = quota.propose(shared.value, shared.now, [needs()] * 3).value
+    shared.value = quota.propose(shared.value, shared.now, shared.now, [needs()] * 3).value
     assert shared.taken("rpm_limit/1m") == 3, "they were refused, or begin without the store"
     shared.exchange("a")
     assert shared.taken("rpm_limit/1m") == 0
     assert [shared.take("b", needs()) is not None for _ in range(11)] == [True] * 10 + [False]
 
 
+@pytest.mark.parametrize("others", ["", "b"])
 @pytest.mark.parametrize("silence_s", [60.0, KEEP_S + 60.0])
-def test_a_budget_counts_each_request_once_however_long_its_ingress_was_silent(silence_s):
+def test_a_budget_counts_each_request_once_however_long_its_ingress_was_silent(silence_s, others):
     shared = Shared(KeyLimits(budget_limits=(BudgetLimit(budget_duration="1mo", max_engine_seconds=100.0),)))
     for _ in range(3):
         charge = shared.take("a", {"engine_seconds": 1.0})
@@ -270,7 +279,8 @@ def test_a_budget_counts_each_request_once_however_long_its_ingress_was_silent(s
         shared.exchange("a")
         assert shared.quotas["a"].is_settled
         shared.now += silence_s
-        shared.exchange("b")
+        for name in others:
+            shared.exchange(name)
     assert shared.taken("max_engine_seconds/1mo") == pytest.approx(6.0)
 
 
@@ -328,7 +338,8 @@ def test_a_clock_that_is_set_back_goes_on_with_the_window_before_and_what_was_sp
     assert shared.quotas["a"].ends_at(shared.limits[0]) == NIGHT + 2 * MINUTE
     shared.exchange("a")
     assert shared.value is not None
-    assert decode(shared.value).windows["max_engine_seconds/1d"].used["a"] == pytest.approx(6.0)
+    day = decode(shared.value).find("max_engine_seconds/1d", NIGHT // 86400 * 86400)
+    assert day is not None and day.used["a"] == pytest.approx(6.0)
 
 
 def test_a_clock_that_is_behind_uses_the_window_of_the_others():
@@ -341,24 +352,47 @@ def test_a_clock_that_is_behind_uses_the_window_of_the_others():
     assert [shared.take("b", needs()) is not None for _ in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize("off_s", [-7 * 86400.0, -3600.0, 3600.0, 7 * 86400.0])
-def test_an_ingress_whose_clock_is_wrong_neither_stops_the_others_nor_gives_them_another_limit(off_s):
-    shared = Shared(KeyLimits(rpm_limit=10, max_parallel_requests=10), "abw")
-    taken = 0
-    for name in "abab":
-        shared.exchange(name)  # now they know each other
-    for _ in range(12):
-        for name in "ab":
-            taken += shared.take(name, needs()) is not None
-            shared.exchange(name)
-            shared.exchange("w", shared.now + off_s)
-        shared.now += 1
-    assert 10 <= taken <= 12, "what it has written over, each had spent in the second before"
-    limit = shared.limits[0]
-    assert {shared.quotas[name].ends_at(limit) for name in "ab"} == {START + MINUTE}
-    shared.now = START + MINUTE
-    assert shared.take("a", {"requests": 1.0}) is not None
-    assert shared.take("b", {"requests": 1.0}) is not None
+@pytest.mark.parametrize("other_off_s", [-1800.0, 2 * YEAR])
+@pytest.mark.parametrize("off_s", [-YEAR, -7 * 86400.0, -3600.0, -MINUTE, MINUTE, 3600.0, 7 * 86400.0, YEAR])
+def test_clocks_that_are_set_ahead_or_back_take_nothing_from_anybody(off_s, other_off_s):
+    """Neither what a dead ingress has used, nor places, nor what they have used themselves before."""
+    budget = BudgetLimit(budget_duration="1mo", max_engine_seconds=100.0)
+    shared = Shared(KeyLimits(rpm_limit=10, max_parallel_requests=8, budget_limits=(budget,)), "abvw")
+    rpm, parallel, month = shared.limits
+    used = Counter({month.window(START)[0]: 8.0})
+    for name in "abvw":
+        shared.exchange(name)  # from now on they know each other
+    for name, count in (("a", 2), ("b", 4), ("v", 1), ("w", 1), ("a", 0), ("v", 0)):
+        shared.now += 0.1
+        shared.exchange(name, None, *[{"requests": 1.0, "parallel": 1.0, "engine_seconds": 1.0}] * count)
+    for _ in range(4):  # and b is dead
+        for name, off in (("v", other_off_s), ("w", off_s)):
+            wrong = shared.now + off
+            asked: list[Needs] = [{"parallel": 1.0}, {"requests": 1.0, "engine_seconds": 1.0}]
+            refused, passed = shared.exchange(name, wrong, *asked)
+            assert refused is parallel and isinstance(passed, Charge)
+            used[month.window(wrong)[0]] += 1.0
+        assert shared.take("a", {"parallel": 1.0}) is None
+        shared.now += 1.0
+    assert sum(shared.take("a", {"requests": 1.0}) is not None for _ in range(9)) == 2
+    for name in "vwa":
+        assert shared.exchange(name, None, {"requests": 1.0}) == [rpm], "the clock is right again"
+        assert shared.quotas[name].ends_at(rpm) == START + MINUTE
+    record = decode(shared.value or b"")
+    assert {start: window.taken() for start in used if (window := record.find(month.name, start))} == used
+    shared.now += LEASE_S
+    assert len([1 for _ in range(9) if shared.take("a", {"parallel": 1.0})]) == 4, "those of b, and no others"
+
+
+def test_what_was_used_before_the_clock_was_ahead_for_several_windows_is_used_when_it_is_right_again():
+    shared = Shared(KeyLimits(budget_limits=(BudgetLimit(budget_duration="1h", max_engine_seconds=10.0),)), "w")
+    assert shared.take("w", {"engine_seconds": 6.0}) is not None
+    for _ in range(4):
+        shared.now += 600.0
+        shared.exchange("w", shared.now + YEAR + 2400.0)
+    assert shared.exchange("w", None, {"engine_seconds": 6.0}, {"engine_seconds": 1.0}) != [], "and its debt"
+    window = decode(shared.value or b"").find(shared.limits[0].name, START)
+    assert window is not None and window.taken() == pytest.approx(12.0)
 
 
 def test_a_lease_from_a_clock_that_is_ahead_is_no_longer_than_others():
@@ -439,8 +473,8 @@ def test_a_limit_that_comes_while_the_store_is_asked_waits_for_the_next_answer()
     shared = Shared(KeyLimits(rpm_limit=3))
     shared.exchange("b")
     new = shared.quotas["a"] = SharedQuota("a", [], 2, shared.now)
-    proposal = new.propose(shared.value, shared.now)
+    proposal = new.propose(shared.value, shared.now, shared.now)
     new.change(shared.limits, shared.now)
-    new.commit(proposal, shared.now)
+    new.commit(proposal, shared.now, shared.now)
     assert new.is_unknown(shared.limits[0])
     assert shared.take("a", needs()) is not None

@@ -6,10 +6,12 @@ import asyncio
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.app_config import AppConfig
+from deployments.frontend import managed_keys
 from deployments.jobs import lease
 from deployments.jobs.lease import Lease
+from deployments.quotas import key_quota
 from deployments.storage import config as config_module
 from deployments.storage import redis as redis_module
 from deployments.storage import sqlite as sqlite_module
@@ -98,6 +102,20 @@ async def test_what_a_file_was_given_is_there_when_it_is_opened_again(tmp_path):
         assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     async with opened(f"sqlite://{tmp_path}/a.db") as store:
         assert await store.get("99") == b"x" * 99
+
+
+@pytest.mark.parametrize("ttl_s", [key_quota.TTL_S, managed_keys.TTL_S])
+async def test_counters_and_keys_outlive_a_clock_that_is_a_year_ahead_for_a_while(tmp_path, monkeypatch, ttl_s):
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(sqlite_module, "time", clock)
+    monkeypatch.setattr(sqlite_module, "CLEAN_UP_S", 0.0)
+    async with opened(f"sqlite://{tmp_path}/a.db") as store:
+        await store.set("kept", b"1", ttl_s)
+        await store.set("other", b"2", 86400.0)
+        for off_s in (0.0, 365 * 86400.0, 0.0):
+            clock.time = lambda off_s=off_s: time.time() + off_s
+            assert await store.get("kept") == b"1"
+        assert await store.get("other") is None, "what expires is removed at once"
 
 
 async def test_a_full_file_refuses_a_value_and_keeps_the_others_and_takes_one_again_when_they_have_expired(tmp_path):
