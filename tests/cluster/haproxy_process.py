@@ -25,7 +25,12 @@ needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings H
 
 
 def rendered(
-    applications: dict[str, BackendConfig], folder: Path, host: str = "127.0.0.1", port: int = 1, metrics_port: int = 1
+    applications: dict[str, BackendConfig],
+    folder: Path,
+    host: str = "127.0.0.1",
+    port: int = 1,
+    metrics_port: int = 1,
+    timeout_client_s: int = 60,
 ) -> Path:
     """Write the configuration that Ray has for applications, by name, into a folder. Return the file."""
     config = HAProxyConfig(
@@ -38,6 +43,7 @@ def rendered(
         metrics_socket_path=f"{folder}/metrics.sock",
         server_state_base=str(folder),
         server_state_file=f"{folder}/server-state",
+        timeout_client_s=timeout_client_s,
     )
     api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
     api._generate_config_file_internal()
@@ -46,15 +52,19 @@ def rendered(
 
 @contextmanager
 def running(
-    applications: dict[str, BackendConfig], host: str = "127.0.0.1", environment: dict[str, str] | None = None
+    applications: dict[str, BackendConfig],
+    host: str = "127.0.0.1",
+    environment: dict[str, str] | None = None,
+    timeout_client_s: int = 60,
 ) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
     """Run HAProxy as Ray starts it for applications (by name) that have no replica yet.
 
     Yields its address, that of its metrics, and the process that started it. environment: further variables.
+    timeout_client_s: for which a client may send nothing.
     """
     port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
-        config = rendered(applications, Path(folder), host, port, metrics_port)
+        config = rendered(applications, Path(folder), host, port, metrics_port, timeout_client_s)
         program = ray_environment()[haproxy.BINARY_PATH]
         env = os.environ | (environment or {})
         command = [sys.executable, "-c", STARTER, program, "-db", "-f", str(config)]

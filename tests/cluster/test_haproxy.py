@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -161,6 +162,62 @@ def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certifi
         wait_until(lambda: httpx.get(f"{secure}/a/b", verify=trusting).text == "ok")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"{url}/a/b")
+
+
+def client_hello() -> bytes:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+def old_hello(minor: int) -> bytes:
+    """Of a client that knows TLS 1.0 (1) or 1.1 (2) only."""
+    hello = bytes([3, minor]) + bytes(32) + b"\0" + b"\0\x02\xc0\x09" + b"\1\0"
+    message = b"\x01" + len(hello).to_bytes(3) + hello
+    return b"\x16\x03\x01" + len(message).to_bytes(2) + message
+
+
+@pytest.mark.slow
+def test_clients_that_begin_tls_badly_or_not_at_all_are_closed_in_time_and_others_are_answered_meanwhile(certificate):
+    https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    https.load_cert_chain(certificate.certfile, certificate.keyfile)
+    environment = tls_environment({"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)})
+    hello, refused = client_hello(), b"\x15\x03"  # an alert
+    waiting = {"nothing": b"", "half a hello": hello[:200], "no second step": hello}
+    waiting |= {f"one byte {i}": hello[:1] for i in range(100)}
+    wrong = {
+        "garbage": b"\xff" * 600,
+        "HTTP": b"GET /a/b HTTP/1.1\r\nhost: a\r\n\r\n",
+        "HTTP/2": b"PRI * HTTP/2.0\r\n\r\n",
+    }
+    wrong |= {"TLS 1.0": old_hello(1), "TLS 1.1": old_hello(2), "an alert": b"\x15\x03\x01\x00\x02\x02\x28"}
+    with (
+        ingress_that(lambda connection: connection.sendall(ANSWER), https) as port,
+        running({"a": application("a", port)}, environment=environment, timeout_client_s=3) as (url, _, _),
+        ExitStack() as stack,
+    ):
+        trusting = ssl.create_default_context(cafile=str(certificate.certfile))
+        secure = url.replace("http://127.0.0.1", "https://localhost")
+        wait_until(lambda: httpx.get(f"{secure}/a/b", verify=trusting).text == "ok")
+        address = "127.0.0.1", httpx.URL(url).port
+        bad = {}
+        for name, sent in (waiting | wrong).items():
+            bad[name] = stack.enter_context(socket.create_connection(address, timeout=60))
+            bad[name].sendall(sent)
+        reset = socket.create_connection(address)
+        reset.sendall(hello[:200])
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.close()
+        assert httpx.get(f"{secure}/a/b", verify=trusting).text == "ok"
+        for name, connection in bad.items():
+            answer = b""
+            with suppress(ConnectionResetError):
+                while got := connection.recv(10_000):
+                    answer += got
+            assert name in waiting or not answer or answer.startswith(refused), name
+        assert httpx.get(f"{secure}/a/b", verify=trusting).text == "ok"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
