@@ -12,6 +12,7 @@ import yaml
 
 from cluster.cli.main import app
 from cluster.config.app_config import AppConfig
+from deployments.http.route import Audience
 from tests.docs.pages import PAGES, blocks, commands, named_commands
 from tools import routes
 from tools.reference import reference
@@ -98,6 +99,13 @@ def test_reference_is_what_the_code_says():
 
 def test_the_table_of_routes_is_what_the_code_says():
     assert routes.PAGE.read_text() == routes.page(routes.PAGE.read_text()), "python tools/routes.py"
+
+
+def test_calls_of_admins_routes_on_pages_have_an_admins_key():
+    paths = {route.path for route in routes.routes() if route.audience is Audience.ADMIN}
+    calls = [call for page in PAGES for call in re.findall(r"\bcurl (?:[^\n`]|\\\n)*", page.read_text())]
+    of_admins = [call for call in calls if any(path in call for path in paths)]
+    assert of_admins and [call for call in of_admins if "Bearer $ADMIN_KEY" not in call] == []
 
 
 def test_examples_of_models_on_gpus_ask_for_gpus():
