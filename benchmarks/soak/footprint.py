@@ -39,8 +39,8 @@ class ProcessState:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """at: seconds on the monotonic clock. processes: by process id. strays: kinds of processes that the server has
-    started and no longer has below it, but that live. files: in its folder for temporary files, logs, KV
-    blocks and kept tapes left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
+    started and no longer has below it, but that live. files: in its folder for temporary files, logs, KV blocks and
+    kept tapes left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
 
     at: float
     processes: dict[int, ProcessState]
