@@ -65,7 +65,9 @@ def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     final = _tag_last(messages, field, source) if field else ""
     _running.budget = _Budget()
     try:
-        text = _compiled(source).render(messages=messages, tools=_copied(tools), documents=None, **_copied(variables))
+        text = _compiled(source).render(
+            **{"documents": None, **_copied(variables), "messages": messages, "tools": _copied(tools)}
+        )
     finally:
         del _running.budget
     return _continued(text, final) if field else text
