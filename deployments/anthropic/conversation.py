@@ -157,27 +157,19 @@ def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
     """Return the conversation with one message per tool result, and with consecutive turns of one role merged:
-    Anthropic's API treats them as one, and some templates refuse two in a row.
-
-    Many templates also refuse a system message after other messages, but Claude Code sends such messages. They become
-    user text, in the tags that Claude Code itself uses for models that do not accept them.
-    """
+    Anthropic's API treats them as one."""
     messages = []
     parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]
     if parts:
         messages.append(Message(role="system", content=[*parts]))
     for i, turn in enumerate(turns):
-        late = turn.role == "system" and bool(messages) and messages[-1].role != "system"
-        role = "user" if late else turn.role
         for j, block in enumerate(turn.blocks()):
             path = f"messages[{i}].content[{j}]"
             if isinstance(block, ToolResultBlock):
                 messages.append(block.message(path))
                 continue
-            if not messages or messages[-1].role != role:
-                messages.append(Message(role=role, content=[]))
-            if late and isinstance(block, TextBlock):
-                block = block.model_copy(update={"text": f"<system-reminder>\n{block.text}\n</system-reminder>"})
+            if not messages or messages[-1].role != turn.role:
+                messages.append(Message(role=turn.role, content=[]))
             _extend(messages[-1], block, path)
     return messages
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -78,15 +77,7 @@ class ToolCall(TemplateModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, which templates write into the prompt as JSON.
-
-        Arguments that are not a JSON object stay text, because a client may send back a call that max_tokens cut off.
-        """
-        call = super().for_template()
-        arguments = self.function.arguments
-        call["type"] = self.type
-        call["function"]["arguments"] = parse_arguments(arguments) if isinstance(arguments, str) else arguments
-        return call
+        return {**super().for_template(), "type": self.type}
 
 
 class Part(BaseModel):
@@ -203,14 +194,6 @@ def image_parts(messages: list[Message]) -> Iterator[tuple[str, ImagePart]]:
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):
                 yield part._path or f"messages[{i}].content[{j}].{part.type}", part
-
-
-def parse_arguments(arguments: str) -> dict[str, Any] | str:
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
 
 
 def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:

@@ -334,7 +334,7 @@ class ServedModel:
         effect. Run it in a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
-        fields, template = body.field_variables.items(), self.tokenizer.chat_template or ""
+        fields, template = body.field_variables.items(), self.tokenizer.template_for(body.offered_tools) or ""
         ignored = [field for field, names in fields if not any(name in template for name in names)]
         prompt, mm_features = self._encode_with_images(text, body, images) if images else (self._encode(text, body), [])
         thinking = self._format.thinking(body, text)
@@ -357,7 +357,7 @@ class ServedModel:
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt of a conversation."""
         return self.tokenizer.render_chat_template(
-            self._format.for_template(messages),
+            [message.for_template() for message in messages],
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

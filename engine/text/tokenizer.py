@@ -12,15 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import tokenizers
 
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
-from engine.text.chat_template import render
-from engine.text.tokenizer_files import chat_template, decoder_steps, read_config, read_tokenizer, special_tokens
+from engine.text.chat_renderer import render_all, render_as_is
+from engine.text.tokenizer_files import chat_templates, decoder_steps, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
-MAX_REASON = 500  # characters of what a chat template says
 CUT_TOKENS = 64  # extra tokens kept when a text is cut before tokenizing, since tokens near the cut may differ
 
 
@@ -38,12 +36,18 @@ class _PairFrame:
 class Tokenizer:
     """A `tokenizers` tokenizer, the bytes of each of its tokens, and the model's chat template."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,
+    ):
         """special_tokens: special tokens by their name in a chat template, such as `bos_token`. chat_template: Jinja
-        source."""
+        source. tool_template: that of conversations with tools, if it is another one."""
         self._backend = backend
         self._special_tokens = special_tokens
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template
         self._bytes: dict[int, bytes] = {}
         self._added = backend.get_added_tokens_decoder()
 
@@ -55,7 +59,9 @@ class Tokenizer:
         template: chat template to use instead of the folder's.
         """
         backend, config = read_tokenizer(folder), read_config(folder)
-        tokenizer = cls(backend, special_tokens(config), template or chat_template(folder, config))
+        named = chat_templates(folder, config) if template is None else {"default": template}
+        tool_template = named.get("tool_use")
+        tokenizer = cls(backend, special_tokens(config), named.get("default", tool_template), tool_template)
         if decodes:
             tokenizer._check_decoder(folder)
         return tokenizer
@@ -189,16 +195,20 @@ class Tokenizer:
 
         tools: functions that the model may call, in OpenAI's form. kwargs: variables of the template, such as
         `add_generation_prompt` and `continue_final_message`.
-        Raises RequestError if there is no template, or if it refuses the messages.
+        Raises RequestError if there is no template, or if it refuses the messages or leaves out any of their texts.
         """
-        if self.chat_template is None:
+        if (source := self.template_for(tools)) is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        variables = {"add_generation_prompt": True, **self._special_tokens, **kwargs}
-        try:
-            return render(self.chat_template, messages, tools, **variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:MAX_REASON]
-            raise RequestError(f"the model's chat template refuses the messages: {reason}", "messages") from error
+        return render_all(source, messages, tools, self._special_tokens, {"add_generation_prompt": True, **kwargs})
+
+    def example(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """Return what the chat template itself writes of a conversation; empty if it refuses, or if there is none."""
+        source = self.template_for(tools)
+        return "" if source is None else render_as_is(source, messages, tools, self._special_tokens)
+
+    def template_for(self, tools: Sequence[Any] | None) -> str | None:
+        """Return the chat template of conversations with these tools."""
+        return (self.tool_template if tools else None) or self.chat_template
 
     def token(self, token_id: int) -> str | None:
         """Return a token in the vocabulary's spelling; None for an unknown id."""

@@ -100,19 +100,21 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {key: value for key, value in contents.items() if isinstance(value, str)}
 
 
-def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template; if there are several, the template named `default`. Raises ModelFolderError if it is
-    not text."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template if {"name", "template"} <= set(entry)}
-        template = named.get("default")
-    if not isinstance(template, str | None):
+def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: `default`, and for instance `tool_use`. Raises ModelFolderError if one is not
+    text."""
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    found = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found if {"name", "template"} <= set(each)}
+    named = found if isinstance(found, dict) else {} if found is None else {"default": found}
+    if not all(isinstance(template, str) for template in named.values()):
         raise ModelFolderError(str(folder), "chat_template is neither a text nor a list of named templates")
-    return template
+    return named
 
 
 def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

@@ -3,15 +3,13 @@ template."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from deployments.openai.call_grammar import Lark
 from deployments.openai.chat_body import ChatBody
-from deployments.openai.conversation import Message, NamedToolChoice
+from deployments.openai.conversation import NamedToolChoice
 from deployments.openai.formats.call_format import CallFormat
 from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.formats.families import CALL_FORMATS, FORMATS, HARMONY, HARMONY_REASONING, REASONING_FORMATS
@@ -49,8 +47,6 @@ class ChatFormat:
     """Name of the format of reasoning; `none` if the model writes none."""
     shows_tools: bool
     """Whether the chat template puts tools into the prompt."""
-    arguments_as_text: bool = False
-    """Whether the chat template expects arguments of earlier calls as JSON text."""
 
     @classmethod
     def of(
@@ -59,11 +55,8 @@ class ChatFormat:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> ChatFormat:
-        example, as_text = _render(tokenizer, [_QUESTION, _CALL]), False
-        if not example or str(_ARGUMENTS) in example:  # the template refuses an object, or writes it as Python does
-            text = _render(tokenizer, [_QUESTION, _with_text_arguments(_CALL)])
-            example, as_text = text or example, text != ""
-        template = tokenizer.chat_template or ""
+        example = tokenizer.example([_QUESTION, _CALL], [_TOOL])
+        template = tokenizer.template_for([_TOOL]) or ""
         if tool_call_parser == "auto":
             # the model will write calls as the template writes those of earlier turns
             calls = (found.names[0] for found in FORMATS if re.search(found.example, example))
@@ -73,8 +66,8 @@ class ChatFormat:
             reasoning_parser = next(reasoning, "none")
         if tool_call_parser in HARMONY.names or reasoning_parser in HARMONY_REASONING.names:  # one format for both
             tool_call_parser, reasoning_parser = HARMONY.names[0], HARMONY_REASONING.names[0]
-        shows_tools = "example_function" in _render(tokenizer, [_QUESTION])
-        return cls(tool_call_parser, reasoning_parser, shows_tools, as_text)
+        shows_tools = "example_function" in tokenizer.example([_QUESTION], [_TOOL])
+        return cls(tool_call_parser, reasoning_parser, shows_tools)
 
     @property
     def markers(self) -> list[str]:
@@ -90,15 +83,6 @@ class ChatFormat:
     @property
     def _calls(self) -> CallFormat | None:
         return CALL_FORMATS.get(self.tool_call_parser)
-
-    def for_template(self, messages: list[Message]) -> list[dict[str, Any]]:
-        """Return the messages as the chat template expects them."""
-        found = [message.for_template() for message in messages]
-        if self._calls is HARMONY:  # its template expects the reasoning before a call under another name
-            for message in found:
-                if message.get("tool_calls") and message.get("reasoning") and not message["content"]:
-                    message["thinking"] = message["reasoning"]
-        return [_with_text_arguments(message) for message in found] if self.arguments_as_text else found
 
     def check(self, body: ChatBody) -> None:
         """Raise RequestError if the model cannot use the request's tools."""
@@ -191,22 +175,3 @@ class VisibleMarkers:
 
     def is_special(self, token_id: int) -> bool:
         return token_id not in self._visible and self._is_special(token_id)
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a template message with the arguments of its calls as text."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
-
-
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
-    try:
-        return tokenizer.render_chat_template(messages, [_TOOL], add_generation_prompt=False)
-    except RequestError:
-        return ""  # there is no template, or it refuses such a conversation

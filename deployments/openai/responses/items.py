@@ -89,8 +89,7 @@ def function_name(name: str, namespace: str | None) -> str:
 def to_messages(items: list[Item], instructions: str | None, first: int) -> list[dict[str, Any]]:
     """Return the messages of a chat request. Raises RequestError.
 
-    System and developer messages at the beginning are merged, since most templates accept one system message and no
-    developer messages. first: index of the first item of the request itself; errors give indices relative to it.
+    first: index of the first item of the request itself; errors give indices relative to it.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -103,12 +102,8 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
                 content = _content(message.content, f"{path}.content")
                 if message.role == "assistant":
                     _turn(messages, "content", "tool_calls")["content"] = content
-                elif message.role == "user":
-                    messages.append({"role": "user", "content": content})
-                elif len(messages) == 1 and messages[0]["role"] == "system" and isinstance(content, str):
-                    messages[0]["content"] += f"\n\n{content}"
                 else:
-                    messages.append({"role": "system", "content": content})
+                    messages.append({"role": message.role, "content": content})
             case "reasoning":
                 _turn(messages, "reasoning", "content", "tool_calls")["reasoning"] = parsed(
                     ReasoningItem, item, path

@@ -20,7 +20,7 @@ from engine.wire.model_identity import VOCABULARY_FILES
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<gguf>[\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config_sentence_transformers.json"]
-TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*"]
+TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*", "additional_chat_templates/*"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = re.compile(r"[\w-][\w. -]*\.safetensors")
@@ -55,8 +55,9 @@ def resolve_tokenizer(model: str) -> Path:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer and of the chat template."""
-    return [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)]
+    """Return the files of the tokenizer and of the chat templates, and folders that have nothing else."""
+    found = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)]
+    return list(dict.fromkeys(folder / file.relative_to(folder).parts[0] for file in found))
 
 
 def _find(model: str, files: list[str]) -> Path:

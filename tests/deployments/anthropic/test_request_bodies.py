@@ -96,13 +96,14 @@ def test_turns_of_one_role_become_one_and_blocks_that_no_model_reads_are_left_ou
     ]
 
 
-def test_system_turn_behind_others_becomes_text_of_the_user():
+def test_system_turn_stays_one_for_the_chat_template():
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}]
     assert [(m.role, m.for_template()["content"]) for m in read(messages=turns).for_chat(512).messages] == [
         ("system", "a"),
-        ("user", "b\n<system-reminder>\nc\n</system-reminder>"),
+        ("user", "b"),
+        ("system", "c"),
     ]
-    assert [m.role for m in read(system="s", messages=turns).for_chat(512).messages] == ["system", "user"]
+    assert [m.role for m in read(system="s", messages=turns).for_chat(512).messages] == ["system", "user", "system"]
 
 
 def test_user_id_is_the_client_whose_fair_share_the_request_counts_to():

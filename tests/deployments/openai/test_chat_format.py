@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from deployments.openai.chat_body import ChatBody
-from deployments.openai.conversation import Message
-from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
-from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, MARKERS, QWEN, chat_tokenizer
+from deployments.openai.formats.chat_format import ChatFormat
+from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
 
 HERMES_WITHOUT_REASONING = QWEN.replace("</think>", "").replace("<think>", "")
@@ -51,7 +50,10 @@ def written(call: str) -> str:
         (LLAMA, ChatFormat("llama3_json", "none", shows_tools=True)),
         (GRANITE, ChatFormat("none", "none", shows_tools=True)),
         *((written(call), ChatFormat(*expected, shows_tools=True)) for call, *expected in WRITTEN),
-        (LLAMA.replace("call.arguments | tojson", "call.arguments"), ChatFormat("llama3_json", "none", True, True)),
+        (
+            LLAMA.replace("call.arguments | tojson", "call.arguments"),
+            ChatFormat("llama3_json", "none", shows_tools=True),
+        ),
         (DEEPSEEK, ChatFormat("none", "think", shows_tools=False)),
         (CHAT_TEMPLATE, ChatFormat("none", "none", shows_tools=False)),
         (REFUSES, ChatFormat("none", "none", shows_tools=False)),
@@ -95,30 +97,3 @@ def test_answer_that_is_continued_inside_of_its_reasoning_goes_on_reasoning():
     fields = {"add_generation_prompt": False, "continue_final_message": True}
     body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "<think>\na"}], **fields})
     assert ChatFormat.of(chat_tokenizer(QWEN)).thinking(body, "<|im_start|>assistant\n<think>\na") == "begun"
-
-
-def test_template_that_expects_arguments_as_text_gets_them_so():
-    chat_format = ChatFormat("deepseek_v31", "none", shows_tools=True, arguments_as_text=True)
-    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
-    (message,) = chat_format.for_template([Message.model_validate({"role": "assistant", "tool_calls": [call]})])
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
-
-
-def test_reasoning_before_a_call_reaches_the_template_of_gpt_oss():
-    call = {"function": {"name": "f", "arguments": "{}"}}
-    fields = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
-    chat_format = ChatFormat("openai", "openai_gptoss", shows_tools=True)
-    silent, talking = (Message.model_validate({**fields, "content": text}) for text in ("", "I look."))
-    assert chat_format.for_template([silent])[0]["thinking"] == "Hm."
-    assert "thinking" not in chat_format.for_template([talking])[0]
-
-
-@pytest.mark.parametrize(("kind", "num_tokens"), [("tokens", 4), ("special", 4), ("text", 0)])
-def test_markers_are_text_whatever_the_tokenizer_calls_them(kind, num_tokens):
-    tokenizer = chat_tokenizer(QWEN, kind)
-    tokens = VisibleMarkers(tokenizer, MARKERS)
-    assert len(tokens.ids) == num_tokens
-    for marker in [*MARKERS, "<|im_end|>"]:
-        ids = tokenizer.encode(marker, add_special_tokens=False)
-        assert b"".join(map(tokens.token_bytes, ids)).decode() == marker
-        assert any(map(tokens.is_special, ids)) == (marker == "<|im_end|>")

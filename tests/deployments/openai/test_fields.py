@@ -167,6 +167,7 @@ async def test_echo_of_a_chat_is_the_message_of_the_assistant_that_it_continues(
 )
 def test_field_that_is_a_variable_of_the_template_is_seen_there_or_ignored_with_a_warning(monkeypatch, given, prompt):
     template = "{{ thinking }} {{ enable_thinking }} {% for d in documents or [] %}{{ d.text }}{% endfor %}"
+    template += "{{ messages[0].content }}"
 
     async def scenario() -> None:
         async with fake_api(says("ok")) as api:
@@ -176,7 +177,7 @@ def test_field_that_is_a_variable_of_the_template_is_seen_there_or_ignored_with_
             assert ignored.headers["warning"] == f'299 manta "ignored: {name}"'
             monkeypatch.setattr(tokenizer(), "chat_template", template)
             assert "warning" not in (await api.post("chat/completions", **ask)).headers
-            assert sent(api) == prompt
+            assert sent(api) == prompt + HELLO[0]["content"]
 
     asyncio.run(scenario())
 
@@ -212,7 +213,7 @@ def test_function_calls_of_old_clients_are_tool_calls_for_the_template():
     answers = {"role": "function", "name": "f", "content": "1"}
     old = parse(ChatBody, json.dumps({"messages": [asks, answers]}).encode())
     asked, answered = (message.for_template() for message in old.messages)
-    assert asked["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert asked["tool_calls"] == [{"type": "function", "function": call}]
     assert answered == {"name": "f", "role": "tool", "content": "1"}
 
 

@@ -243,6 +243,34 @@ def test_the_chat_template_is_found_in_every_place(tmp_path):
     assert Tokenizer.from_folder(tmp_path).chat_template == "jinja"
 
 
+NAMED = {"default": "plain", "tool_use": "tools"}
+LISTED = [{"name": name, "template": template} for name, template in NAMED.items()]
+
+
+@pytest.mark.parametrize(
+    ("template", "files", "expected"),
+    [
+        (LISTED, {}, ("plain", "tools")),
+        (NAMED, {}, ("plain", "tools")),
+        (LISTED[1:], {}, ("tools", "tools")),
+        (LISTED[:1], {}, ("plain", "plain")),
+        (LISTED, {"chat_template.jinja": "one"}, ("one", "one")),
+        (None, {"chat_template.jinja": "one", "additional_chat_templates/tool_use.jinja": "two"}, ("one", "two")),
+        (None, {"additional_chat_templates/tool_use.jinja": "two"}, ("two", "two")),
+        (None, {"chat_template.jinja": "one", "additional_chat_templates/rag.jinja": "two"}, ("one", "one")),
+    ],
+)
+def test_conversations_with_tools_have_the_template_for_tools(tmp_path, template, files, expected):
+    plain(tmp_path, **({} if template is None else {"chat_template": template}))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.template_for(None), tokenizer.template_for([{}])) == expected
+    given = Tokenizer.from_folder(tmp_path, template="given")
+    assert given.template_for([{}]) == "given", "a configured template goes before all"
+
+
 def test_another_vocabulary_is_another_identity_whatever_its_file(folder_of, tmp_path):
     kinds = ["kimi", "qwen", "tekken", "gpt2", "bert", "spm-bpe", "byte-level"]
     vocabularies = {ModelIdentity.of(folder_of(kind)).vocabulary for kind in kinds}

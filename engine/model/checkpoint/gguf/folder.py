@@ -75,6 +75,9 @@ def _fill(folder: Path, files: list[Path]) -> None:
     _write(folder / "tokenizer_config.json", tokenizer.special_tokens(metadata))
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if (template := metadata.get("tokenizer.chat_template.tool_use")) is not None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(template, encoding="utf-8")
     logger.info("gguf file=%s made=%s seconds=%.1f", files[0], folder, time.monotonic() - started)
 
 

@@ -113,8 +113,9 @@ def _check(metadata: Metadata) -> None:
     for merge in metadata.get("tokenizer.ggml.merges", ()):
         if merge.count(" ") != 1:
             raise UnsupportedTokenizer(f"tokenizer.ggml.merges must be pairs of tokens, got {merge[:50]!r}")
-    if not isinstance(metadata.get("tokenizer.chat_template", ""), str):
-        raise UnsupportedTokenizer("tokenizer.chat_template must be a text")
+    for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
+        if not isinstance(metadata.get(key, ""), str):
+            raise UnsupportedTokenizer(f"{key} must be a text")
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:

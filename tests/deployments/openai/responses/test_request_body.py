@@ -168,7 +168,8 @@ async def test_items_become_the_messages_that_the_model_was_trained_on():
     async with serving("a") as api:
         await ask(api, input=items, instructions="You are Manta.")
         assert prompt(api) == (
-            "<|im_start|>system\nYou are Manta.\n\nBe brief.\nNow.\n\nIn verse.<|im_end|>\n"
+            "<|im_start|>system\nYou are Manta.<|im_end|>\n<|im_start|>system\nBe brief.\nNow.<|im_end|>\n"
+            "<|im_start|>system\nIn verse.<|im_end|>\n"
             "<|im_start|>user\nhello<|im_end|>\n"
             f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nWell.\n{CALL}<|im_end|>\n"
             "<|im_start|>tool\nsunny<|im_end|>\n"

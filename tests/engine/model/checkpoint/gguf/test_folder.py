@@ -43,6 +43,7 @@ def write(source: Path, name: str = "model.gguf", type: str = "F16", **metadata:
 def test_a_file_has_template_special_tokens_ends_and_sampling_from_its_metadata(source):
     metadata = {
         "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.chat_template.tool_use": "for tools",
         "tokenizer.ggml.eot_token_id": 5,
         "general.sampling.temp": 0.5,
         "general.sampling.top_k": 7,
@@ -50,6 +51,7 @@ def test_a_file_has_template_special_tokens_ends_and_sampling_from_its_metadata(
     made = resolve(str(write(source, **metadata)))
     tokenizer = Tokenizer.from_folder(made)
     assert tokenizer.render_chat_template([{"role": "user", "content": "ab"}]) == "abc"  # the token of id 2
+    assert tokenizer.template_for([{}]) == "for tools"
     assert eos_token_ids(made) == {2, 5}
     assert default_sampling(made) == {"temperature": 0.5, "top_k": 7}
     assert ModelConfig.from_folder(made).dtype == "float16"

@@ -114,6 +114,7 @@ def test_a_header_that_lies_is_refused_by_name_and_takes_no_memory(tmp_path, con
         ({"tokenizer.ggml.tokens": ["a" * 600, "b", "c"]}, r"must have at most 512 characters in a token"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, r"eos_token_id must be a number below \d+, got 1000000"),
         ({"tokenizer.chat_template": 5}, r"tokenizer\.chat_template must be a text"),
+        ({"tokenizer.chat_template.tool_use": 5}, r"tokenizer\.chat_template\.tool_use must be a text"),
     ],
 )  # fmt: skip
 def test_metadata_that_cannot_be_right_is_refused_by_name(tmp_path, metadata, problem):
