@@ -102,11 +102,9 @@ class Job:
     async def _add(self, fingerprint: str | None, adapter: Adapter | None) -> bool:
         """Store the record, so that any ingress can compute the answer. Returns whether this ingress got the lease."""
         self.record.fingerprint, self.record.adapter = fingerprint, adapter
-        server = await self._store.settled()
-        added, leased = await asyncio.gather(
-            self._store.add(self._key, self.record.encode(), self._ttl_s),
-            self._lease.take(server),
-        )
+        # first the lease: whoever finds the record before this ingress has the lease may complete the answer
+        leased = await self._lease.take(await self._store.settled())
+        added = await self._store.add(self._key, self.record.encode(), self._ttl_s)
         if not added:
             if leased:
                 await self._lease.release()

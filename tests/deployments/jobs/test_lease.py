@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from deployments.jobs.event_ids import NoEventIds
+from deployments.jobs.job import Job
 from deployments.jobs.lease import LEASE_S, Lease, lease_key
 from deployments.jobs.record import JobRecord, record_key
 from deployments.storage import redis as redis_module
 from deployments.storage.key_value import StoreUnavailable
 from deployments.storage.memory import MemoryStore
 from deployments.storage.redis import MAX_SETTLES, SETTLE_S, RedisStore
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
 from tests.days.loop import VirtualLoop
+from tests.deployments.jobs.test_event_ids import FRONTEND
 
 BEGUN = JobRecord("", "/", b"", [], 0, "0" * 32)
 COMPLETE = structs.replace(BEGUN, outputs=[TokenDelta(request_id="r", token_ids=[5], finish_reason="length")])
@@ -98,3 +103,20 @@ def test_a_redis_that_restarts_while_it_is_waited_for_is_waited_for_again_but_no
         assert redis.asked == times + 1
     assert loop.time() == pytest.approx(min(times, MAX_SETTLES) * SETTLE_S)
     loop.close()
+
+
+async def test_a_new_job_is_found_by_others_only_once_its_ingress_has_the_lease():
+    """Seed 403040 of tests.days: the lease came so late that another ingress had found the job and completed it. Its
+    answer was computed again, and deleted when that failed."""
+    order = []
+
+    class Watched(MemoryStore):
+        async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
+            order.append(key)
+            return await super().add(key, value, ttl_s)
+
+    job = Job("id", structs.replace(BEGUN), Watched(2**20), 60, lambda job: None, stored=False)
+    request = GenerateRequest(request_id="r", prompt=[3], params=SamplingParams())
+    await job.read(FRONTEND, [[request]], "", None, NoEventIds())
+    await job.close()
+    assert order[:2] == [lease_key("id"), record_key("id")]
