@@ -229,7 +229,8 @@ def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:
     for output in outputs:
         if output.outputs[0].error is not None:
             raise EngineError(output.request_id, output.outputs[0].error)
-    return [[(entry.token_id, entry.logprob) for entry in output.outputs[0].logprobs or []] for output in outputs]
+    firsts = [[next(iter(entry.items())) for entry in output.outputs[0].logprobs or []] for output in outputs]
+    return [[(token, entry.logprob) for token, entry in first] for first in firsts]
 
 
 def tokens_of(answer: Answer) -> list[int]:

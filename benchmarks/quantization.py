@@ -93,7 +93,7 @@ def compare(engines: dict[str | None, LLM], words: int) -> dict[str | None, tupl
     for method, llm in engines.items():
         outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         rows = [
-            row
+            next(iter(row.values()))  # the prompt's own token
             for output, prompt in zip(outputs, prompts, strict=True)
             for row in (output.prompt_logprobs or [])[len(prompt) :]
             if row is not None

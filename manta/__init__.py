@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.offline.outputs import (
         CompletionOutput,
         EmbeddingRequestOutput,
+        Logprob,
         PoolingRequestOutput,
         RequestOutput,
         ScoringRequestOutput,
@@ -34,6 +35,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "LLMConfig",
     "LoRARequest",
+    "Logprob",
     "PoolingParams",
     "PoolingRequestOutput",
     "ProcessorConfig",
@@ -78,7 +80,7 @@ def __getattr__(name: str) -> Any:
         from engine.offline.llm import LLM
 
         return LLM
-    if name.endswith("Output"):
+    if name == "Logprob" or name.endswith("Output"):
         from engine.offline import outputs
 
         if hasattr(outputs, name):

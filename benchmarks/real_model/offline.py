@@ -54,7 +54,7 @@ def perplexity(llm: LLM, tokens: int) -> tuple[float, float]:
     ids = [token for text in documentation() for token in llm.tokenizer.encode(text)][:tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids) - 1, WINDOW)]
     answers = llm.generate(windows, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    found = [entry for answer in answers for entry in answer.prompt_logprobs or [] if entry is not None]
+    found = [next(iter(entry.values())) for answer in answers for entry in answer.prompt_logprobs or [] if entry]
     loss = -sum(entry.logprob for entry in found) / len(found)
     return math.exp(loss), sum(entry.rank == 1 for entry in found) / len(found)
 

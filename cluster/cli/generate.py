@@ -13,9 +13,8 @@ import msgspec
 
 from engine.errors import RequestError, ServingError
 from engine.offline.llm import LLM
-from engine.offline.outputs import RequestOutput
+from engine.offline.outputs import Logprob, RequestOutput
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.token_delta import TokenLogprob
 
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 BEGIN = b'{"index":'  # start of each output line
@@ -29,7 +28,7 @@ class Choice(msgspec.Struct, omit_defaults=True):
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 class OutputLine(msgspec.Struct, omit_defaults=True, kw_only=True):

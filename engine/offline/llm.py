@@ -30,7 +30,13 @@ from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
-from engine.offline.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from engine.offline.outputs import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+    by_token,
+)
 from engine.offline.pooling import OfflinePooling
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ImagePrompt, ParsedPrompt, Prompt, parse_prompt, parse_prompts
@@ -477,11 +483,15 @@ class LLM:
             output.text += chunk.text if request.detokenize else ""
             output.token_ids += chunk.token_ids
             if output.logprobs is not None and chunk.logprobs:
-                output.logprobs += chunk.logprobs
+                output.logprobs += [by_token(entry, self.tokenizer.token_text) for entry in chunk.logprobs]
             output.finish_reason, output.stop_reason = chunk.finish_reason, chunk.stop_reason
             if output.index == 0:
                 request.num_cached_tokens += delta.num_cached_tokens
-                request.prompt_logprobs = request.prompt_logprobs or delta.prompt_logprobs
+                if delta.prompt_logprobs:
+                    request.prompt_logprobs = [
+                        None if entry is None else by_token(entry, self.tokenizer.token_text)
+                        for entry in delta.prompt_logprobs
+                    ]
         if output.finish_reason is None:
             return None
         last = delta if delta.finish_reason else None

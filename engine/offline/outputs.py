@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -13,13 +14,30 @@ Output = TypeVar("Output")
 
 
 @dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at its position."""
+
+    logprob: float
+    rank: int | None = None  #: 1 for the most likely token
+    decoded_token: str | None = None
+
+
+def by_token(entry: TokenLogprob, text: Callable[[int], str]) -> dict[int, Logprob]:
+    """Return the token of a position, and then the most likely ones, by their ids. text: the text of a token."""
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    for rank, (token, logprob) in enumerate(entry.top, 1):
+        found.setdefault(token, Logprob(logprob, rank, text(token)))
+    return found
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None  #: one per token, if requested
+    logprobs: list[dict[int, Logprob]] | None = None  #: one per token, if requested, by token id
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: str | int | None = None  #: the stop string or stop token id that ended the sequence
     error: str | None = None  #: reason of the failure if finish_reason is "error"; `text` is the output before it
@@ -28,7 +46,9 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass(slots=True)
@@ -39,7 +59,7 @@ class RequestOutput:
     prompt: str | None  #: None if token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None  #: one per prompt token, the first None, if requested
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  #: one per prompt token, first None
     num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
     lora_request: LoRARequest | None = None  #: with the digest of the adapter's files

@@ -464,14 +464,15 @@ def test_log_probabilities_are_given_for_each_token_where_asked_for(llm):
     ]
     three, none, without = generate(llm, [TEXTS[0]] * 3, params)
     output = three.outputs[0]
-    assert [entry.token_id for entry in output.logprobs] == output.token_ids
-    assert all(entry.rank == 1 and entry.top[0][0] == entry.token_id for entry in output.logprobs), "it was greedy"
-    assert all(len(entry.top) == 3 for entry in output.logprobs)
-    assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in output.logprobs))
-    assert [entry.top for entry in none.outputs[0].logprobs] == [[]] * 16
+    assert [next(iter(entry)) for entry in output.logprobs] == output.token_ids
+    assert all([e.rank for e in entry.values()] == [1, 2, 3] for entry in output.logprobs), "it was greedy"
+    first = [next(iter(entry.values())) for entry in output.logprobs]
+    assert [e.decoded_token for e in first] == [llm.tokenizer.token_text(token) for token in output.token_ids]
+    assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in first))
+    assert [list(entry) for entry in none.outputs[0].logprobs] == [[token] for token in none.outputs[0].token_ids]
     assert none.prompt_logprobs[0] is None
-    assert [entry.token_id for entry in none.prompt_logprobs[1:]] == none.prompt_token_ids[1:]
-    assert all(len(entry.top) == 2 for entry in none.prompt_logprobs[1:])
+    assert [next(iter(entry)) for entry in none.prompt_logprobs[1:]] == none.prompt_token_ids[1:]
+    assert all({1, 2} <= {e.rank for e in entry.values()} and len(entry) <= 3 for entry in none.prompt_logprobs[1:])
     assert without.outputs[0].logprobs is without.outputs[0].cumulative_logprob is without.prompt_logprobs is None
 
 
@@ -484,11 +485,10 @@ def test_log_probabilities_end_where_a_stop_string_does(llm, letters, plain_text
 
 def test_log_probabilities_are_those_of_the_model_before_any_edit(llm):
     plain = only(generate(llm, TEXTS[0], SamplingParams(**{**GREEDY, "max_tokens": 1}, logprobs=2)))
-    second = plain.logprobs[0].top[1]
-    params = SamplingParams(**{**GREEDY, "max_tokens": 1}, logprobs=2, allowed_token_ids=[second[0]])
+    _, second = plain.logprobs[0]
+    params = SamplingParams(**{**GREEDY, "max_tokens": 1}, logprobs=2, allowed_token_ids=[second])
     forced = only(generate(llm, TEXTS[0], params)).logprobs[0]
-    assert (forced.token_id, forced.rank, forced.top) == (second[0], 2, plain.logprobs[0].top)
-    assert forced.logprob == second[1]
+    assert (next(iter(forced)), forced[second].rank, forced) == (second, 2, plain.logprobs[0])
 
 
 # -- refusals and broken-off iterations ------------------------------------------------------------------------
@@ -573,7 +573,7 @@ def test_top_logprobs_are_those_of_the_request_alone_whatever_others_ask_for(tmp
         alone = [llm.generate([p], [q], use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)]
         together = llm.generate(prompts, params, use_tqdm=False)
     for count, one, other in zip(counts, alone, together, strict=True):
-        assert other.outputs[0].logprobs == one.outputs[0].logprobs
-        for entry in one.outputs[0].logprobs:
-            assert len(entry.top) == count
-            assert entry.top[0] == (entry.token_id, entry.logprob)  # the most likely token, which is sampled here
+        for entry, same in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert list(entry) == list(same)
+            assert [e.logprob for e in entry.values()] == pytest.approx([e.logprob for e in same.values()], abs=1e-6)
+            assert [e.rank for e in entry.values()] == [*range(1, count + 1)]  # the most likely one is sampled here

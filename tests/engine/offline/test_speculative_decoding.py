@@ -53,8 +53,8 @@ def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> 
         assert (output.token_ids, output.text) == (right.token_ids, right.text)
         assert (output.finish_reason, output.stop_reason) == (right.finish_reason, right.stop_reason)
         for logprob, same in zip(output.logprobs or [], right.logprobs or [], strict=True):
-            assert (logprob.token_id, logprob.rank) == (same.token_id, same.rank)
-            assert logprob.logprob == pytest.approx(same.logprob, abs=1e-4)
+            assert [(token, e.rank) for token, e in logprob.items()] == [(token, e.rank) for token, e in same.items()]
+            assert [e.logprob for e in logprob.values()] == pytest.approx([e.logprob for e in same.values()], abs=1e-4)
 
 
 @pytest.mark.slow
