@@ -35,7 +35,7 @@ class Indexer(nn.Module):
         self.wk = projection(cfg, cfg.hidden_size, Shard((self.cfg.dim,), 0, 0, self.cfg.dim), f"{prefix}.wk")
         self.k_norm = LayerNorm(self.cfg.dim, NORM_EPS)
         self.weights_proj = ReplicatedLinear(cfg.hidden_size, self.cfg.heads, bias=False)
-        self.ops = sparse_attention.select(self.wk.dtype, self.wk.device, latent.rank + latent.rope_dim)
+        self.ops = sparse_attention.select(self.wk.dtype, self.wk.device)
 
     def keys(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the keys of this step's tokens: [tokens, hidden] -> [tokens, dim]."""
@@ -68,8 +68,7 @@ class SparseLatentAttention(LatentAttention):
         assert self.cfg.index is not None
         self.index_dim = self.cfg.index.dim
         self.indexer = Indexer(cfg, layer, self.table) if layer in self.cfg.index.layers else None
-        width = self.cfg.rank + self.cfg.rope_dim
-        self.ops = sparse_attention.select(self.kv_b_proj.dtype, self.kv_b_proj.device, width)
+        self.ops = sparse_attention.select(self.kv_b_proj.dtype, self.kv_b_proj.device)
 
     def attended(self, q: Tensor, c: Tensor, k: Tensor, x: Tensor, latents: Tensor, batch: Batch) -> Tensor:
         q, vectors = self.rotated(q, c, k, batch)

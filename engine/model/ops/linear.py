@@ -6,7 +6,7 @@ linear(x, weight, bias) -> [tokens, outputs]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,8 @@ from engine.device import numba_found
 from engine.model.ops import dispatch
 from engine.model.ops.dispatch import CPU_DTYPES
 
-BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time, but a single row in one go
+BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time in float32, but a single row in one go
+BLOCK_ROWS = 16  # rows that oneDNN multiplies at a time in bfloat16: its order of sums depends on their number
 
 
 @cache
@@ -38,13 +39,23 @@ def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch. To ensure this for oneDNN, a
-    single row is computed as two equal rows."""
+    """Multiply. On a CPU with a packed weight, a row has the same bits in any batch. To ensure this for oneDNN, its
+    rows are computed `in_blocks`."""
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)
-    if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
-        return multiply(torch.cat((x, x)), weight, bias)[:1]
-    return multiply(x, weight, bias)
+    return in_blocks(x, lambda rows: multiply(rows, weight, bias))
+
+
+def in_blocks(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """Multiply x [tokens, inputs] so that oneDNN sums each row in the same order: in bfloat16 always BLOCK_ROWS rows at
+    a time, and in float32 a single row as two equal rows."""
+    tokens = len(x)
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_ROWS)).split(BLOCK_ROWS)
+        return torch.cat([product(block) for block in blocks])[:tokens]
+    if x.device.type == "cpu" and tokens == 1 and x.shape[1] > BLOCK_INPUTS:
+        return product(torch.cat((x, x)))[:1]
+    return product(x)
 
 
 def linear_parts(x: Tensor, weights: Sequence[Tensor], parts: int) -> Sequence[Tensor]:
@@ -67,7 +78,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return GELU (with the error function, arXiv:1606.08415) of the product; oneDNN computes both in one pass."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "none")
+        gelu = torch.ops.mkldnn._linear_pointwise
+        return in_blocks(x, lambda rows: gelu(rows, weight, bias, "gelu", [], "none"))
     return F.gelu(linear(x, weight, bias))
 
 

@@ -28,13 +28,12 @@ from engine.model.ops import dispatch
 SLICE = 64  # rows whose vectors are gathered at a time
 
 
-def select(dtype: torch.dtype, device: torch.device, width: int) -> ModuleType:
+def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
     """Return the module with the fastest versions of both ops."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu.sparse import sparse_attention
 
-        if width % sparse_attention.LANES == 0:
-            return sparse_attention
+        return sparse_attention
     return sys.modules[__name__]
 
 

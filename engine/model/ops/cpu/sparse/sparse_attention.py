@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops.cpu.attention import ATTEND, NO_WINDOW
@@ -26,6 +27,7 @@ from engine.model.ops.cpu.kernel import (
 from engine.model.ops.cpu.vector import LANES
 
 BLOCK = 128  # tokens
+COPIED_ROWS = 64  # rows whose vectors are copied at a time, if they must be padded
 
 
 @sum_function
@@ -70,9 +72,12 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, lengt
 
 
 def attend_selected(q: Tensor, vectors: Tensor, places: Tensor, counts: Tensor, scale: float, rank: int) -> Tensor:
-    """Attend to the selected tokens. The width of a vector must be a multiple of LANES."""
+    """Attend to the selected tokens."""
     rows, heads, width = q.shape
-    assert width % LANES == 0, "the kernel reads whole vectors"
+    if rest := -width % LANES:
+        parts = torch.arange(rows).split(COPIED_ROWS)
+        copies = ((*padded(q[part], vectors, places[part], rest), counts[part]) for part in parts)
+        return torch.cat([attend_selected(*part, scale, rank) for part in copies])
     row = torch.arange(rows)
     tiles = torch.stack((row, row, torch.ones_like(row), torch.zeros_like(row)), dim=1)
     tiles = torch.cat((torch.tensor([[rows, 1, 0, 0]]), tiles))
@@ -82,3 +87,10 @@ def attend_selected(q: Tensor, vectors: Tensor, places: Tensor, counts: Tensor, 
         out.stride(0), 1, heads, 1, width, vectors.stride(0), NO_WINDOW, NO_WINDOW, 0, 0, 0,
     )  # fmt: skip
     return out[..., :rank]
+
+
+def padded(q: Tensor, vectors: Tensor, places: Tensor, rest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Append `rest` zeros to each head and to copies of the selected vectors, which change no score. Returns q, these
+    copies, and their places."""
+    copies = F.pad(vectors[places.flatten()], (0, rest))
+    return F.pad(q, (0, rest)), copies, torch.arange(places.numel(), dtype=places.dtype).view(places.shape)
