@@ -1,27 +1,22 @@
 """Numbers by module, as `alpha_pattern` and `rank_pattern` of adapter_config.json give them.
 
 A key is the end of a module's name, or a regular expression for it. PEFT matches both by Python's `re`, which can take
-exponential time. Here, names are looked up, and regular expressions are matched by llguidance: in time that grows
-linearly with the module's name, and with a limit of states.
+exponential time. Here, names are looked up, and regular expressions are matched in linear time.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import AdapterError, Described
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from engine.linear_pattern import LinearPattern, PatternError
 
 MAX_PATTERNS = 100_000
 MAX_REGEXES = 64
 MAX_MATCHES = 200_000  # regular expressions, times modules: seconds
 MAX_LENGTH = 500  # characters of a key, and of a module's name
-MAX_STATES = 1000  # of one regular expression
-MAX_REASON = 120  # characters of llguidance's message
 NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -29,9 +24,7 @@ class _Regex(NamedTuple):
     order: int
     """Number of the key among all keys."""
     key: str
-    matcher: LLMatcher
-    whole: bool
-    """Whether it has to match the name from its beginning."""
+    pattern: LinearPattern
 
 
 class ModulePatterns:
@@ -67,41 +60,22 @@ class ModulePatterns:
         return self._values[found] if found < len(self._values) else None
 
     def _compiled(self, order: int, key: str) -> _Regex:
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # few adapters need it
-
         # The whole name is matched, so `$` at the end says nothing. `|` would end what `^` belongs to.
         expression = key.removesuffix("$") if not key.endswith("\\$") else key
         if whole := expression.startswith("^") and "|" not in expression:
             expression = expression[1:]
-        limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
         try:
-            matcher = LLMatcher(
-                LLTokenizer("byte"),
-                LLMatcher.grammar_from_regex(expression if whole else rf"(.*\.)?({expression})"),
-                log_level=0,
-                limits=limits,
-            )
-            problem = matcher.get_error() if matcher.is_error() else ""
-        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-            problem = str(error) or type(error).__name__
-        if problem:
-            raise self._refused(key, problem)
-        return _Regex(order, key, matcher, whole)
+            return _Regex(order, key, LinearPattern(expression if whole else rf"(.*\.)?({expression})"))
+        except PatternError as error:
+            raise self._refused(key, error) from None
 
     def _matches(self, regex: _Regex, module: str) -> bool:
-        name = list(module.encode())
-        matcher = regex.matcher.deep_copy()
         try:
-            matched = matcher.try_consume_tokens(name) == len(name) and matcher.is_accepting()
-            problem = matcher.get_error() if matcher.is_error() else ""
-        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
-            problem = str(error) or type(error).__name__
-        if problem:
-            raise self._refused(regex.key, problem)
-        return matched
+            return regex.pattern.matches(module)
+        except PatternError as error:
+            raise self._refused(regex.key, error) from None
 
-    def _refused(self, key: str, problem: str) -> AdapterError:
-        reason = " ".join(problem.split())[-MAX_REASON:]
+    def _refused(self, key: str, reason: PatternError) -> AdapterError:
         limit = f"of names of modules, or of regular expressions without look-around and with few states ({reason})"
         return AdapterError(self._adapter, self._field, key, limit)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from engine.linear_pattern import LinearPattern, PatternError
 from engine.model.quantization.method import Method
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.model.tensor_names import canonical_name
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]
 GGUF_VOCABULARY = ("lm_head", "model.embed_tokens")
+MAX_EXPRESSIONS = 64
+MAX_EXPRESSION = 500  # characters
 # The beginning of a regular expression for layers inside a multimodal model; see canonical_name.
 WRAPPED = re.compile(r"^\^?(model\\?\.language_model|language_model\\?\.model)\\?\.")
 
@@ -43,9 +47,16 @@ class Rule:
 
     pattern: str
     format: LazyFormat | None
+    key: str = ""
+    """The key of `quantization_config` whose file wrote the pattern as a regular expression; empty for our own."""
 
     def matches(self, name: str) -> bool:
-        return re.match(self.pattern, name) is not None
+        if not self.key:
+            return re.match(self.pattern, name) is not None
+        try:
+            return _linear(self.pattern).matches(name)
+        except PatternError as error:
+            raise _refused(self.key, self.pattern, error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +152,9 @@ def _gptq(config: Fields) -> tuple[Rule, ...]:
 
 def _mxfp4(config: Fields) -> tuple[Rule, ...]:
     """Read MXFP4, which only experts have. `modules_to_not_convert` has patterns with * for layer numbers."""
-    left_out = [re.escape(name).replace(r"\*", ".*") for name in config.get("modules_to_not_convert") or ()]
-    return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", LazyFormat("mxfp4.MXFP4"))
+    names = config.get("modules_to_not_convert") or ()
+    left_out = [_expression("modules_to_not_convert", re.escape(name).replace(r"\*", ".*"), None) for name in names]
+    return *_few("modules_to_not_convert", left_out), Rule(r".*\.experts$", LazyFormat("mxfp4.MXFP4"))
 
 
 def _gguf(config: Fields) -> tuple[Rule, ...]:
@@ -168,18 +180,65 @@ def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
         raise UnsupportedScheme("sparsity_config.format", config["sparsity_config"]["format"], "dense")
     if config.get("transform_config"):
         raise UnsupportedScheme("transform_config", config["transform_config"], "left out")
-    rules = [Rule(_pattern(name), None) for name in config.get("ignore") or ()]
+    rules = [_target(name, None, "ignore") for name in config.get("ignore") or ()]
     for name, group in (config.get("config_groups") or {}).items():
         format = _compressed_group(group, group.get("format") or config.get("format"), f"config_groups.{name}")
-        rules += [Rule("" if target == "Linear" else _pattern(target), format) for target in group["targets"]]
+        key = f"config_groups.{name}.targets"
+        rules += [
+            Rule("", format) if target == "Linear" else _target(target, format, key) for target in group["targets"]
+        ]
+    return _few("ignore", rules)
+
+
+def _target(target: str, format: LazyFormat | None, key: str) -> Rule:
+    """Return the rule of a target: a name, or `re:` and an expression for the beginning of names."""
+    if not target.startswith("re:"):
+        return Rule(re.escape(canonical_name(target)) + "$", format)
+    return _expression(key, WRAPPED.sub(r"model\\.", target.removeprefix("re:")), format)
+
+
+def _expression(key: str, expression: str, format: LazyFormat | None) -> Rule:
+    """Return the rule of an expression for the beginning of names. Raises UnsupportedScheme for one that cannot be
+    matched in linear time."""
+    if len(expression) > MAX_EXPRESSION:
+        raise UnsupportedScheme(key, expression[:MAX_EXPRESSION], f"at most {MAX_EXPRESSION} characters for each")
+    inner, end = expression, ".*"
+    if not _has_alternatives(expression):  # an anchor would belong to one of them
+        inner = expression.removeprefix("^")
+        if inner.endswith("$") and not inner.endswith("\\$"):
+            inner, end = inner[:-1], ""
+    whole = f"({inner}){end}"
+    try:
+        _linear(whole)
+    except PatternError as error:
+        raise _refused(key, expression, error) from None
+    return Rule(whole, format, key)
+
+
+def _has_alternatives(expression: str) -> bool:
+    """Return whether there is a `|` outside of all parentheses."""
+    depth = 0
+    for character in re.sub(r"\\.|\[[^\]]*\]", "", expression):
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            return True
+    return False
+
+
+def _few(key: str, rules: list[Rule]) -> tuple[Rule, ...]:
+    count = sum(bool(rule.key) for rule in rules)
+    if count > MAX_EXPRESSIONS:
+        raise UnsupportedScheme(key, count, f"at most {MAX_EXPRESSIONS} regular expressions")
     return tuple(rules)
 
 
-def _pattern(target: str) -> str:
-    """Return the pattern of a target: a name, or `re:` and an expression for the beginning of names."""
-    if not target.startswith("re:"):
-        return re.escape(canonical_name(target)) + "$"
-    return WRAPPED.sub(r"model\\.", target.removeprefix("re:"))
+@lru_cache(MAX_EXPRESSIONS)
+def _linear(expression: str) -> LinearPattern:
+    return LinearPattern(expression)
+
+
+def _refused(key: str, expression: str, reason: PatternError) -> UnsupportedScheme:
+    return UnsupportedScheme(key, expression, f"without look-around and with few states ({reason})")
 
 
 def _compressed_group(group: Fields, form: str | None, path: str) -> LazyFormat:
