@@ -5,15 +5,15 @@ from benchmarks.memory import draw_lengths, measure
 
 
 def test_paging_wastes_under_4_percent_and_reserving_the_maximum_over_60():
-    report = measure(requests=300, use_tqdm=False)
+    report = measure(requests=300, progress=False)
     assert report.paged_waste < 0.04
     assert report.reserved_waste > 0.60
 
 
 def test_larger_blocks_waste_more():
     assert (
-        measure(requests=100, block_size=128, use_tqdm=False).paged_waste
-        > 3 * measure(requests=100, block_size=16, use_tqdm=False).paged_waste
+        measure(requests=100, block_size=128, progress=False).paged_waste
+        > 3 * measure(requests=100, block_size=16, progress=False).paged_waste
     )
 
 

@@ -62,9 +62,9 @@ HIDES = QWEN.replace("{{- message.content }}", "{{- message.content if message.r
 
 @pytest.mark.parametrize(
     ("template", "first", "second"),
-    [(TRIMS, "system\nBe brief.", "user\nhello"), (HIDES, "", "user\nhello \n")],
+    [(TRIMS, "system\nBe brief.", "user\nhello"), (HIDES, "user\nBe brief. \n\n", "\n\nhello \n")],
 )
-async def test_mark_is_found_where_the_template_trims_texts_or_leaves_them_out(template, first, second):
+async def test_mark_is_found_where_the_template_trims_texts_or_does_not_read_the_role(template, first, second):
     async with serving("hi", template) as (client, api):
         await client.messages.create(
             **ASKED,
@@ -72,8 +72,7 @@ async def test_mark_is_found_where_the_template_trims_texts_or_leaves_them_out(t
             messages=[{"role": "user", "content": [{**text_block("hello \n"), "cache_control": MINUTES}]}],
         )
         found = [text for text, _ in marked(api, template)]
-        assert len(found) == 1 + bool(first)
-        assert found[0].endswith(first or second) and found[-1].endswith(second)
+        assert len(found) == 2 and found[0].endswith(first) and found[1].endswith(second)
 
 
 async def test_mark_on_a_tool_holds_the_tools_up_to_it_and_one_of_the_request_all_of_it():

@@ -55,7 +55,6 @@ def test_prompts_of_a_file_may_have_fewer_ids_than_pieces(tmp_path):
     "line",
     [
         "{",
-        '{"timestamp": 0, "input_length": 5, "output_length": 1, "session_id": "\xff"}',
         '{"timestamp": 0, "input_length": 5}',
         '{"timestamp": 0, "input_length": 0, "output_length": 1}',
         '{"timestamp": -1, "input_length": 5, "output_length": 1}',

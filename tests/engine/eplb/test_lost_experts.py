@@ -161,7 +161,10 @@ def test_experts_that_do_not_fit_are_an_error_of_all_engines_and_change_nothing(
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(engines.lost[number].share, two[rank]) for rank, number in enumerate((0, 2))]
             for call in calls:
-                with pytest.raises(ExpertsDoNotFit, match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free \(the box\)"):
+                # of the rank that knows first, or of one that still waits for the others' answers
+                with pytest.raises(
+                    (ExpertsDoNotFit, StartupError), match=r"rank 1 needs 0.00 GiB .* 0.00 GiB are free \(the box\)"
+                ):
                     call.result(TIMEOUT_S)
         assert [held(model) for model in engines.models] == before
 

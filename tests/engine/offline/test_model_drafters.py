@@ -250,7 +250,7 @@ def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
     ("options", "message"),
     [
         ({"method": "eagle3"}, "speculative.model must be given with method eagle3"),
-        ({"method": "mtp", "model": "pocket"}, "speculative.model must be left out with method mtp"),
+        ({"method": "mtp", "model": "pocket"}, "a method other than mtp for Qwen3ForCausalLM"),
         ({"method": "draft_model", "model": "/nowhere"}, "model '/nowhere': no such folder"),
         ({"method": "mtp"}, "a method other than mtp for Qwen3ForCausalLM"),
     ],

@@ -13,7 +13,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import RowParallelLinear
 from engine.runner.load import load_drafter, load_model
-from engine.runner.memory import free_gpu_bytes
+from engine.runner.memory import free_gpu_memory
 from engine.runner.rank_setup import RankSetup
 from engine.runner.warm_up import run_dummy_step
 from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors
@@ -50,7 +50,7 @@ def test_the_largest_image_takes_memory_from_the_cache(monkeypatch, tmp_path):
         encoder: Any = SimpleNamespace(
             embedding_bytes=0, encode_example=lambda embeds: cuda.take(max(cuda.peak, embeds * image_bytes))
         )
-        return free_gpu_bytes(setup, lambda tokens, seqs: cuda.take(max(cuda.peak, MIB)), encoder)
+        return free_gpu_memory(setup, lambda tokens, seqs: cuda.take(max(cuda.peak, MIB)), encoder).size
 
     assert left(1) - left(MIB) == 12 * MIB - MIB, "the larger of image and step"
 
