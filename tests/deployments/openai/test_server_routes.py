@@ -12,7 +12,9 @@ from deployments.http.debug import VERSION
 from deployments.http.middleware import AuthConfig
 from engine.core.costs.step_cost import StepTimes
 from engine.core.tape.file import TapeFile
+from engine.core.tape.object_graph import GraphWriter
 from engine.core.tape.ring import EngineTape, Segment, hashes_entry
+from engine.core.tape.snapshot import KINDS
 from tests.deployments.fake_api import fake_api, until
 
 HASH = b"hash of a prompt"
@@ -125,9 +127,7 @@ async def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():
     auth = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("boss", "user")), admin_keys=("boss",))
     async with fake_api(auth=auth) as api:
         await api.until_status()
-        segment = Segment(
-            0.0, dump(Harness(num_blocks=8, max_model_len=32).scheduler, StepTimes()), hashes_entry(1, [HASH]), b""
-        )
+        segment = Segment(0.0, GraphWriter(KINDS, {}, {}).write(StepTimes()), hashes_entry(1, [HASH]), b"")
         tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[segment])
         api.engine.tape = msgspec.msgpack.encode(tape)
         for key, status in (("user", 403), ("boss", 200)):
