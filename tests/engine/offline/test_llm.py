@@ -575,5 +575,5 @@ def test_top_logprobs_are_those_of_the_request_alone_whatever_others_ask_for(tmp
     for count, one, other in zip(counts, alone, together, strict=True):
         for entry, same in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
             assert list(entry) == list(same)
-            assert [e.logprob for e in entry.values()] == pytest.approx([e.logprob for e in same.values()], abs=1e-6)
+            assert [e.logprob for e in entry.values()] == [e.logprob for e in same.values()]
             assert [e.rank for e in entry.values()] == [*range(1, count + 1)]  # the most likely one is sampled here
