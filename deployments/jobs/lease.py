@@ -48,7 +48,7 @@ class Lease:
         if not await self._store.add(self._key, self._holder, LEASE_S):
             return False
         if await self._store.settled() != server:
-            await self._store.delete(self._key)
+            await self.release()
             return False
         # a process that stood still may have lost the lease before it was told that it had it
         return loop.time() < asked_at + LEASE_S or await self.holds()

@@ -209,13 +209,13 @@ class KeyQuota:
         finally:
             if ask.outcome is None:
                 self._asks.remove(ask)
-        outcome, is_alone = ask.outcome, ask.outcome is None
+        outcome = ask.outcome
         if outcome is None:
             outcome = self.shared.alone(needs, self._wall())
+            if isinstance(outcome, Limit) and self.shared.is_unknown(outcome):
+                raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
         if isinstance(outcome, Charge):
             return outcome
-        if is_alone and self.shared.is_unknown(outcome):
-            raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
         raise self._exceeded(outcome)
 
     async def take_place(self) -> Charge:
