@@ -25,12 +25,15 @@ from tests.days.part import Part
 from tests.days.store import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.days.day import Ask, Day
     from tests.days.ingress import Ingress
     from tests.days.world import World
 
 MINUTE = 1_800_000_000.0 // 60 * 60  # when a minute begins, in seconds since 1970
 SLACK = 1e-6
+WRITTEN_S = quotas_module.RENEW_S + key_quota_module.SYNC_TIMEOUT_S  # after which what was used is written
 Window = tuple[str, float]  # name of a limit, and start
 
 
@@ -43,6 +46,8 @@ class Book:
         self.over = defaultdict[Window, float](float)
         """By how much that may exceed the limit: what requests cost more than expected, what ingresses take without the
         store, and what another ingress had admitted."""
+        self.used_at: dict[Window, float] = {}
+        """When that was the last time, by the clock of the ingress that did."""
         self.largest = defaultdict[Window, float](float)
         """What was expected of one request, which may be the last of a budget."""
         self.of_dead = defaultdict[Window, float](float)
@@ -58,6 +63,7 @@ class Book:
             return
         window = name, start
         self.used[window] += amount
+        self.used_at[window] = quota.wall()
         self.over[window] += over
         quota.used[window] += amount
 
@@ -65,8 +71,9 @@ class Book:
 class CountedQuota(SharedQuota):
     """One ingress's view, which counts in the book what it lets through."""
 
-    def __init__(self, book: Book, part: QuotaPart, *args: Any):
-        super().__init__(*args)
+    def __init__(self, book: Book, part: QuotaPart, wall: Callable[[], float], *args: Any):
+        super().__init__(*args, wall())
+        self.wall = wall
         self.used = defaultdict[Window, float](float)
         self._book, self._part, self.is_dead, self._is_unasked = book, part, False, False
         book.quotas.append(self)
@@ -122,7 +129,7 @@ class CountedKey(KeyQuota):
     ):
         super().__init__(name, limits, store, holder, num_holders, wall)
         self._number = len(part.books[name].quotas)
-        self.shared = CountedQuota(part.books[name], part, holder, self._all, num_holders, wall())
+        self.shared = CountedQuota(part.books[name], part, wall, holder, self._all, num_holders)
 
     def __hash__(self) -> int:
         """The same whenever the day is lived through, since sets of keys are in the order of this."""
@@ -247,6 +254,8 @@ class QuotaPart(Part):
                 newest = max((start for of, start in book.used if of == limit.name), default=None)
                 if newest is None or (window := record.find(limit.name, newest)) is None:
                     continue
+                if book.used_at[limit.name, newest] + WRITTEN_S > limit.window(newest)[1]:
+                    continue  # it ended before that was written, and nobody reads it any more
                 written, used = window.taken(DEBT), book.used[limit.name, newest]
                 assert abs(written - used) < SLACK, f"{limit.name} of {name}: {written} is written, {used} was used"
                 self.seen["what a key has used is written"] += 1
