@@ -30,8 +30,8 @@ from tests.shared_engines import running
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"tensor_parallel": 2, "expert_parallel": True},
-    {"data_parallel": 2, "expert_parallel": True},
+    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    {"data_parallel_size": 2, "enable_expert_parallel": True},
 ]
 
 
@@ -60,7 +60,7 @@ def measure(pool: RankPool) -> None:
             model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024, **layout
         )
         shown = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
-        with running(pool, config) if config.data_parallel > 1 else pool.engine(config) as engine:
+        with running(pool, config) if config.data_parallel_size > 1 else pool.engine(config) as engine:
             compute(engine, 2, 1)
             for name, load in LOADS.items():
                 started = time.perf_counter()
@@ -116,7 +116,7 @@ def measure_exchanges(pool: RankPool) -> None:
     for (size, shared, determinism), backend in product(CASES, EXCHANGES):
         config = EngineConfig(
             model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=512,
-            expert_parallel=True, data_parallel=size, all2all_backend=backend, determinism=determinism,
+            enable_expert_parallel=True, data_parallel_size=size, all2all_backend=backend, determinism=determinism,
         )  # fmt: skip
         formula = sent_bytes(size, backend, determinism is not None)
         shown = f"{size} engines, {'shared memory' if shared else 'gloo'}, {determinism or 'plain'}, {backend}"

@@ -160,12 +160,12 @@ def scenarios(
         yield Scenario(
             "preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs]
         )
-    with engine(speculative=SPECULATIVE) as llm:
+    with engine(speculative_config=SPECULATIVE) as llm:
         outputs, verified = one_by_one(llm, prompts, params), llm.stats().spec_decode
         assert verified is not None
         yield Scenario("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
     for size in ranks:
-        with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
+        with engine(max_num_seqs=BATCH, tensor_parallel_size=size) as llm:
             yield Scenario(f"on {size} ranks", answers(llm.generate(prompts, params, use_tqdm=False)), alone, every)
     for size in (1, *ranks) if cfg.recurrent is None else (1,):  # states go between ranks of one number
         config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
@@ -189,7 +189,7 @@ def with_prefill_engine(
 ) -> tuple[list[Answer], list[bool]]:
     """Compute each prompt in an engine of `size` ranks and its answer in another of one, one request at a time. Returns
     the answers, and which prompts were handed over."""
-    prefill_config = replace(config, tensor_parallel=size, handoff=HandoffConfig(role="prefill", transport="tcp"))
+    prefill_config = replace(config, tensor_parallel_size=size, handoff=HandoffConfig(role="prefill", transport="tcp"))
     decode_config = replace(config, handoff=HandoffConfig(role="decode", transport="tcp", policy="always"))
     found, received, key = [list[tuple[int, float]]() for _ in prompts], [False] * len(prompts), ClusterKey.generate()
     with engine_core("prefill", prefill_config, key) as prefill, engine_core("decode", decode_config, key) as decode:
@@ -216,8 +216,8 @@ def engine_core(name: str, config: EngineConfig, key: ClusterKey) -> Iterator[En
     """An engine that others with this key know by its name."""
     group = TPGroup.single(key)
     with ExitStack() as stack:
-        if config.tensor_parallel > 1:
-            group = listening = TPGroup.listen(config.tensor_parallel, device=config.device, key=key)
+        if config.tensor_parallel_size > 1:
+            group = listening = TPGroup.listen(config.tensor_parallel_size, device=config.device, key=key)
             stack.callback(RankProcesses(config, group, listening.address).close)
             listening.join(RENDEZVOUS_TIMEOUT_S)
         core = build_engine(config, group, engine_id=name)

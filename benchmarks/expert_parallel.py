@@ -42,7 +42,7 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = 48  # of each request that decodes
 LOADS = {"1 request": (1, 0), "8 requests": (8, 0), "32 requests": (32, 0), "2 prompts of 1,000": (0, 2)}
-SLICED, WHOLE = {"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}
+SLICED, WHOLE = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: list[dict[str, Any]] = [
     {},
     SLICED,

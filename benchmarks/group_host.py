@@ -38,8 +38,8 @@ MIXTURE: dict[str, Any] = {
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "4 stages": {"pipeline_parallel": 4},
-    "4 engines": {"data_parallel": 4, "expert_parallel": True},
+    "4 stages": {"pipeline_parallel_size": 4},
+    "4 engines": {"data_parallel_size": 4, "enable_expert_parallel": True},
 }
 PROMPT = 100
 EXCHANGE = "exchange"  # of the numbers of rows, with which engines that share experts begin a step
@@ -138,7 +138,7 @@ def main(
 
 def measure_layout(pool: RankPool, folder: str, layout: dict[str, Any], rows: int, steps: int) -> dict[str, float]:
     """Measure steps of `rows` sequences on the first rank: each stage has as many, and each engine."""
-    stages, engines = layout.get("pipeline_parallel", 1), layout.get("data_parallel", 1)
+    stages, engines = layout.get("pipeline_parallel_size", 1), layout.get("data_parallel_size", 1)
     config = EngineConfig(
         model=folder, load_format="dummy", max_num_seqs=rows * stages, num_blocks=32 * rows * stages, block_size=64,
         max_num_batched_tokens=max(1024, 8 * rows), num_threads=1, **layout,

@@ -100,7 +100,7 @@ def decoding_core(sampling: str, sequences: int, **options: Any) -> EngineCore:
             core = build_engine(EngineConfig(
                 model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
                 max_num_batched_tokens=max(1024, 8 * sequences), num_threads=1, enable_prefix_caching=True,
-                speculative=drafters.get(sampling), **options,
+                speculative_config=drafters.get(sampling), **options,
             ))  # fmt: skip
     for i in range(sequences):
         prompt = [3 + (i + j) % 900 for j in range(CONTEXT)]

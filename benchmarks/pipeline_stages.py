@@ -37,7 +37,7 @@ IN_NAMESPACE = ["unshare", "--user", "--map-root-user", "--net"]
 HOSTS = "10.77.0.1", "10.77.0.2"
 RATES = None, "1gbit", "100mbit"
 BURST = 6000  # bytes that pass at once: a few packets, so that short messages take the time that the rate gives them
-LAYOUTS: tuple[dict[str, Any], ...] = ({"pipeline_parallel": 2}, {"tensor_parallel": 2})
+LAYOUTS: tuple[dict[str, Any], ...] = ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2})
 LOADS = {  # requests that decode TOKENS tokens, and prompts of PROMPT tokens
     "1 request": (1, 0),
     "2 requests": (2, 0),
@@ -166,7 +166,7 @@ def add_prompts(core: EngineCore, count: int) -> None:
 def chunks() -> None:
     pool = RankPool()
     options = {"model": str(wide_model()), "device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024}
-    with pool.engine(EngineConfig(**options, pipeline_parallel=2)) as core:
+    with pool.engine(EngineConfig(**options, pipeline_parallel_size=2)) as core:
         compute(core, 1, 1)
         for least in CHUNKS:
             micro_batches.LEAST_CHUNK = least

@@ -39,7 +39,7 @@ def prompts() -> list[str]:
 
 
 def pool(replicas: int, ranks: int) -> dict[str, Any]:
-    return {"num_replicas": replicas, "num_cpus": 0.1, "engine": {"tensor_parallel": ranks}}
+    return {"num_replicas": replicas, "num_cpus": 0.1, "engine": {"tensor_parallel_size": ranks}}
 
 
 def ask_all(server: ServeRun, model: str) -> list[str]:

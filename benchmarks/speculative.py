@@ -112,7 +112,7 @@ class Bench:
     """Two engines of one model, one of them with speculative decoding."""
 
     def __init__(self, config: EngineConfig, speculative: SpeculativeConfig):
-        self.cores = [build_engine(replace(config, speculative=chosen)) for chosen in (None, speculative)]
+        self.cores = [build_engine(replace(config, speculative_config=chosen)) for chosen in (None, speculative)]
 
     def close(self) -> None:
         for core in self.cores:

@@ -187,7 +187,8 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
     return serve.deployment(
         kind,
         name=f"{'pd' if kind is PrefillDecode else role}-{model.name}",
-        max_ongoing_requests=section.max_ongoing_requests or engine.slots + engine.data_parallel * engine.max_waiting,
+        max_ongoing_requests=section.max_ongoing_requests
+        or engine.slots + engine.data_parallel_size * engine.max_waiting,
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs=routing),
         ray_actor_options={"num_cpus": spec.control_cpus},
         placement_group_bundles=spec.bundles,

@@ -67,7 +67,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         request_timeout_s=ingress.request_timeout_s,
         admission=AdmissionLimits(
             max_num_seqs=engine.max_num_seqs,
-            num_engines=max(1, model.decode.bounds[0] * engine.data_parallel),
+            num_engines=max(1, model.decode.bounds[0] * engine.data_parallel_size),
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
@@ -79,7 +79,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         max_replays=ingress.max_replays,
         sdc_check_every=model.sdc_check_every,
         same_bits=model.same_bits,
-        drafts=engine.speculative is not None,
+        drafts=engine.speculative_config is not None,
         has_priorities=engine.scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
@@ -120,7 +120,7 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
         raise ConfigError(f"encode of model {model.name!r}", Described("a pool"), limit)
     for role in model.pools:
         engine = model.engine_config(role)
-        config.kv_heads_per_rank(engine.tensor_parallel)
+        config.kv_heads_per_rank(engine.tensor_parallel_size)
         config.longest_sequence(engine.max_model_len)
         if role != "encode":
             shown = replace(config, vision=None) if engine.language_model_only else config

@@ -46,7 +46,7 @@ class ProcessorConfig:
     concurrency: int | tuple[int, int] = 1  #: maximum number of engines, or (minimum, maximum)
     max_concurrent_batches: int = MAX_CONCURRENT_BATCHES  #: batches per engine at a time, for `generate`
     num_cpus: float = 1.0  #: CPUs of each engine
-    num_gpus: float = 0.0  #: GPUs of each engine; with `tensor_parallel`, one per rank
+    num_gpus: float = 0.0  #: GPUs of each engine; with `tensor_parallel_size`, one per rank
     accelerator_type: str | None = None  #: GPU that an engine needs, as Ray names it: L4, H100
     id_column: str | None = None
     """Column that identifies rows. With it, a row has the same seed in any engine at any time. Without it, only rows

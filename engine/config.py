@@ -16,12 +16,17 @@ GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 MAX_LORA_RANK = 256
 
+# former names of fields, which are refused with the new ones
+RENAMED = {f"{kind}_parallel": f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")} | {
+    "expert_parallel": "enable_expert_parallel", "speculative": "speculative_config",
+}  # fmt: skip
+
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "flashinfer_nvlink_one_sided"]
 ONE_SIDED = "flashinfer_nvlink_one_sided"
 
 ENGINE_LIMITS = {
-    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel pipeline_parallel data_parallel "
-    "encoder_cache_size max_loras block_size num_blocks max_model_len num_threads max_kept_tapes",
+    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size pipeline_parallel_size "
+    "data_parallel_size encoder_cache_size max_loras block_size num_blocks max_model_len num_threads max_kept_tapes",
     "at least 0": "prefix_cache_retention_interval tape_mib cuda_graph_memory_gib",
     "above 0": "max_hold_s kv_cache_memory_gib kv_offloading_size kv_offloading_disk_size kv_offloading_store_size "
     "kv_offloading_ttl_s kv_offloading_timeout_s",
@@ -179,46 +184,47 @@ class EngineConfig:
         "CPU threads per rank. Default: the CPUs that the process may use, by affinity and by its container's quota, "
         "divided among the machine's ranks without a GPU. Above eight CPUs, a server leaves one to its ingresses.",
     )
-    tensor_parallel: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
-    expert_parallel: bool = option(
+    tensor_parallel_size: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
+    enable_expert_parallel: bool = option(
         False,
-        "Give each of the `tensor_parallel` x `data_parallel` ranks some whole experts of a mixture, instead of a "
-        "slice of every expert (docs/rank_groups.md).",
+        "Give each of the `tensor_parallel_size` x `data_parallel_size` ranks some whole experts of a mixture, instead "
+        "of a slice of every expert (docs/rank_groups.md).",
     )
-    data_parallel: int = option(
+    data_parallel_size: int = option(
         1,
-        "Number of engines that share the experts of a mixture. Each has `tensor_parallel` ranks and its own requests, "
-        "scheduler and KV cache, and computes attention itself; needs `expert_parallel` (docs/rank_groups.md).",
+        "Number of engines that share the experts of a mixture. Each has `tensor_parallel_size` ranks and its own "
+        "requests, scheduler and KV cache, and computes attention itself; needs `enable_expert_parallel` "
+        "(docs/rank_groups.md). Without it, the flag `--data-parallel-size` is `--num-replicas`, as in vLLM.",
     )
     all2all_backend: All2AllBackend = option(
         "auto",
-        "How tokens travel between engines of `data_parallel` and the ranks that have their experts "
+        "How tokens travel between engines of `data_parallel_size` and the ranks that have their experts "
         "(docs/rank_groups.md): `allgather_reducescatter` sends them to all ranks, `alltoall` only to those that need "
         "them, and `flashinfer_nvlink_one_sided` does so by FlashInfer's kernels. `auto` chooses one of the first two.",
     )
     enable_elastic_ep: bool = option(
         False,
-        "Let the engines of `data_parallel` go on if one of them dies or hangs. The others take over its experts and "
-        "its requests (docs/rank_groups.md).",
+        "Let the engines of `data_parallel_size` go on if one of them dies or hangs. The others take over its experts "
+        "and its requests (docs/rank_groups.md).",
     )
     enable_eplb: bool = option(
         False,
-        "Move experts between ranks by their measured load, with `expert_parallel` on at least two ranks "
+        "Move experts between ranks by their measured load, with `enable_expert_parallel` on at least two ranks "
         "(docs/rank_groups.md).",
     )
     eplb_config: EPLBConfig | None = option(
         None, "When experts move and how many copies there are, as a JSON object of vLLM's keys."
     )
-    pipeline_parallel: int = option(
+    pipeline_parallel_size: int = option(
         1,
-        "Number of stages, each with some of the layers on `tensor_parallel` ranks. For models that are larger than "
-        "one machine (docs/rank_groups.md).",
+        "Number of stages, each with some of the layers on `tensor_parallel_size` ranks. For models that are larger "
+        "than one machine (docs/rank_groups.md).",
     )
     pipeline_layers: str | None = option(
         None, "Number of layers of each stage, such as `15,15,16,14`. Default: stages with about equal weights."
     )
     seed: int = option(0, "Offline `LLM`: seed of requests without one. A server derives such seeds from request ids.")
-    speculative: SpeculativeConfig | None = option(
+    speculative_config: SpeculativeConfig | None = option(
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
     tape_mib: int = option(
@@ -240,23 +246,23 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Ranks of one engine."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def world_size(self) -> int:
         """Ranks of all engines that share experts."""
-        return self.num_ranks * self.data_parallel
+        return self.num_ranks * self.data_parallel_size
 
     @property
     def slots(self) -> int:
         """Maximum number of sequences that run at a time in all engines that share experts."""
-        return self.max_num_seqs * self.data_parallel
+        return self.max_num_seqs * self.data_parallel_size
 
     @property
     def layout(self) -> tuple[int, bool, bool, int]:
         """How layers are split over ranks. Without `determinism: strict`, it may change bits of an answer."""
-        spread = self.expert_parallel and self.tensor_parallel > 1
-        return self.tensor_parallel, spread, self.enable_eplb, self.data_parallel
+        spread = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        return self.tensor_parallel_size, spread, self.enable_eplb, self.data_parallel_size
 
     @property
     def eplb(self) -> EPLBConfig:
@@ -295,17 +301,17 @@ class EngineConfig:
         check_choices(self)
         self._check_data_parallel()
         self._check_offloading()
-        if isinstance(self.speculative, dict):
-            speculative = parse_section(SpeculativeConfig, "speculative", self.speculative)
-            object.__setattr__(self, "speculative", speculative)
+        if isinstance(self.speculative_config, dict):
+            speculative = parse_section(SpeculativeConfig, "speculative_config", self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculative)
         if isinstance(self.kv_events_config, dict):
             kv_events = parse_section(KVEventsConfig, "kv_events_config", self.kv_events_config)
             object.__setattr__(self, "kv_events_config", kv_events)
         if isinstance(self.eplb_config, dict):
             object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
         if self.enable_eplb:
-            if not self.expert_parallel or self.tensor_parallel * self.data_parallel == 1:
-                raise ConfigError("enable_eplb", True, "false without expert_parallel on at least two ranks")
+            if not self.enable_expert_parallel or self.tensor_parallel_size * self.data_parallel_size == 1:
+                raise ConfigError("enable_eplb", True, "false without enable_expert_parallel on at least two ranks")
             if self.enable_lora:
                 raise ConfigError(
                     "enable_eplb", True, "false with enable_lora, because adapters of experts do not move"
@@ -324,23 +330,23 @@ class EngineConfig:
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
 
     def _check_data_parallel(self) -> None:
-        if self.data_parallel == 1:
+        if self.data_parallel_size == 1:
             if self.enable_elastic_ep:
-                raise ConfigError("enable_elastic_ep", True, "false without data_parallel above 1")
+                raise ConfigError("enable_elastic_ep", True, "false without data_parallel_size above 1")
             if self.all2all_backend != "auto":
-                limit = "auto without data_parallel above 1, because all ranks of an engine have all of its tokens"
+                limit = "auto without data_parallel_size above 1, because all ranks of an engine have all of its tokens"
                 raise ConfigError("all2all_backend", self.all2all_backend, limit)
             return
-        if not self.expert_parallel:
-            limit = "1 without expert_parallel; for independent engines, use replicas instead"
-            raise ConfigError("data_parallel", self.data_parallel, limit)
-        if self.pipeline_parallel > 1:
+        if not self.enable_expert_parallel:
+            limit = "1 without enable_expert_parallel; for independent engines, use replicas instead"
+            raise ConfigError("data_parallel_size", self.data_parallel_size, limit)
+        if self.pipeline_parallel_size > 1:
             for key, why in (
                 ("enable_elastic_ep", "the steps under way in all stages would have to be launched again"),
                 ("enable_eplb", "only the first stage reports the load of its experts"),
             ):
                 if getattr(self, key):
-                    limit = f"false with both data_parallel and pipeline_parallel above 1, because {why}"
+                    limit = f"false with both data_parallel_size and pipeline_parallel_size above 1, because {why}"
                     raise ConfigError(key, True, limit)
         if self.all2all_backend == ONE_SIDED:
             reasons = {

@@ -109,17 +109,17 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self, "speculative.")
+        check_choices(self, "speculative_config.")
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             limit = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
-            raise ConfigError("speculative.num_speculative_tokens", self.num_speculative_tokens, limit)
+            raise ConfigError("speculative_config.num_speculative_tokens", self.num_speculative_tokens, limit)
         needs_model = self.method in ("draft_model", "eagle3", "medusa")
         if needs_model != (self.model is not None):
             limit = f"{'given' if needs_model else 'left out'} with method {self.method}"
-            raise ConfigError("speculative.model", self.model, limit)
+            raise ConfigError("speculative_config.model", self.model, limit)
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             limit = f"at least 1, and at most prompt_lookup_max ({self.prompt_lookup_max})"
-            raise ConfigError("speculative.prompt_lookup_min", self.prompt_lookup_min, limit)
+            raise ConfigError("speculative_config.prompt_lookup_min", self.prompt_lookup_min, limit)
         for key, fits, limit in (
             ("max_tree_depth", self.suffix_decoding_max_tree_depth >= 2, "at least 2"),
             ("max_cached_requests", self.suffix_decoding_max_cached_requests >= 0, "at least 0"),
@@ -127,7 +127,9 @@ class SpeculativeConfig:
             ("min_token_prob", 0 <= self.suffix_decoding_min_token_prob <= 1, "between 0 and 1"),
         ):
             if not fits:
-                raise ConfigError(f"speculative.suffix_decoding_{key}", getattr(self, f"suffix_decoding_{key}"), limit)
+                raise ConfigError(
+                    f"speculative_config.suffix_decoding_{key}", getattr(self, f"suffix_decoding_{key}"), limit
+                )
 
     @property
     def has_weights(self) -> bool:

@@ -53,13 +53,13 @@ class ThreadGroup(TPGroup):
         return values
 
 
-def make_ranks(size: int, *, expert_parallel: bool = False) -> list[TPGroup]:
+def make_ranks(size: int, *, enable_expert_parallel: bool = False) -> list[TPGroup]:
     if size == 1:
         return [TPGroup.single()]
     barrier, values = Barrier(size), [torch.empty(0)] * size
     ranks: list[TPGroup] = [ThreadGroup(rank, size, barrier, values) for rank in range(size)]
     for rank in ranks:
-        rank.expert_parallel = expert_parallel
+        rank.enable_expert_parallel = enable_expert_parallel
     return ranks
 
 
@@ -74,12 +74,12 @@ def on_all(ranks: list[TPGroup], function: Callable[[int], T]) -> list[T]:
         return list(pool.map(run, range(len(ranks))))
 
 
-def check_ranks(folder: Path, size: int, *, expert_parallel: bool = False) -> None:
+def check_ranks(folder: Path, size: int, *, enable_expert_parallel: bool = False) -> None:
     """Assert that each of `size` ranks has the logits of the whole model, for chunks and single tokens."""
     steps = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
     whole = load_by_hand(folder)
     expected = [whole.step(tokens) for tokens in steps]
-    ranks = make_ranks(size, expert_parallel=expert_parallel)
+    ranks = make_ranks(size, enable_expert_parallel=enable_expert_parallel)
     parts = [load_by_hand(folder, tp) for tp in ranks]
     for logits in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in steps]):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -28,7 +28,7 @@ CLASSES = [  # heading, file, class
     ("args.ingress.key_limits{}", "deployments/quotas/limits.py", "KeyLimits"),
     ("budget_limits[] of key_limits", "deployments/quotas/limits.py", "BudgetLimit"),
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),
-    ("engine.speculative", "engine/config_sections.py", "SpeculativeConfig"),
+    ("engine.speculative_config", "engine/config_sections.py", "SpeculativeConfig"),
     ("engine.kv_events_config", "engine/config_sections.py", "KVEventsConfig"),
     ("engine.eplb_config", "engine/config_sections.py", "EPLBConfig"),
     ("handoff of a model", "engine/config_sections.py", "HandoffConfig"),

@@ -230,7 +230,7 @@ def drafts(card: Card, batch_size: int, head: str | None = None) -> Numbers:
         if head is not None:
             write_shape(head, Path(folder))
             speculative |= {"method": "eagle3", "model": folder}
-        return verifying(batch_size, {"speculative": speculative, "max_num_seqs": batch_size})
+        return verifying(batch_size, {"speculative_config": speculative, "max_num_seqs": batch_size})
 
 
 def verifying(batch_size: int, options: dict[str, Any]) -> Numbers:

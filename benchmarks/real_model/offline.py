@@ -71,10 +71,10 @@ def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
         ("chat", questions(10 * number)[::10], None),
     )
     engines = {"": LLM(model, **OPTIONS)}
-    engines |= {method: LLM(model, **OPTIONS, speculative={"method": method}) for method in ("ngram", "suffix")}
+    engines |= {method: LLM(model, **OPTIONS, speculative_config={"method": method}) for method in ("ngram", "suffix")}
     if heads is not None:
         medusa = {"method": "medusa", "model": str(heads), "num_speculative_tokens": HEAD_TOKENS}
-        engines["medusa"] = LLM(model, **OPTIONS, speculative=medusa)
+        engines["medusa"] = LLM(model, **OPTIONS, speculative_config=medusa)
     for task, texts, grammar in tasks:
         params = SamplingParams(temperature=0.0, max_tokens=DRAFT_TOKENS, structured_outputs=grammar)
         before = {method: llm.stats() for method, llm in engines.items()}
@@ -136,7 +136,7 @@ def chats(model: str, number: int) -> Iterator[Row]:
     )
     preempted = sum(output.outputs[0].num_preemptions > 0 for output in outputs)
     yield compared(f"in steps of {CHUNK} tokens; {preempted} preempted", outputs)
-    yield compared("with drafts (suffix)", among_others(speculative={"method": "suffix"}))
+    yield compared("with drafts (suffix)", among_others(speculative_config={"method": "suffix"}))
 
 
 def tokens_of(output: RequestOutput) -> list[int]:

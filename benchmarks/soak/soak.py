@@ -56,7 +56,7 @@ def arguments(folder: Path) -> dict[str, Any]:
         "engine": ENGINE | tiers,
         "lora_modules": {ADAPTER: str(PIRATE)},
         "prefill": pool,
-        "decode": {**pool, "engine": {"tensor_parallel": 2}},
+        "decode": {**pool, "engine": {"tensor_parallel_size": 2}},
         "handoff": {"transport": "tcp", "policy": "always"},
     }
     kept = {"store": f"sqlite://{folder}/store.db", "idempotency_ttl_s": 60.0, "response_ttl_s": 60.0}

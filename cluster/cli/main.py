@@ -88,7 +88,7 @@ def check(
     what: Annotated[
         str, typer.Argument(help="A Serve configuration (.yaml), as for `serve run`; or a model: a folder or a Hub id.")
     ] = "serve_config.yaml",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of ranks over which a model is split.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of ranks over which a model is split.")] = 1,
 ) -> None:
     """Check a serve_config.yaml or a model, without starting or downloading anything. Prints one line.
 
@@ -98,7 +98,7 @@ def check(
 
     Example: manta check serve_config_pd.yaml
 
-    Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel 2
+    Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel-size 2
     """
     if what.endswith((".yaml", ".yml")):
         from cluster.cli.check.serve_config import check_serve_config, lists_adapters, load
@@ -114,7 +114,7 @@ def check(
         return
     from cluster.cli.models import check_model
 
-    print(check_model(what, tensor_parallel))
+    print(check_model(what, tensor_parallel_size))
 
 
 @app.command(rich_help_panel=RUN)

@@ -53,18 +53,18 @@ def markdown() -> str:
     return "\n".join(["| architectures | code | compared with transformers |", "| --- | --- | --- |", *rows])
 
 
-def check_model(model: str, tensor_parallel: int) -> str:
+def check_model(model: str, tensor_parallel_size: int) -> str:
     """Return one line that says which code runs a model. Raises StartupError with the reason if none does.
 
     Downloads only config.json and other small files.
     """
     config = ModelConfig.from_folder(resolve_config(model))
-    config.kv_heads_per_rank(tensor_parallel)
+    config.kv_heads_per_rank(tensor_parallel_size)
     if not config.transformers:
         return f"{model} runs by Manta's native code for {config.architecture}"
     from engine.distributed.tp_group import TPGroup
     from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
 
-    find_calls(config, TPGroup(0, tensor_parallel))
+    find_calls(config, TPGroup(0, tensor_parallel_size))
     tested = "" if config.architecture in TRANSFORMERS else "; no test covers this architecture"
     return f"{model} runs by transformers' own code for {config.architecture} over Manta's attention{tested}"

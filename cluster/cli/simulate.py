@@ -56,7 +56,7 @@ def simulate(
             raise InvalidParameter("--html", str(html), "left out with --plan, which has no single run to show")
         check_plan(options, max_gpus)
     traffic = find_trace(options)
-    if plan and options.tensor_parallel is None and options.cost is None:
+    if plan and options.tensor_parallel_size is None and options.cost is None:
         options, told = with_layout(options, traffic, max_gpus)
         if not as_json:
             show("layouts of a replica, by formulas", *told)
@@ -101,7 +101,7 @@ def with_layout(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tu
     told = lines(found, load)
     if known is not found[0]:
         told.append(f"simulated: {known.name}, because the simulator knows neither stages nor sums between machines")
-    return replace(options, tensor_parallel=known.tensor), told
+    return replace(options, tensor_parallel_size=known.tensor), told
 
 
 def show_report(report: Report, slo: GoodputSlo) -> None:

@@ -269,10 +269,16 @@ def _engine_options(section: ModelSection) -> Json:
     """Return options for an engine that computes the same bits as the model's replicas."""
     config = section.engine_config()
     options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-    options |= {"handoff": None, "encode": None, "speculative": None, "pipeline_parallel": 1, "pipeline_layers": None}
+    options |= {
+        "handoff": None,
+        "encode": None,
+        "speculative_config": None,
+        "pipeline_parallel_size": 1,
+        "pipeline_layers": None,
+    }
     options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
-        options |= {"tensor_parallel": 1, "data_parallel": 1, "enable_eplb": False}
+        options |= {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False}
         options |= {"enable_elastic_ep": False, "all2all_backend": "auto"}
     return options
 

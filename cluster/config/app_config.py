@@ -14,6 +14,7 @@ from cluster.config.section import Section, section_of
 from deployments.console.config import ConsoleConfig
 from deployments.http.validation import expected
 from deployments.observability.tracing import TracingConfig
+from engine.config import RENAMED
 from engine.errors import ConfigError, without_credentials
 from placement.console_log import LogConfig, LogFormat, LogLevel
 
@@ -90,6 +91,8 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
     problem = error.errors(include_url=False)[0]
     path = _path(problem["loc"])
     match problem["type"]:
+        case "extra_forbidden" if problem["loc"][-2:-1] == ("engine",) and problem["loc"][-1] in RENAMED:
+            return ConfigError(path, problem["input"], f"written {RENAMED[problem['loc'][-1]]}")
         case "extra_forbidden":
             known = ", ".join(_known_keys(problem["loc"][:-1]))
             return ConfigError(path, problem["loc"][-1], f"one of the known keys ({known})")

@@ -163,7 +163,7 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.prefill", None, limit)
         if self.has_adapters and not all(engine.enable_lora for engine in engines):
             raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, because the model has adapters")
-        for key in ("pipeline_parallel", "pipeline_layers"):
+        for key in ("pipeline_parallel_size", "pipeline_layers"):
             values = [getattr(engine, key) for engine in engines]
             if len(set(values)) > 1:
                 limit = f"the value of the decode pool ({values[0]}), because each stage hands over its own layers"
@@ -197,9 +197,9 @@ class ModelSection(Section):
     def _check_encode(self, path: str) -> None:
         assert self.encode is not None
         encode, decode = self.engine_config("encode"), self.engine_config()
-        if encode.tensor_parallel != 1:
+        if encode.tensor_parallel_size != 1:
             limit = "1, because every rank would encode all images"
-            raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
+            raise ConfigError(f"{path}.encode.engine.tensor_parallel_size", encode.tensor_parallel_size, limit)
         if not self.encode.bounds[0]:
             limit = (
                 "at least 1: without replicas, other engines would encode the images, and no replica would ever start"
@@ -217,8 +217,8 @@ class ModelSection(Section):
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
         options.setdefault("enable_lora", self.has_adapters)
         if role == "encode":  # not as in the other pools
-            options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
-            options["pipeline_parallel"], options["pipeline_layers"], options["data_parallel"] = 1, None, 1
+            options["tensor_parallel_size"] = given(self.pools[role].engine).get("tensor_parallel_size", 1)
+            options["pipeline_parallel_size"], options["pipeline_layers"], options["data_parallel_size"] = 1, None, 1
             options["enable_lora"] = options["enable_eplb"] = options["enable_elastic_ep"] = False
             options["all2all_backend"] = "auto"
         if role != "encode" and self.encode is not None:
@@ -276,7 +276,7 @@ class ModelSection(Section):
 
     def _replica_hour(self, role: Role) -> float:
         """Return the price of an hour of a replica, which may have several engines."""
-        return self.price_list().engine_hour * self.engine_config(role).data_parallel
+        return self.price_list().engine_hour * self.engine_config(role).data_parallel_size
 
     def _limits(self, role: Role, low: int, high: int) -> Limits:
         pool = self.pools[role]

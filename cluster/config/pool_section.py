@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from placement.spec import Strategy
 
 # model and handoff are one level higher; EngineConfig reads the JSON objects itself
-JSON_OBJECTS = dict.fromkeys(("speculative", "kv_events_config", "eplb_config"), dict[str, Any] | None)
+JSON_OBJECTS = dict.fromkeys(("speculative_config", "kv_events_config", "eplb_config"), dict[str, Any] | None)
 EngineSection = section_of(EngineConfig, without={"model", "handoff", "encode"}, **JSON_OBJECTS)
 RoutingSection = section_of(RoutingConfig, without=set())
 
@@ -32,7 +32,9 @@ class PoolSection(Section):
     downscale_delay_s: float = Field(default=300.0, ge=0)  #: time for which fewer replicas must be desired continuously
     scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: time without work, if min_replicas is 0
     num_cpus: float = Field(default=1.0, ge=0)  #: CPUs reserved for each rank; `engine.num_threads` compute
-    num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each of `tensor_parallel` x `pipeline_parallel` ranks
+    num_gpus: float = Field(
+        default=0.0, ge=0, le=1
+    )  #: GPUs of each of `tensor_parallel_size` x `pipeline_parallel_size` ranks
     accelerator_type: str | None = Field(default=None, min_length=1)  #: GPU that a rank's node must have: `L4`
     label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have
     placement_strategy: Strategy = "PACK"  #: Ray's: PACK: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank

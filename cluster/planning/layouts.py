@@ -113,9 +113,13 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        sizes = ("tensor_parallel", self.tensor), ("pipeline_parallel", self.pipeline), ("data_parallel", self.data)
+        sizes = (
+            ("tensor_parallel_size", self.tensor),
+            ("pipeline_parallel_size", self.pipeline),
+            ("data_parallel_size", self.data),
+        )
         named = [f"{key} {size}" for key, size in sizes if size > 1]
-        return ", ".join([*named, *(["expert_parallel"] if self.expert else [])]) or "one rank"
+        return ", ".join([*named, *(["enable_expert_parallel"] if self.expert else [])]) or "one rank"
 
     @property
     def exchanged(self) -> str:
@@ -173,7 +177,7 @@ def why(best: ParallelLayout, others: Sequence[ParallelLayout], load: Workload) 
     if tensor and best.pipeline > 1:
         slow = "between nodes " if not tensor[0].tensor_inside else ""
         kib = f"{tensor[0].tensor_bytes / 1024:.0f} KiB per token"
-        sums = f"the sums of tensor_parallel {tensor[0].tensor} would send {kib}"
+        sums = f"the sums of tensor_parallel_size {tensor[0].tensor} would send {kib}"
         reasons.append(f"{sums} {slow}({1000 * tensor[0].itl_s:.1f} ms per token)")
     if best.expert and best.data == 1:
         reasons.append("slices of its experts would be too narrow")

@@ -275,10 +275,10 @@ def find_card(name: str) -> Card:
     return CARDS[name]
 
 
-def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Roofline:
+def roofline(model: ModelShape, card: Card, tensor_parallel_size: int = 1) -> Roofline:
     """Return a cost model with round efficiency factors, which fit published measurements within some tens of percent.
     A cost model fitted to the engine itself is better."""
-    ranks = tensor_parallel * TP_FRACTION ** (tensor_parallel.bit_length() - 1)
+    ranks = tensor_parallel_size * TP_FRACTION ** (tensor_parallel_size.bit_length() - 1)
     return Roofline(
         step_s=STEP_S,
         sequence_s=SEQUENCE_S,
@@ -289,16 +289,18 @@ def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Rooflin
     )
 
 
-def usable_bytes(card: Card, tensor_parallel: int) -> float:
+def usable_bytes(card: Card, tensor_parallel_size: int) -> float:
     """Return the memory of all ranks for weights and KV cache."""
-    return tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
+    return tensor_parallel_size * card.memory * USABLE * (1 - ACTIVATIONS)
 
 
-def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
+def kv_tokens(model: ModelShape, card: Card, tensor_parallel_size: int = 1) -> int:
     """Return the number of tokens whose KV fits into memory beside the weights. Raises InvalidParameter if the weights
     do not fit."""
-    tokens = int((usable_bytes(card, tensor_parallel) - model.weight_bytes) / model.kv_bytes)
+    tokens = int((usable_bytes(card, tensor_parallel_size) - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:
         need = model.weight_bytes / 1e9
-        raise InvalidParameter("tensor_parallel", tensor_parallel, f"enough cards for {need:.0f} GB of weights")
+        raise InvalidParameter(
+            "tensor_parallel_size", tensor_parallel_size, f"enough cards for {need:.0f} GB of weights"
+        )
     return tokens

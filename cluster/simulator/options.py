@@ -74,7 +74,7 @@ class SimulationOptions:
         **ENGINE,
     )
     card: str = option("h100", "a100, h100, h200 or l4.", **ENGINE)
-    tensor_parallel: int | None = option(
+    tensor_parallel_size: int | None = option(
         None,
         "Cards per replica. Default: 1, or with --plan the number with which a card computes most tokens per second.",
         **ENGINE,

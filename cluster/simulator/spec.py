@@ -143,20 +143,20 @@ def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     for flag, value, what in changing:
         if value:
             raise InvalidParameter(flag, value, f"left out with --plan, because planned clusters have a fixed {what}")
-    if options.engine_hour is not None and options.tensor_parallel is None and options.cost is None:
-        limit = "left out for --gpu-hour, or given with --tensor-parallel: --plan chooses the cards of an engine"
+    if options.engine_hour is not None and options.tensor_parallel_size is None and options.cost is None:
+        limit = "left out for --gpu-hour, or given with --tensor-parallel-size: --plan chooses the cards of an engine"
         raise InvalidParameter("--engine-hour", options.engine_hour, limit)
-    min_gpus = (options.tensor_parallel or 1) * (2 if options.prefill_replicas else 1)
+    min_gpus = (options.tensor_parallel_size or 1) * (2 if options.prefill_replicas else 1)
     if max_gpus < min_gpus:
-        cards = options.tensor_parallel or 1
-        limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {cards})"
+        cards = options.tensor_parallel_size or 1
+        limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel-size {cards})"
         raise InvalidParameter("--max-gpus", max_gpus, limit)
 
 
 def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     """Return the cluster described by the options. Raises ServingError."""
     _check(options)
-    model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel or 1
+    model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel_size or 1
     _check_ranks(ranks, model.heads, model.kv_heads, options.model)
     engine = EngineConfig(
         block_size=options.block_size,
@@ -275,10 +275,10 @@ def _check(options: SimulationOptions) -> None:
 def _check_ranks(ranks: int, heads: int, kv_heads: int, model: str) -> None:
     """Check that heads divide among the ranks. Raises InvalidParameter."""
     if heads % ranks:
-        raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {model}")
+        raise InvalidParameter("--tensor-parallel-size", ranks, f"a divisor of the {heads} heads of {model}")
     if kv_heads % ranks and ranks % kv_heads:
         limit = f"a divisor or a multiple of the {kv_heads} KV heads of {model}"
-        raise InvalidParameter("--tensor-parallel", ranks, limit)
+        raise InvalidParameter("--tensor-parallel-size", ranks, limit)
 
 
 def _too_small(options: SimulationOptions, longest: int, capacity: int) -> InvalidParameter:
@@ -290,6 +290,6 @@ def _too_small(options: SimulationOptions, longest: int, capacity: int) -> Inval
         return InvalidParameter("--num-blocks", options.num_blocks, limit)
     limit = (
         f"enough cards for the weights and the KV of the longest request of --trace ({longest} tokens; "
-        f"{capacity} fit on {options.tensor_parallel or 1} {options.card})"
+        f"{capacity} fit on {options.tensor_parallel_size or 1} {options.card})"
     )
-    return InvalidParameter("--tensor-parallel", options.tensor_parallel or 1, limit)
+    return InvalidParameter("--tensor-parallel-size", options.tensor_parallel_size or 1, limit)

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from engine.config import RENAMED
 from engine.errors import ConfigError, InvalidParameter, RequestError
 from engine.offline.vllm_flags import ALL2ALL, NAMES, VALUES, Row, draft_options, find, takes
 
@@ -69,7 +70,7 @@ def arguments(engine_kwargs: Mapping[str, Any]) -> list[str]:
     """Return arguments of vLLM's engine, such as `engine_kwargs` of Ray Serve LLM, as flags of `vllm serve`."""
     args = []
     for key, value in engine_kwargs.items():
-        flag = f"--{key.replace('_', '-')}"
+        flag = _flag(key)
         match value:
             case None:
                 continue
@@ -92,6 +93,8 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
     if base.startswith("--no-") and _switch(base) in NAMES:
         _take_negated(command, base)
         return
+    if renamed := RENAMED.get(_switch(base).lstrip("-").replace("-", "_")):
+        raise RequestError(f"{name} must be written {_flag(renamed)}")
     if base not in NAMES and base not in OBJECTS:
         command.args.append(name if value is None else f"{name}={value}")
         if base in VALUES:
@@ -201,7 +204,7 @@ def _share_experts(command: Command) -> None:
     size = next((command.seen[name] for name in ("--data-parallel-size", "-dp") if name in command.seen), None)
     shares = size is not None and not {"--enable-expert-parallel", "-ep"}.isdisjoint(command.args)
     if shares:
-        command.args[command.args.index(f"--num-replicas={size}")] = f"--data-parallel={size}"
+        command.args[command.args.index(f"--num-replicas={size}")] = f"--data-parallel-size={size}"
     if (not shares or size == "1") and ALL2ALL in command.args:
         at = command.args.index(ALL2ALL)
         del command.args[at : at + 2]
@@ -252,6 +255,10 @@ def _dashed(name: str) -> str:
     """Return a flag with dashes in place of underscores, except in the keys of an object after it."""
     base, dot, path = name.partition(".")
     return base.replace("_", "-") + dot + path
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def _switch(name: str) -> str:

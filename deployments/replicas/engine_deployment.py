@@ -100,7 +100,7 @@ class EngineDeployment:
         host, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         engines = {
             engine_id: EngineReplica(host, spec.stall_timeout_s, pools, key, node)
-            for engine_id in ray_compat.engine_ids(replica, config.data_parallel)
+            for engine_id in ray_compat.engine_ids(replica, config.data_parallel_size)
         }
         self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]

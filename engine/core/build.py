@@ -99,7 +99,7 @@ def build_engine(
     """
     group = group or TPGroup.single()
     if group.size != config.num_ranks:
-        raise ConfigError("tensor_parallel", config.num_ranks, f"the size of the group ({group.size})")
+        raise ConfigError("tensor_parallel_size", config.num_ranks, f"the size of the group ({group.size})")
     with ExitStack() as opened, group.starting():
         loaded = load(config, group)
         kv_ranks, image_ranks = start_kv_ranks(loaded, host, opened)
@@ -194,7 +194,7 @@ def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | 
         return NoBroadcaster()
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
-    return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel > 1 < config.tensor_parallel)
+    return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel_size > 1 < config.tensor_parallel_size)
 
 
 def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
@@ -203,7 +203,7 @@ def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -
         return SharedExpertLoad(experts)
     if not isinstance(experts, RankExperts):
         return NoMoves()
-    stages, ranks = config.pipeline_parallel, config.num_ranks
+    stages, ranks = config.pipeline_parallel_size, config.num_ranks
     return GroupExperts(experts, broadcaster, config.eplb, stages=stages, ranks=ranks if config.enable_eplb else 0)
 
 
@@ -253,7 +253,7 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
 
 
 def make_micro_batches(loaded: Loaded) -> list[TokenLimit]:
-    stages, vision = loaded.config.pipeline_parallel, loaded.model.vision
+    stages, vision = loaded.config.pipeline_parallel_size, loaded.model.vision
     if stages == 1:
         return []
     return [MicroBatches(stages, 0 if vision is None else vision.mm_tokens_per_image)]
@@ -389,7 +389,7 @@ def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id:
 
 
 def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:
-    config = loaded.config.speculative
+    config = loaded.config.speculative_config
     if config is None or loaded.model.head != "lm":
         return NoSpeculation()
     drafter: HostDrafter | None = None
@@ -399,7 +399,7 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
         drafter = SuffixDrafter(config)
     recurrent = loaded.model.recurrent
     bound = any_number if recurrent is None else DraftBound(recurrent.kernel)
-    costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel
+    costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel_size
     return Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)
 
 
@@ -434,8 +434,8 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
 def images_only(config: EngineConfig) -> EngineConfig:
     """Return the options of an engine that only encodes images, with all options for language models off."""
     return replace(
-        config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto", enable_lora=False,
-        expert_parallel=False, enable_eplb=False,
+        config, enforce_eager=True, speculative_config=None, torch_compile=False, kv_cache_dtype="auto",
+        enable_lora=False, enable_expert_parallel=False, enable_eplb=False,
     )  # fmt: skip
 
 

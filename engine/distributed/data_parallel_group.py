@@ -136,7 +136,7 @@ class Waves:
 def engine_group(config: EngineConfig, ranks: TPGroup) -> TPGroup:
     """Return the ranks of this rank's engine. ranks: all ranks that have joined. Every rank has to call this at the
     same time. Raises StartupError."""
-    if config.data_parallel == 1:
+    if config.data_parallel_size == 1:
         return ranks
     assert isinstance(ranks, ConnectedGroup)
-    return DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel)
+    return DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel_size)

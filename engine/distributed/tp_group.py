@@ -58,7 +58,7 @@ class TPGroup:
     parts = 1  #: addends of each sum that every rank computes
     vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
     link_copies = 0.0  #: hidden states of whole steps that a link to another stage keeps at a time
-    expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
+    enable_expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
     redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
     stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
     #: What spreads the experts over the ranks of several engines; None for an engine with all experts.
@@ -463,7 +463,7 @@ def group_options(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": config.device,
         "shared_memory": not (config.disable_custom_all_reduce or endless),
-        "collectives": config.pipeline_parallel == 1,
+        "collectives": config.pipeline_parallel_size == 1,
     }
 
 

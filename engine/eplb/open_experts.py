@@ -17,7 +17,7 @@ def open_experts(config: EngineConfig, model: nn.Module, tp: TPGroup, device: De
     """Return the experts of a rank. model: with this rank's layers, of which a pipeline stage may have none with
     experts. Every rank of a group has to call this. Raises StartupError."""
     ranks = tp.expert_ranks
-    if not config.expert_parallel or ranks.size == 1:
+    if not config.enable_expert_parallel or ranks.size == 1:
         return NoExperts()
     layers: dict[int, Experts] = {}
     for path, layer in model.named_modules():

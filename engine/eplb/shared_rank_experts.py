@@ -38,7 +38,7 @@ class SharedRankExperts(RankExperts):
         eplb = config.eplb if config.enable_eplb else None
         super().__init__(layers, ranks, device, config.max_num_batched_tokens, eplb)
         if config.enable_elastic_ep:
-            self.spare_bytes = spare_bytes(layers.values(), ranks.size, config.tensor_parallel)
+            self.spare_bytes = spare_bytes(layers.values(), ranks.size, config.tensor_parallel_size)
         self._config, self._windows, self._moves = config, Windows(config.eplb), config.enable_eplb
         self._state, self._stopped = IDLE, False
         self._load: ExpertStats | None = None
@@ -100,7 +100,7 @@ class SharedRankExperts(RankExperts):
 
     def _counted(self) -> Tensor:
         of_ranks = self._tp.all_gather(self._counts.flatten()).view(self._tp.size, *self._counts.shape)
-        return of_ranks[:: self._config.tensor_parallel].sum(0)  # all ranks of an engine have its tokens
+        return of_ranks[:: self._config.tensor_parallel_size].sum(0)  # all ranks of an engine have its tokens
 
     def answers(self) -> list[ExpertAnswer]:
         """Return nothing: there is no rank 0 to tell."""

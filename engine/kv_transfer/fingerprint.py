@@ -25,13 +25,13 @@ def fingerprint(
     kv_dtype: torch.dtype,
     block_size: int,
     determinism: str | None = None,
-    tensor_parallel: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> str:
     """Return a text that is equal for engines with the same KV in the same layout, and else shows what differs.
 
     dtype: type of activations. `config` contains how weights are quantized, and the weights contain the scales of an
-    FP8 cache. tensor_parallel: number of ranks. It is part of the text only for models with recurrent layers, since
-    each rank reads the states of the other engine's rank of the same number.
+    FP8 cache. tensor_parallel_size: number of ranks. It is part of the text only for models with recurrent layers,
+    since each rank reads the states of the other engine's rank of the same number.
 
     The text identifies weights by the names, sizes and headers of their files and a sample of their pages. This takes
     milliseconds and distinguishes models and versions, but does not detect deliberate changes of a few bytes. Raises
@@ -50,7 +50,7 @@ def fingerprint(
         "weights": short(_hash_weights(folder)),
     }
     if config.recurrent is not None:
-        fields["states_of_ranks"] = tensor_parallel
+        fields["states_of_ranks"] = tensor_parallel_size
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 

@@ -25,7 +25,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 NOT_IN_STEPS = (*HEADS, "pooler.", "causal.")  # paths of what is computed for some of a step's tokens only
 ON_CPU = "on CPUs only: on a GPU they have no kernel yet"
 REASONS = REFUSED | {"intermediate.dense": "it is computed in one kernel with its activation"}
-REASONS_IF_SHARED = {"experts": "with data_parallel, experts also compute tokens of engines that have other adapters"}
+REASONS_IF_SHARED = {
+    "experts": "with data_parallel_size, experts also compute tokens of engines that have other adapters"
+}
 REASONS_ON_GPU = REASONS | {
     "experts": f"adapters of experts are supported {ON_CPU}",
     "kv_b_proj": f"adapters of this layer of latent attention are supported {ON_CPU}",

@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 def check_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError if the experts of a model cannot be spread over its ranks. The experts of a model that
     transformers' own code computes are known only once the model is built."""
-    engines = config.data_parallel
+    engines = config.data_parallel_size
     if engines > 1 and (model.transformers or model.moe is None):
         why = "which transformers' own code computes" if model.transformers else "which has no experts to share"
         limit = f"1 for {model.architecture}, {why}; for independent engines, use replicas instead"
-        raise ConfigError("data_parallel", engines, limit)
-    if not config.expert_parallel or model.transformers:
+        raise ConfigError("data_parallel_size", engines, limit)
+    if not config.enable_expert_parallel or model.transformers:
         return
     if model.moe is None:
-        raise ConfigError("expert_parallel", True, f"left out for {model.architecture}, which has no experts")
+        raise ConfigError("enable_expert_parallel", True, f"left out for {model.architecture}, which has no experts")
     if engines > 1:
-        check_shared(model.moe.num_experts, engines, config.tensor_parallel, config.redundant_experts)
-    elif config.tensor_parallel > 1:
-        check_count(model.moe.num_experts, config.tensor_parallel, config.redundant_experts)
+        check_shared(model.moe.num_experts, engines, config.tensor_parallel_size, config.redundant_experts)
+    elif config.tensor_parallel_size > 1:
+        check_count(model.moe.num_experts, config.tensor_parallel_size, config.redundant_experts)
 
 
 def check_shared(num_experts: int, engines: int, ranks: int, redundant: int | None) -> None:
     """Do what `check_count` does, for several engines with this number of ranks each."""
-    options = "data_parallel" if ranks == 1 else "data_parallel * tensor_parallel"
+    options = "data_parallel_size" if ranks == 1 else "data_parallel_size * tensor_parallel_size"
     check_count(num_experts, engines * ranks, redundant, options)
 
 
-def check_count(num_experts: int, ranks: int, redundant: int | None, option: str = "tensor_parallel") -> None:
+def check_count(num_experts: int, ranks: int, redundant: int | None, option: str = "tensor_parallel_size") -> None:
     """Raise ConfigError if a rank would have no expert, or if experts move (`redundant` is not None) and ranks would
     have unequal numbers of slots, or more slots than there are experts. option: what sets the number of ranks."""
     if num_experts < ranks:
-        limit = f"at most the model's number of experts ({num_experts}) with expert_parallel"
+        limit = f"at most the model's number of experts ({num_experts}) with enable_expert_parallel"
         raise ConfigError(option, ranks, limit)
     if redundant is None:
         return

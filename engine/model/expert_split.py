@@ -1,11 +1,11 @@
 """How the experts of a layer are divided among ranks.
 
-Ordinarily each rank of a tensor-parallel group has a slice of every expert. With `expert_parallel`, each rank has some
-experts whole. All ranks have all tokens in either case, since attention is tensor parallel. So no token is sent to its
-experts. Each rank computes its own experts' part of a token, and the ranks add these parts up.
+Ordinarily each rank of a tensor-parallel group has a slice of every expert. With `enable_expert_parallel`, each rank
+has some experts whole. All ranks have all tokens in either case, since attention is tensor parallel. So no token is
+sent to its experts. Each rank computes its own experts' part of a token, and the ranks add these parts up.
 
-With `data_parallel` the ranks belong to several engines, each with its own tokens. Then tokens are sent to ranks that
-have their experts (engine/distributed/exchange).
+With `data_parallel_size` the ranks belong to several engines, each with its own tokens. Then tokens are sent to ranks
+that have their experts (engine/distributed/exchange).
 """
 
 from __future__ import annotations
@@ -323,13 +323,13 @@ def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExpe
     moves_on_cpu = tp.redundant_experts is not None and torch.get_default_device().type == "cpu"
     if moves_on_cpu and not tp.fixed_order and hidden_size % tp.size:
         limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"
-        raise ConfigError("tensor_parallel", tp.size, limit)
+        raise ConfigError("tensor_parallel_size", tp.size, limit)
     if (exchange := tp.expert_exchange) is not None:
         check_shared(num_experts, exchange.members.engines, tp.size, tp.redundant_experts)
         if tp.fixed_order:
             return SharedExpertsInOrder(num_experts, tp, exchange)
         return (MovingSharedExperts if moves_on_cpu else SharedExperts)(num_experts, tp, exchange)
-    if not tp.expert_parallel or tp.size == 1:
+    if not tp.enable_expert_parallel or tp.size == 1:
         return SlicedExperts(num_experts, tp)
     check_count(num_experts, tp.size, tp.redundant_experts)
     if tp.fixed_order:

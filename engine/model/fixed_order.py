@@ -112,7 +112,7 @@ class FixedOrder(TPGroup):
     def __init__(self, tp: TPGroup):
         """Raises ConfigError if the number of ranks does not divide PARTS."""
         if PARTS % tp.size:
-            raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
+            raise ConfigError("tensor_parallel_size", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
         self.parts, self.vocab_multiple = PARTS // tp.size, OUTPUTS_MULTIPLE
         self.expert_exchange = tp.expert_exchange

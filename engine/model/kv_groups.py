@@ -32,7 +32,7 @@ class KVCacheSpec:
         """
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             limit = f"a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
-            raise ConfigError("tensor_parallel", tp_size, limit)
+            raise ConfigError("tensor_parallel_size", tp_size, limit)
         return max(1, self.num_kv_heads // tp_size)
 
     def first_needed(self, position: int) -> int:

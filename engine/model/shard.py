@@ -42,7 +42,7 @@ class Shard:
         messages. Raises ConfigError if the dimension cannot be split evenly."""
         size, rest = divmod(shape[dim], tp.size)
         if rest:
-            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
+            raise ConfigError("tensor_parallel_size", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
         if dim == INPUTS and size % tp.parts:
             limit = f"left out: the model's {what} ({shape[dim]}) is no multiple of {tp.size * tp.parts}"
             raise ConfigError("determinism", "strict", limit)

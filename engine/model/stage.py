@@ -58,10 +58,10 @@ def divide(costs: list[float], stages: int, last: float = 0.0) -> list[int]:
 
 def parse_layers(config: EngineConfig, num_layers: int) -> list[int] | None:
     """Return the configured number of layers of each stage; None if none is configured. Raises ConfigError."""
-    text, stages = config.pipeline_layers, config.pipeline_parallel
+    text, stages = config.pipeline_layers, config.pipeline_parallel_size
     if text is None:
         if stages > num_layers:
-            raise ConfigError("pipeline_parallel", stages, f"at most the model's number of layers ({num_layers})")
+            raise ConfigError("pipeline_parallel_size", stages, f"at most the model's number of layers ({num_layers})")
         return None
     counts = [int(part) for part in text.split(",") if part.strip().isdigit()]
     if len(counts) != stages or len(text.split(",")) != stages or 0 in counts or sum(counts) != num_layers:
@@ -73,7 +73,7 @@ def parse_layers(config: EngineConfig, num_layers: int) -> list[int] | None:
 def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for options and models that cannot be divided into stages yet."""
     parse_layers(config, model.num_layers)
-    if config.pipeline_parallel == 1:
+    if config.pipeline_parallel_size == 1:
         return
     handoff = config.handoff
     needs_more = model.gemma is not None or (model.latent is not None and model.latent.index is not None)
@@ -83,11 +83,11 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
         ("encode", config.encode and config.encode.role, config.encode is None),
     ):
         if not known:
-            limit = "left out, because pipeline_parallel above 1 does not support it yet"
+            limit = "left out, because pipeline_parallel_size above 1 does not support it yet"
             raise ConfigError(name, value, limit)
-    if model.hidden_size % config.tensor_parallel:
+    if model.hidden_size % config.tensor_parallel_size:
         limit = f"a divisor of the model's hidden_size ({model.hidden_size}) with pipeline stages"
-        raise ConfigError("tensor_parallel", config.tensor_parallel, limit)
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, limit)
     for part, present in (
         ("code of transformers", bool(model.transformers)),
         ("an encoder or bidirectional attention", model.bidirectional),
@@ -95,4 +95,4 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     ):
         if present:
             limit = f"1 for {model.architecture}: stages do not support {part} yet"
-            raise ConfigError("pipeline_parallel", config.pipeline_parallel, limit)
+            raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, limit)

@@ -11,16 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import RENAMED, EngineConfig
 from engine.errors import ConfigError
-from engine.offline.vllm_flags import FIELD_FLAGS, NAMES, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import NAMES, VALUES, Row, draft_options, find, takes
 
 logger = logging.getLogger(__name__)
 
 FIELDS = {field.name for field in fields(EngineConfig)}
-VLLM_NAMES = {flags[0].removeprefix("--").replace("-", "_"): field for field, flags in FIELD_FLAGS.items()} | {
-    "data_parallel_size": "data_parallel",
-}
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "auto", [], (), {}, set())
 """Values with which a refused argument asks for nothing, as vLLM's own defaults do."""
 DEFAULTS = {"dcp_kv_cache_interleave_size": 1, "cp_kv_cache_interleave_size": 1, "dcp_comm_backend": "ag_rs",
@@ -38,17 +35,16 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown one; the message names the argument."""
     options: dict[str, Any] = {}
     for name, value in given.items():
-        field = VLLM_NAMES.get(name, name)
-        if field in options:
-            raise ConfigError(name, value, f"left out, because {field} is given too")
-        if field in FIELDS:
-            options |= _field(field, value)
+        if name in RENAMED:
+            raise ConfigError(name, value, f"written {RENAMED[name]}")
+        if name in FIELDS:
+            options |= _field(name, value)
         else:
             _other(options, name, value)
     if isinstance(options.get("hf_overrides"), Mapping):
         options["hf_overrides"] = json.dumps(dict(options["hf_overrides"]))
-    if isinstance(options.get("speculative"), Mapping):
-        options["speculative"], left_out = draft_options(options["speculative"])
+    if isinstance(options.get("speculative_config"), Mapping):
+        options["speculative_config"], left_out = draft_options(options["speculative_config"])
         for key, why in left_out.items():
             logger.warning("speculative_config.%s of LLM is ignored: %s", key, why)
     return options
@@ -62,9 +58,8 @@ def _field(field: str, value: Any) -> dict[str, Any]:
         raise ConfigError(field, value, "a value, not a function")
     if field == "dtype":
         value = str(value).removeprefix("torch.")
-    flag = FIELD_FLAGS.get(field, [f"--{field.replace('_', '-')}"])[0]
     if not isinstance(value, bool | Mapping):
-        value = VALUES.get(flag, {}).get(str(value), value)
+        value = VALUES.get(f"--{field.replace('_', '-')}", {}).get(str(value), value)
     return {} if value is None else {field: value}
 
 
@@ -78,7 +73,7 @@ def _other(options: dict[str, Any], name: str, value: Any) -> None:
     else:
         row = find(flag, None if takes(flag) == "" else str(value)) if flag in NAMES else None
     if row is None:
-        close = difflib.get_close_matches(name, FIELDS | VLLM_NAMES.keys(), 1)
+        close = difflib.get_close_matches(name, FIELDS, 1)
         hint = f"; did you mean {close[0]}?" if close else ", because LLM has no such option (docs/reference.md)"
         raise ConfigError(name, value, f"left out{hint}")
     if any(value is neutral or value == neutral for neutral in NEUTRAL) or DEFAULTS.get(name) == value:
@@ -94,8 +89,7 @@ def _other(options: dict[str, Any], name: str, value: Any) -> None:
 def _rename(options: dict[str, Any], row: Row, value: Any) -> None:
     """Add a field with another name, or a key of a field that is an object."""
     flag, _, key = row.note.partition(".")
-    name = flag.removeprefix("--").replace("-", "_")
-    field = VLLM_NAMES.get(name, name)
+    field = flag.removeprefix("--").replace("-", "_")
     options[field] = {**options.get(field, {}), key: value} if key else value
 
 
@@ -104,7 +98,7 @@ def in_python(note: str) -> str:
 
     def named(match: re.Match[str]) -> str:
         name = match[1].replace("-", "_")
-        return name if VLLM_NAMES.get(name, name) in FIELDS else match[0]
+        return name if name in FIELDS else match[0]
 
     return re.sub(r"--([a-z][a-z0-9-]*)", named, note)
 

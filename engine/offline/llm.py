@@ -73,8 +73,8 @@ class _Sequence:
 
 
 class LLM:
-    """One engine in this process; with `tensor_parallel` or `pipeline_parallel`, the other ranks are child processes.
-    With `data_parallel`, the other engines are child processes, and requests are spread over all of them.
+    """One engine in this process; with `tensor_parallel_size` or `pipeline_parallel_size`, the other ranks are child
+    processes. With `data_parallel_size`, the other engines are too, and requests are spread over all of them.
 
     >>> llm = LLM("pocket")
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
@@ -104,7 +104,7 @@ class LLM:
         self.config = EngineConfig(**options)
         folder = engine_folder(self.config)
         self._model_config = ModelConfig.from_folder(folder, language_model_only=self.config.language_model_only)
-        self._model_config.kv_heads_per_rank(self.config.tensor_parallel)  # raises before processes are started
+        self._model_config.kv_heads_per_rank(self.config.tensor_parallel_size)  # raises before processes are started
         check_stages(self.config, self._model_config)
         check_experts(self.config, self._model_config)
         self.tokenizer = Tokenizer.from_folder(
@@ -136,7 +136,7 @@ class LLM:
         core: EngineCore | EngineGroup
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
-            if self.config.data_parallel == 1:
+            if self.config.data_parallel_size == 1:
                 core = build_engine(self.config, group)
             else:
                 from engine.offline.engine_group import start_engines  # here, since one rank does without pyzmq
@@ -165,7 +165,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, since nothing runs between calls."""
         if not isinstance(self._core, EngineCore):
-            raise RequestError("reset_prefix_cache is not supported with data_parallel: use cache_salt in prompts")
+            raise RequestError("reset_prefix_cache is not supported with data_parallel_size: use cache_salt in prompts")
         self._core.scheduler.clear_cache()
         return True
 
@@ -173,7 +173,7 @@ class LLM:
         refuse_method(name)
 
     def stats(self) -> EngineStats:
-        """Return the state of the engine; with `data_parallel`, that of the first."""
+        """Return the state of the engine; with `data_parallel_size`, that of the first."""
         return self._core.stats()
 
     @named

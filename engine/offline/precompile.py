@@ -46,8 +46,8 @@ def first_steps(config: EngineConfig, context: int, *, images: bool = False) -> 
     steps += [Step(1 + chunk, 2, length) for chunk in CHUNKS for length in shorter]
     steps += [Step(size, size, context) for size in decode_sizes(seqs)]
     steps += [Step(size, min(size, seqs), context) for size in mixed_sizes(most)]
-    if config.speculative:
-        tokens = 1 + config.speculative.num_speculative_tokens
+    if config.speculative_config:
+        tokens = 1 + config.speculative_config.num_speculative_tokens
         sizes = decode_sizes(min(seqs, MAX_DECODE_SIZE // tokens, most // tokens))
         steps += [Step(size * tokens, size, context, tokens) for size in sizes]
         steps.append(Step(1 + tokens, 2, context, tokens))
@@ -79,7 +79,7 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
     adapters = (config.max_loras, config.max_lora_rank) if config.enable_lora else None
     weightless = WeightlessModel(
         model,
-        ranks=config.tensor_parallel,
+        ranks=config.tensor_parallel_size,
         capability=capability,
         dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn,

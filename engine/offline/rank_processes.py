@@ -123,7 +123,7 @@ def _run(task: RankTask, parent: Parent) -> None:
     group = TPGroup.connect(
         task.rank, config.world_size, task.address, RENDEZVOUS_TIMEOUT_S, key=task.key, **group_options(config)
     )
-    if config.data_parallel == 1:
+    if config.data_parallel_size == 1:
         Worker(config, group).run()
         return
     from engine.offline.engine_group import start_rank  # here, since engines of one rank do without pyzmq

@@ -45,7 +45,7 @@ def refused(flags: str, instead: str) -> Row:
 
 
 TABLE = (
-    same("--data-parallel-size= -dp=", "--num-replicas"),  # with --enable-expert-parallel: --data-parallel
+    same("--data-parallel-size= -dp=", "--num-replicas"),  # unless --enable-expert-parallel is given too
     same("--num-gpu-blocks-override=", "--num-blocks"),
     same("--async-scheduling", "--overlap"),
     same("--uvicorn-log-level=", "--log-level"),
@@ -313,12 +313,7 @@ VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the
     "--max-model-len": {"auto": None, "-1": None},  # the default is the model's own length, or what fits
     "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4", "None": None},
 }
-FIELD_FLAGS = {  # fields of EngineConfig with another name than vLLM's flag, which is the first, and shorter flags
-    "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
-    "expert_parallel": ("--enable-expert-parallel", "--expert-parallel", "-ep"),
-    "pipeline_parallel": ("--pipeline-parallel-size", "--pipeline-parallel", "-pp"),
-    "speculative": ("--speculative-config",),
-}
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "enable_expert_parallel": "-ep", "pipeline_parallel_size": "-pp"}
 NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
 NAMES = {name for row in TABLE for name, _ in row.named()}
 

@@ -90,10 +90,10 @@ class Drafting:
     """A drafter with weights, and what it has proposed for the sequence in each slot."""
 
     def __init__(self, setup: RankSetup, drafter: ModelDrafter):
-        assert setup.config.speculative is not None
+        assert setup.config.speculative_config is not None
         self.drafter, self.block_bytes = drafter, drafter.block_bytes
         self._device, self._hidden_size = setup.device, setup.model.hidden_size
-        self._num_drafts = setup.config.speculative.num_speculative_tokens
+        self._num_drafts = setup.config.speculative_config.num_speculative_tokens
         #: Whether every step ends only when its proposals are on the host.
         self.waits = setup.tp.size > 1 or not setup.model.stage.is_whole or not setup.device.asynchronous
         slots = setup.config.max_num_seqs

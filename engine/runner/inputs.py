@@ -162,7 +162,7 @@ class InputBuilder:
         # a GPU reads the KV of a sequence once for all its rows, and a recurrent state runs through them
         self._divides_drafts = not device.asynchronous and model_config.recurrent is None
         self._adapter_tile_rows = adapter_tile_rows
-        self._max_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
+        self._max_drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         slots = config.max_num_seqs
         self._adapters = np.full(slots, -1, dtype=np.int32)  # slots of their adapters, of the sequences in these slots
         shape = len(kv_caches), slots, -(-max_model_len // self._block_size)

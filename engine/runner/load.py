@@ -37,12 +37,18 @@ def load_model(setup: RankSetup) -> Model:
     if config.determinism == "strict":
         fixed_order.check(config, setup.model, device, setup.dtype)
         group = fixed_order.FixedOrder(setup.tp)
-    group.expert_parallel, group.redundant_experts = config.expert_parallel, config.redundant_experts
+    group.enable_expert_parallel, group.redundant_experts = config.enable_expert_parallel, config.redundant_experts
     if group.expert_exchange is not None:
         choose_exchange(config, setup.model, group.expert_exchange, setup.dtype, device)
     model = build_model(setup.model, group, setup.dtype, device)
-    if config.expert_parallel and setup.model.transformers and not any(isinstance(m, Experts) for m in model.modules()):
-        raise ConfigError("expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts")
+    if (
+        config.enable_expert_parallel
+        and setup.model.transformers
+        and not any(isinstance(m, Experts) for m in model.modules())
+    ):
+        raise ConfigError(
+            "enable_expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts"
+        )
     if isinstance(group, fixed_order.FixedOrder):
         fixed_order.pad_layers(model)
     if (vision := setup.model.vision) is not None and setup.model.stage.is_first:

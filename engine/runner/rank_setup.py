@@ -44,9 +44,9 @@ class RankSetup:
             check_layers(config, model)
         check_experts(config, model)
         device = open_device(config.device)
-        if device.asynchronous and config.pipeline_parallel > 1 and config.data_parallel > 1:
-            limit = "1 on a GPU with data_parallel above 1, because stages could wait for each other for ever"
-            raise ConfigError("pipeline_parallel", config.pipeline_parallel, limit)
+        if device.asynchronous and config.pipeline_parallel_size > 1 and config.data_parallel_size > 1:
+            limit = "1 on a GPU with data_parallel_size above 1, because stages could wait for each other for ever"
+            raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, limit)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(
             config=config,
@@ -97,7 +97,7 @@ def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
     """Return the configuration of the model in a folder, the same on all ranks. Raises StartupError."""
     model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
     # a drafter's KV has the blocks of the first group, and a drafter may attend beyond the model's window
-    drafts = config.speculative is not None and config.speculative.has_weights
+    drafts = config.speculative_config is not None and config.speculative_config.has_weights
     return replace(model, keeps_all_kv=True) if drafts and model.kv_groups[0].spec.window is not None else model
 
 

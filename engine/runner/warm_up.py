@@ -38,7 +38,7 @@ def warm_up_plans(
 ) -> list[StepPlan]:
     """Return plans of one decoding sequence: alone, together with a chunk of another one, and with a grammar; and plans
     of a prompt that is an image. Their KV goes to block 0."""
-    plans, num_drafts = [], 2 if config.speculative else 0
+    plans, num_drafts = [], 2 if config.speculative_config else 0
     for i, params in enumerate(SAMPLINGS):
         context, chunk = min(CONTEXTS[i // 2], max_model_len - 1), CHUNKS[i % 2]
         chunk = min(chunk, context, config.max_num_batched_tokens - 1)
@@ -153,10 +153,10 @@ def dummy_samplings(setup: RankSetup, seqs: int, staged: StagedCopy) -> list[Sam
 
 def run_dummy_drafts(setup: RankSetup, drafter: ModelDrafter, batch: Batch, counts: list[int], out: Tensor) -> None:
     """Propose for every sequence. All block tables name one KV block in all places. counts: tokens of each sequence."""
-    assert setup.config.speculative is not None
+    assert setup.config.speculative_config is not None
     drafter.allocate(1)
     table, size = batch.block_table, setup.model.hidden_size
-    step_plan = plan(counts, counts, SAMPLINGS[0], setup.config.speculative.num_speculative_tokens)
+    step_plan = plan(counts, counts, SAMPLINGS[0], setup.config.speculative_config.num_speculative_tokens)
     step_plan.blocks.extend(BlockChange(slot, 0, [0] * table.shape[1]) for slot in step_plan.slots)
     drafter.follow(step_plan)
     step = DraftInputs(

@@ -28,9 +28,9 @@ class DraftModel(CachedDrafter):
     def __init__(self, folder: Path, target: Target, max_num_batched_tokens: int):
         cfg = ModelConfig.from_folder(folder)
         if cfg.head != "lm":
-            raise ConfigError("speculative.model", str(folder), "a model that generates")
+            raise ConfigError("speculative_config.model", str(folder), "a model that generates")
         if cfg.recurrent is not None or len(cfg.kv_groups) > 1:
-            raise ConfigError("speculative.model", str(folder), "a model whose layers all keep KV of one shape")
+            raise ConfigError("speculative_config.model", str(folder), "a model whose layers all keep KV of one shape")
         check_fits(folder, cfg.vocab_size, target.config)
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
         cfg = replace(cfg, max_position_embeddings=longest, keeps_all_kv=True)

@@ -62,7 +62,7 @@ class Eagle3Config:
         for key, values in NEEDED.items():
             if (value := raw.get(key, nested.get(key))) not in values:
                 limit = f"an EAGLE-3 head with {key} {json.dumps(values[-1])} instead of {json.dumps(value)}"
-                raise ConfigError("speculative.model", str(folder), limit)
+                raise ConfigError("speculative_config.model", str(folder), limit)
         raw["architectures"] = ["LlamaForCausalLM"]
         # allow positions beyond those of its training, to the end of the target's last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
@@ -89,7 +89,7 @@ def read_aux_layers(folder: Path, count: int) -> tuple[int, ...]:
     aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
     if aux != tuple(sorted(set(aux) & set(range(count)))):
         limit = f"made for a target of {count} layers, and must name three of them in rising order"
-        raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)
+        raise ConfigError("speculative_config.model", f"{folder} (layers {aux})", limit)
     return aux
 
 
@@ -185,7 +185,7 @@ def eagle3_drafter(folder: Path, target: Target) -> HeadDrafter:
     cfg = Eagle3Config.from_folder(folder, target)
     if target.config.transformers:
         limit = f"a method other than eagle3 for {target.config.architecture}, which transformers' own code computes"
-        raise ConfigError("speculative.method", "eagle3", limit)
+        raise ConfigError("speculative_config.method", "eagle3", limit)
     stored = {"lm_head.weight"} if target.dummy else {n for names in tensors_by_file(folder).values() for n in names}
     head = build(lambda: Eagle3Head(cfg, stored), target.dtype, target.device)
     target.load(head, folder)

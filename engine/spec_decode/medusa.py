@@ -81,11 +81,11 @@ class MedusaDrafter(ModelDrafter):
         check_fits(folder, vocab_size, cfg, raw.get("hidden_size"))
         if (known := raw.get("truncated_vocab_size") or vocab_size) != vocab_size:
             raise ConfigError(
-                "speculative.model", str(folder), f"heads for all {vocab_size} tokens; these are for {known}"
+                "speculative_config.model", str(folder), f"heads for all {vocab_size} tokens; these are for {known}"
             )
         if num_tokens > num_heads:
             limit = f"at most {num_heads}, the number of heads in {folder}"
-            raise ConfigError("speculative.num_speculative_tokens", num_tokens, limit)
+            raise ConfigError("speculative_config.num_speculative_tokens", num_tokens, limit)
         names = [] if target.dummy else [name for found in tensors_by_file(folder).values() for name in found]
         shares = bool(raw.get("original_lm_head"))
         bias = any(name.endswith(".bias") for name in names)

@@ -116,7 +116,7 @@ def layer_class(target: Target) -> type[MTPLayer]:
         limit = f"a method other than mtp for {cfg.architecture}, whose attention is sparse"
     elif cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and cfg.recurrent is None:
         return MTPLayer
-    raise ConfigError("speculative.method", "mtp", limit)
+    raise ConfigError("speculative_config.method", "mtp", limit)
 
 
 def mtp_drafter(target: Target) -> HeadDrafter:

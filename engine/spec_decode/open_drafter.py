@@ -37,7 +37,7 @@ def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
 def drafting_options(config: EngineConfig) -> SpeculativeConfig | None:
     """Return the options of the drafter with weights. None if there is none, or if this engine only computes prompts
     for others."""
-    speculative, handoff = config.speculative, config.handoff
+    speculative, handoff = config.speculative_config, config.handoff
     if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
         return None
     return speculative

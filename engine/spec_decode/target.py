@@ -94,5 +94,7 @@ def check_fits(folder: Path, vocab_size: int, target: ModelConfig, hidden_size: 
     ):
         if own != needed:
             raise ConfigError(
-                "speculative.model", f"{folder} ({own})", f"made for {what} of size {needed}, which is the model's"
+                "speculative_config.model",
+                f"{folder} ({own})",
+                f"made for {what} of size {needed}, which is the model's",
             )

@@ -15,7 +15,7 @@ from cluster.config.pool_section import EngineSection
 from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import RENAMED, EngineConfig, HandoffConfig
 from engine.errors import ConfigError, StartupError
 from engine.text.tokenizer import Tokenizer
 from tests.pooling_models import EMBEDDINGS, make
@@ -45,7 +45,7 @@ def test_replica_has_a_bundle_per_rank_and_the_first_also_holds_its_control_acto
 
 def test_replica_has_as_many_ranks_as_its_engine_is_parallel():
     decode = {"placement_strategy": "STRICT_SPREAD", "label_selector": {"pool": "a"}, "accelerator_type": "L4"}
-    args = {"models": [{**MODEL, "engine": {"tensor_parallel": 2}, "decode": decode}]}
+    args = {"models": [{**MODEL, "engine": {"tensor_parallel_size": 2}, "decode": decode}]}
     spec = AppConfig.parse(args).models[0].group_spec()
     assert len(spec.bundles) == spec.num_ranks == 2
     assert (spec.strategy, spec.label_selector, spec.accelerator_type) == ("STRICT_SPREAD", {"pool": "a"}, "L4")
@@ -94,18 +94,25 @@ def test_a_budget_of_money_needs_prices_and_prices_are_not_negative():
 
 
 def test_pools_share_the_engine_section_but_for_keys_of_their_own():
-    prefill = {"engine": {"tensor_parallel": 2, "max_num_batched_tokens": 8192}, "num_cpus": 4}
-    engine = {"tensor_parallel": 1, "max_num_batched_tokens": 512, "dtype": "float32"}
+    prefill = {"engine": {"tensor_parallel_size": 2, "max_num_batched_tokens": 8192}, "num_cpus": 4}
+    engine = {"tensor_parallel_size": 1, "max_num_batched_tokens": 512, "dtype": "float32"}
     args = {"models": [{**MODEL, "engine": engine, "prefill": prefill, "handoff": {"lease_s": 4}}]}
     (model,) = AppConfig.parse(args).models
     decode_config, prefill_config = model.engine_config("decode"), model.engine_config("prefill")
-    assert (decode_config.tensor_parallel, decode_config.max_num_batched_tokens) == (1, 512)
-    assert (prefill_config.tensor_parallel, prefill_config.max_num_batched_tokens) == (2, 8192)
+    assert (decode_config.tensor_parallel_size, decode_config.max_num_batched_tokens) == (1, 512)
+    assert (prefill_config.tensor_parallel_size, prefill_config.max_num_batched_tokens) == (2, 8192)
     assert decode_config.dtype == prefill_config.dtype == "float32"
     assert decode_config.handoff == HandoffConfig(role="decode", lease_s=4)
     assert prefill_config.handoff == HandoffConfig(role="prefill", lease_s=4)
     assert model.group_spec("prefill").bundles == [{"CPU": 4.1}, {"CPU": 4.0}]
     assert model.group_spec("decode").bundles == [{"CPU": 1.1}]
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_former_name_is_refused_with_the_new_one(old, new):
+    for model, path in (({"engine": {old: 2}}, ""), ({"prefill": {"engine": {old: 2}}}, "prefill.")):
+        with pytest.raises(ConfigError, match=rf"models\[0\].{path}engine.{old} must be written {new}, got 2$"):
+            AppConfig.parse({"models": [{**MODEL, **model}]})
 
 
 @pytest.mark.parametrize(
@@ -135,13 +142,13 @@ def test_ingress_and_engines_of_both_pools_have_one_block_size_which_every_gpu_t
         {"decode": {"num_gpus": 1}},
         {"engine": {"quantization": "int8"}},
         {"engine": {"kv_cache_dtype": "fp8"}},
-        {"prefill": {"engine": {"tensor_parallel": 2}}},
+        {"prefill": {"engine": {"tensor_parallel_size": 2}}},
     ],
 )
 def test_answers_are_compared_bit_by_bit_only_where_all_replicas_give_the_same(options):
     (model,) = AppConfig.parse({"models": [{**MODEL, **options, "sdc_check_every": 1000}]}).models
     assert not model.same_bits
-    strict = {"engine": {"determinism": "strict"}, "prefill": {"engine": {"tensor_parallel": 2}}}
+    strict = {"engine": {"determinism": "strict"}, "prefill": {"engine": {"tensor_parallel_size": 2}}}
     for same in ({}, strict):
         (model,) = AppConfig.parse({"models": [{**MODEL, **same, "sdc_check_every": 1000}]}).models
         assert model.same_bits
@@ -176,7 +183,15 @@ def test_the_policy_knows_the_price_of_a_replica_which_may_have_several_engines(
     (model,) = AppConfig.parse({"models": [{**MODEL, "prices": {"engine_hour": 2.0}}]}).models
     assert model.pool_settings("decode").replica_hour == 2.0
     (model,) = AppConfig.parse(
-        {"models": [{**MODEL, "engine": {"data_parallel": 3, "expert_parallel": True}, "prices": {"engine_hour": 2.0}}]}
+        {
+            "models": [
+                {
+                    **MODEL,
+                    "engine": {"data_parallel_size": 3, "enable_expert_parallel": True},
+                    "prices": {"engine_hour": 2.0},
+                }
+            ]
+        }
     ).models
     assert model.pool_settings("decode").replica_hour == 6.0
 
@@ -222,18 +237,23 @@ def test_requests_move_between_several_decode_replicas_over_tcp_unless_the_hando
 
 
 def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
-    section = {**MODEL, "engine": {"tensor_parallel": 2, "dtype": "float32"}, "prefill": {}, "encode": {}}
+    section = {**MODEL, "engine": {"tensor_parallel_size": 2, "dtype": "float32"}, "prefill": {}, "encode": {}}
     (model,) = AppConfig.parse({"models": [section]}).models
     decode, prefill, encode = (model.engine_config(role) for role in ("decode", "prefill", "encode"))
     assert decode.encode == prefill.encode == HandoffConfig(role="decode") and encode.encode is None
-    assert (encode.handoff.role, encode.tensor_parallel, encode.dtype) == ("encode", 1, "float32")
+    assert (encode.handoff.role, encode.tensor_parallel_size, encode.dtype) == ("encode", 1, "float32")
     (model,) = AppConfig.parse({"models": [{**MODEL, "encode": {}, "handoff": {"lease_s": 9}}]}).models
     assert list(model.pools) == ["decode", "encode"]
     assert model.engine_config().handoff is None and model.engine_config().encode.lease_s == 9
-    shared = {"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, "all2all_backend": "alltoall"}
+    shared = {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_elastic_ep": True,
+        "all2all_backend": "alltoall",
+    }
     (model,) = AppConfig.parse({"models": [{**MODEL, "engine": shared, "encode": {}}]}).models
     encode = model.engine_config("encode")
-    assert (encode.data_parallel, encode.enable_elastic_ep, encode.all2all_backend) == (1, False, "auto")
+    assert (encode.data_parallel_size, encode.enable_elastic_ep, encode.all2all_backend) == (1, False, "auto")
 
 
 def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_both():
@@ -260,12 +280,12 @@ def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_bo
                 "models": [
                     {
                         **MODEL,
-                        "prefill": {"engine": {"tensor_parallel": 2}},
+                        "prefill": {"engine": {"tensor_parallel_size": 2}},
                         "handoff": {"switch_roles": True},
                     }
                 ]
             },
-            ["models[0].prefill.engine.tensor_parallel must be the value of `decode` (1)", "got 2"],
+            ["models[0].prefill.engine.tensor_parallel_size must be the value of `decode` (1)", "got 2"],
         ),
         (
             {"models": [{**MODEL, "prefill": {"num_cpus": 2}, "handoff": {"switch_roles": True}}]},
@@ -317,8 +337,8 @@ def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_bo
         ),
         ({"models": [{**MODEL, "handoff": {"policy": "auto"}}]}, ["models[0].prefill", "given, or `encode`"]),
         (
-            {"models": [{**MODEL, "encode": {"engine": {"tensor_parallel": 2}}}]},
-            ["models[0].encode.engine.tensor_parallel must be 1", "got 2"],
+            {"models": [{**MODEL, "encode": {"engine": {"tensor_parallel_size": 2}}}]},
+            ["models[0].encode.engine.tensor_parallel_size must be 1", "got 2"],
         ),
         (
             {"models": [{**MODEL, "encode": {"min_replicas": 0, "max_replicas": 2}}]},
@@ -369,7 +389,7 @@ def test_manta_check_says_which_extra_is_missing(tmp_path, monkeypatch):
 def test_manta_check_ends_with_1_and_one_line(tmp_path):
     bad = tmp_path / "bad.yaml"
     app = "{import_path: 'manta:build', args: {models: [{name: m, model: /nowhere}]}}"
-    parallel = app.replace("model: /nowhere", "model: pocket, engine: {tensor_parallel: 7}")
+    parallel = app.replace("model: /nowhere", "model: pocket, engine: {tensor_parallel_size: 7}")
     for text in (
         "applications: [" + app + "]",
         "applications: [" + parallel + "]",

@@ -34,7 +34,7 @@ def fingerprint(model: Path, **keys: object) -> str:
         ({"engine": {"dtype": "bfloat16"}}, ["options"]),
         ({"engine": {"block_size": 32}}, ["options"]),
         ({"decode": {"num_gpus": 1}}, ["options"]),
-        ({"prefill": {"engine": {"tensor_parallel": 2}}}, ["options"]),
+        ({"prefill": {"engine": {"tensor_parallel_size": 2}}}, ["options"]),
         ({"override_generation_config": {"temperature": 0.5}}, ["options"]),
     ],
 )
@@ -45,7 +45,7 @@ def test_options_count_if_they_may_change_an_answer(model, keys, parts):
 
 def test_the_number_of_ranks_counts_unless_bits_do_not_depend_on_it(model):
     def of(ranks: int, determinism: str | None) -> str:
-        return fingerprint(model, engine={"tensor_parallel": ranks, "determinism": determinism})
+        return fingerprint(model, engine={"tensor_parallel_size": ranks, "determinism": determinism})
 
     assert differing_parts(of(1, None), of(2, None)) == ["options"]
     assert of(1, "strict") == of(2, "strict")

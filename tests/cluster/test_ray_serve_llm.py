@@ -64,7 +64,7 @@ def test_keys_mean_here_what_they_mean_there():
         placement_group_config={"bundle_per_worker": {"CPU": 2, "GPU": 1}, "strategy": "STRICT_PACK"},
     )
     assert found["name"] == "m" and found["reasoning_parser"] == "qwen3"
-    assert found["engine"] == {"tensor_parallel": 2, "max_model_len": 64}
+    assert found["engine"] == {"tensor_parallel_size": 2, "max_model_len": 64}
     assert found["decode"] == {
         "num_gpus": 1, "num_cpus": 2, "placement_strategy": "STRICT_PACK", "accelerator_type": "L4",
         "min_replicas": 0, "max_replicas": 3, "downscale_delay_s": 9.0, "max_ongoing_requests": 32, "drain_s": 5,

@@ -81,7 +81,7 @@ def test_drafts_change_no_token_and_the_host_does_not_wait_for_them(method, draf
     draft_always(monkeypatch)
     (folder, options), wanted = drafters[method], requests(8, VOCAB, logprobs=2)
     speculative = {**options, "num_speculative_tokens": HEADS}
-    core = make_core(folder, "cuda", speculative=speculative)
+    core = make_core(folder, "cuda", speculative_config=speculative)
     check_same(run(core, wanted), generate(folder, "cpu", wanted), EXACT)
     assert core.stats().spec_decode.num_draft_tokens > 0
     run_strictly(core, wanted, wanted)

@@ -17,7 +17,7 @@ from placement.rank_group import RankGroup, _verdict
 from placement.rank_watch import RankWatch
 from placement.spec import GroupSpec
 
-WRONG = ConfigError("tensor_parallel", 3, "a divisor of 4")
+WRONG = ConfigError("tensor_parallel_size", 3, "a divisor of 4")
 DEAD = RayActorError()
 TIMEOUT_S = 60.0
 

@@ -110,7 +110,7 @@ def test_a_stop_string_ends_the_text_before_it(llm, together):
 
 
 def test_drafts_change_no_answer(together):
-    with LLM(**OPTIONS, speculative={"method": "ngram", "prompt_lookup_min": 1}) as llm:
+    with LLM(**OPTIONS, speculative_config={"method": "ngram", "prompt_lookup_min": 1}) as llm:
         assert answers(llm, CHATS) == together
         drafted = llm.stats().spec_decode
     assert drafted is not None and drafted.num_draft_tokens

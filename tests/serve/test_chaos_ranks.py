@@ -49,7 +49,13 @@ def serving(tmp_path_factory) -> Iterator[ChaosCluster]:
     model = {
         "name": MODEL,
         "model": str(folder),
-        "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, "tensor_parallel": 2},
+        "engine": {
+            "device": "cpu",
+            "dtype": "float32",
+            "num_threads": 1,
+            "num_blocks": 2048,
+            "tensor_parallel_size": 2,
+        },
         **pools,
         "handoff": {"transport": "tcp", "policy": "always"},
     }

@@ -30,9 +30,14 @@ def folder(tmp_path_factory):
 def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
     """A group of engines with as many stages each, and ranks of each stage, as the parameter says."""
     stages, ranks = request.param
-    options = {"data_parallel": ENGINES, "pipeline_parallel": stages, "tensor_parallel": ranks, **OPTIONS}
+    options = {
+        "data_parallel_size": ENGINES,
+        "pipeline_parallel_size": stages,
+        "tensor_parallel_size": ranks,
+        **OPTIONS,
+    }
     num_ranks = ENGINES * stages * ranks
-    with served(tmp_path_factory.mktemp("serve"), folder, num_ranks, expert_parallel=True, **options) as serving:
+    with served(tmp_path_factory.mktemp("serve"), folder, num_ranks, enable_expert_parallel=True, **options) as serving:
         yield serving
 
 

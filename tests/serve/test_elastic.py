@@ -29,15 +29,15 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STREAMS = 32
 WENT_ON = re.compile(r"engine goes on generation=(\d+) engines=(\d+) experts_read=(\d+) pause_s=([\d.]+)")
-ALONE = {"data_parallel": 1, "expert_parallel": False, "enable_elastic_ep": False}
+ALONE = {"data_parallel_size": 1, "enable_expert_parallel": False, "enable_elastic_ep": False}
 PREFILL = {
     "prefill": {"num_cpus": 0.25, "label_selector": POOL, "engine": ALONE},
     "handoff": {"transport": "tcp", "policy": "always"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "four engines": {"data_parallel": 4},
-    "engines of two ranks": {"data_parallel": 2, "tensor_parallel": 2},
-    "prompts elsewhere": {"data_parallel": 4, "pools": PREFILL},
+    "four engines": {"data_parallel_size": 4},
+    "engines of two ranks": {"data_parallel_size": 2, "tensor_parallel_size": 2},
+    "prompts elsewhere": {"data_parallel_size": 4, "pools": PREFILL},
 }
 Blows = dict[int, int]
 """Signals to ranks, all at once."""
@@ -80,13 +80,13 @@ def test_a_rank_that_dies_or_hangs_under_32_streams_changes_no_text_and_the_othe
         make_model(tmp_path / "model", "qwen3_moe", tokenizer=True, max_position_embeddings=CONTEXT),
     )
     options = {"device": "cpu", "dtype": "float32", "determinism": "strict"}
-    elastic = {"expert_parallel": True, "enable_elastic_ep": True, **layout}
+    elastic = {"enable_expert_parallel": True, "enable_elastic_ep": True, **layout}
     with served(tmp_path, folder, 4, nodes=1, **options, **elastic) as serving:
         (replica,) = serving.replicas(MODEL)
-        left = layout["data_parallel"]
+        left = layout["data_parallel_size"]
         for blows in BLOWS[name]:
             left -= len(blows)
-            strike(serving, replica, blows, left, layout.get("tensor_parallel", 1))
+            strike(serving, replica, blows, left, layout.get("tensor_parallel_size", 1))
         if "pools" in layout:
             received = values(serving, 'manta_handoffs_total{.*result="received"')
             assert sum(received) >= STREAMS

@@ -23,7 +23,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory, folder) -> Iterator[Serving]:
     often = {"window_size": 10, "step_interval": 10, "num_redundant_experts": 2}
-    options = {"tensor_parallel": RANKS, "expert_parallel": True, "determinism": "strict", "enable_eplb": True}
+    options = {
+        "tensor_parallel_size": RANKS,
+        "enable_expert_parallel": True,
+        "determinism": "strict",
+        "enable_eplb": True,
+    }
     options |= {"eplb_config": often}
     with served(tmp_path_factory.mktemp("serve"), folder, RANKS, **options) as serving:
         yield serving

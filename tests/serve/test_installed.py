@@ -31,7 +31,7 @@ import cluster, deployments, engine
 from manta import LLM, SamplingParams
 
 assert engine.WHOSE == cluster.WHOSE == deployments.WHOSE == "the user"
-with LLM("pocket", dtype="float32", num_threads=1, tensor_parallel=int(sys.argv[1])) as llm:
+with LLM("pocket", dtype="float32", num_threads=1, tensor_parallel_size=int(sys.argv[1])) as llm:
     params = SamplingParams(temperature=0.0, max_tokens=16)
     print(json.dumps(llm.generate(["An ocean is"], params, use_tqdm=False)[0].outputs[0].text))
 """

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    with served(tmp_path_factory.mktemp("serve"), folder, STAGES, pipeline_parallel=STAGES) as serving:
+    with served(tmp_path_factory.mktemp("serve"), folder, STAGES, pipeline_parallel_size=STAGES) as serving:
         yield serving
 
 

@@ -178,7 +178,7 @@ def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
         {
             "name": name,
             "model": str(folder),
-            "engine": {"tensor_parallel": RANKS[name], "device": "cpu", "num_blocks": 2048},
+            "engine": {"tensor_parallel_size": RANKS[name], "device": "cpu", "num_blocks": 2048},
             "decode": {"num_cpus": 0.25, "label_selector": POOL, **DECODE[name]},
         }
         for name in names
@@ -336,11 +336,13 @@ def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
 def test_spec_that_no_node_can_satisfy_is_refused_and_not_waited_for(tmp_path, folder):
     decode = {"num_cpus": 0.5, "num_gpus": 1, "accelerator_type": "H100"}
     message = "model 'tiny', decode: a replica needs 2 ranks, each with 0.5 CPU + 1 GPU + type H100"
-    mistake(tmp_path, {"model": str(folder), "engine": {"tensor_parallel": 2}, "decode": decode}, message)
+    mistake(tmp_path, {"model": str(folder), "engine": {"tensor_parallel_size": 2}, "decode": decode}, message)
 
 
 @pytest.mark.slow
 def test_reason_of_a_rank_that_cannot_start_is_on_the_console(tmp_path):
     model = make_model(tmp_path, "llama", tokenizer=True, intermediate_size=81)
-    message = "tensor_parallel must be a divisor of the model's"
-    mistake(tmp_path, {"model": str(model), "engine": {"tensor_parallel": 2}, "decode": {"num_cpus": 0.5}}, message)
+    message = "tensor_parallel_size must be a divisor of the model's"
+    mistake(
+        tmp_path, {"model": str(model), "engine": {"tensor_parallel_size": 2}, "decode": {"num_cpus": 0.5}}, message
+    )

@@ -42,7 +42,7 @@ def answers(folder) -> dict[tuple[str, str], dict[str, Any]]:
         {
             "name": name,
             "model": "pocket",
-            "engine": {**ENGINE, "tensor_parallel": 2, **engine},
+            "engine": {**ENGINE, "tensor_parallel_size": 2, **engine},
             "decode": {"num_cpus": 0.2},
         }
         for name, engine in (("strict", {"determinism": "strict"}), ("plain", {}))
@@ -64,7 +64,7 @@ def verify(folder: Path, answers: dict[tuple[str, str], dict[str, Any]], model: 
     """What the command says of each answer, with its exit code; by a configuration with so many ranks."""
     config = yaml.safe_load((folder / "serve_config.yaml").read_text())
     for section in config["applications"][0]["args"]["models"]:
-        section["engine"]["tensor_parallel"] = ranks
+        section["engine"]["tensor_parallel_size"] = ranks
     (folder / "other.yaml").write_text(yaml.safe_dump(config))
     said = []
     for route, request in REQUESTS.items():

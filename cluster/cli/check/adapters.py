@@ -40,8 +40,8 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
-    tp = TPGroup(0, engine.tensor_parallel)
-    if engine.data_parallel > 1:
+    tp = TPGroup(0, engine.tensor_parallel_size)
+    if engine.data_parallel_size > 1:
         tp.expert_exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=tp.size)
     built = build_model(shape, tp, dtype, "meta")
     slots, rank = engine.max_loras, engine.max_lora_rank

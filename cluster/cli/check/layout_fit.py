@@ -32,10 +32,10 @@ def check_layouts(config: AppConfig, nodes: Sequence[Node], network_gbit: float 
         load = Workload(context, context, model.slo.itl_ms / 1000, engine.max_num_seqs, engine.all2all_backend)
         layouts = find_layouts(ModelShape.from_folder(engine_folder(engine)), machines, load)
         data, spread = (
-            engine.data_parallel,
-            engine.expert_parallel and engine.tensor_parallel * engine.data_parallel > 1,
+            engine.data_parallel_size,
+            engine.enable_expert_parallel and engine.tensor_parallel_size * engine.data_parallel_size > 1,
         )
-        own = engine.tensor_parallel, engine.pipeline_parallel, spread, data
+        own = engine.tensor_parallel_size, engine.pipeline_parallel_size, spread, data
         message = "; ".join(lines(layouts, load))
         now = next((one for one in layouts if own == (one.tensor, one.pipeline, one.expert, one.data)), layouts[0])
         advice = "" if now is layouts[0] else f"Configured: {now}"

@@ -82,17 +82,17 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
-    if engine.pipeline_parallel > 1:
+    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel_size
+    if engine.pipeline_parallel_size > 1:
         counts = divide_layers(engine, shape)
         stages = [nth_stage(stage, counts, shape) for stage in range(len(counts))]
-        sizes = [weight_bytes(folder, dtype, stage=stage) // engine.tensor_parallel for stage in stages]
+        sizes = [weight_bytes(folder, dtype, stage=stage) // engine.tensor_parallel_size for stage in stages]
         told = (f"{count} layers with {size / GIB:.2f} GiB" for count, size in zip(counts, sizes, strict=True))
         yield Finding("ok", topic, f"{len(counts)} pipeline stages, of which a rank has {', '.join(told)} of weights")
         weights, _, fullest = max(zip(sizes, counts, range(len(counts)), strict=True))
         shape = config_of(stages[fullest], shape)
     quantized = " before they are quantized" if engine.quantization in METHODS else ""
-    most = "at most" if engine.pipeline_parallel > 1 else "about"
+    most = "at most" if engine.pipeline_parallel_size > 1 else "about"
     yield Finding("ok", topic, f"{most} {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if engine.enable_lora:
         layers = layers_of(model, role)
@@ -100,17 +100,17 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)
-    if engine.expert_parallel and shape.moe is not None:
-        experts, ranks = shape.moe.num_experts, engine.tensor_parallel * engine.data_parallel
+    if engine.enable_expert_parallel and shape.moe is not None:
+        experts, ranks = shape.moe.num_experts, engine.tensor_parallel_size * engine.data_parallel_size
         largest = -(-(experts + (engine.redundant_experts or 0)) // ranks)
         yield Finding("ok", topic, f"{experts} experts over {ranks} ranks: at most {largest} of each layer per rank")
         of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.")
-        weights += of_experts * largest // experts - of_experts // engine.tensor_parallel
+        weights += of_experts * largest // experts - of_experts // engine.tensor_parallel_size
         of_layer = of_experts * largest // (experts * max(1, sum(n in shape.stage.layers for n in shape.moe.layers)))
         if engine.enable_eplb and on_gpu:  # room for those of one layer that arrive
             weights += of_layer
         if engine.enable_elastic_ep:
-            adopted = most_adopted(experts, ranks, engine.tensor_parallel, largest if engine.enable_eplb else 0)
+            adopted = most_adopted(experts, ranks, engine.tensor_parallel_size, largest if engine.enable_eplb else 0)
             spare = 2 * of_experts * adopted // experts + of_layer
             yield Finding("ok", topic, f"{spare / GIB:.2f} GiB per rank stay free for experts of a lost engine")
             weights += spare
@@ -131,8 +131,10 @@ def check_kv_cache(
     free = usable.less(weights)
     if free.size <= 0:
         message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory: only {usable}"
-        return Finding("problem", topic, message, "Raise tensor_parallel or pipeline_parallel, or use a smaller model")
-    device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
+        return Finding(
+            "problem", topic, message, "Raise tensor_parallel_size or pipeline_parallel_size, or use a smaller model"
+        )
+    device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel_size)
     size = engine.known_block_size
     try:
         kv_dtype = kv_cache.cache_dtype(engine, dtype, device)

@@ -42,10 +42,12 @@ class RecurrentConfig:
         Raises ConfigError if heads cannot be split over the ranks.
         """
         if self.heads % tp_size:
-            raise ConfigError("tensor_parallel", tp_size, f"a divisor of the {self.heads} heads of recurrent layers")
+            raise ConfigError(
+                "tensor_parallel_size", tp_size, f"a divisor of the {self.heads} heads of recurrent layers"
+            )
         if self.key_heads % tp_size and tp_size % self.key_heads:
             limit = f"a divisor or a multiple of the {self.key_heads} key heads of recurrent layers"
-            raise ConfigError("tensor_parallel", tp_size, limit)
+            raise ConfigError("tensor_parallel_size", tp_size, limit)
         return self.heads // tp_size, max(1, self.key_heads // tp_size)
 
     def channels_per_rank(self, tp_size: int) -> int:

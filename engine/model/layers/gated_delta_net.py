@@ -112,7 +112,7 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
     def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
         r = self.cfg
         if r.key_heads % tp.size:
-            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the {r.key_heads} key heads")
+            raise ConfigError("tensor_parallel_size", tp.size, f"a divisor of the {r.key_heads} key heads")
         share = r.heads // r.key_heads
         widths = r.key_dim, r.key_dim, share * r.value_dim, share * r.value_dim
         qkvz, ba = (

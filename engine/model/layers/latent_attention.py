@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         latent, prefix = cfg.latent, f"layers.{layer}.self_attn"
         assert latent is not None
         if cfg.num_heads % tp.size:
-            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {cfg.num_heads} heads")
+            raise ConfigError("tensor_parallel_size", tp.size, f"a divisor of the model's {cfg.num_heads} heads")
         self.cfg, self.scale, self.heads = latent, cfg.attention_scale, cfg.num_heads // tp.size
         self.group, self.layer = cfg.kv_place(layer)
         queries = head_shard(cfg.num_heads, latent.nope_dim + latent.rope_dim, tp)

@@ -29,7 +29,7 @@ class Encoder(NativeNames, nn.Module):
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
         if tp.size > 1:
-            raise ConfigError("tensor_parallel", tp.size, "1 for an encoder")
+            raise ConfigError("tensor_parallel_size", tp.size, "1 for an encoder")
 
     def scores(self, pooled: Tensor) -> Tensor:
         """Return scores [rows, 1] for pooled [rows, hidden]."""

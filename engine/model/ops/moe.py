@@ -3,7 +3,7 @@
 x:                [tokens, hidden]
 gate_up:          [num_experts, 2 * intermediate, hidden]; in the plain version, also a list with one product per expert
 down:             [num_experts, hidden, intermediate]; or a list as above
-experts, weights: [tokens, k]. With `expert_parallel`, the number of an expert that another rank has is num_experts, and
+experts, weights: [tokens, k]. With `enable_expert_parallel`, an expert of another rank is num_experts, and
                   the sum leaves it out.
 biases:           of gate_up and of down, [num_experts, outputs] each, or None
 """

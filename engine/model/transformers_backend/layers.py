@@ -225,7 +225,9 @@ class LayerMaker:
         if style is None or style.startswith("replicated"):
             return None
         if style not in COLUMNS + GATHERED + ROWS:
-            raise ConfigError("tensor_parallel", self.tp.size, f"1: {path} is split by {style!r}, which is not known")
+            raise ConfigError(
+                "tensor_parallel_size", self.tp.size, f"1: {path} is split by {style!r}, which is not known"
+            )
         return style
 
     def _outputs(self, path: str, module: nn.Linear, style: str | None) -> Shard:

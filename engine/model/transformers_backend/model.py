@@ -237,7 +237,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
         raise UnsupportedArchitecture(cfg.architecture, "its head is no linear layer")
     head_path = next(path for path, module in causal.named_modules() if module is output)
     if tp.size > 1 and not causal.tp_plan:
-        raise ConfigError("tensor_parallel", tp.size, f"1: transformers has no plan to split {cfg.architecture}")
+        raise ConfigError("tensor_parallel_size", tp.size, f"1: transformers has no plan to split {cfg.architecture}")
     k = getattr(causal.config, "num_experts_per_tok", 0)
     maker = LayerMaker(cfg, tp, causal.tp_plan or {}, names.is_merged, k)
     done: tuple[str, ...] = ()
@@ -293,7 +293,7 @@ def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
         try:
             try_out(cfg, ShapesOnly(tp.rank, tp.size))
         except UnsupportedArchitecture as e:
-            raise ConfigError("tensor_parallel", tp.size, f"1 for {cfg.architecture}: {e.args[1]}") from e
+            raise ConfigError("tensor_parallel_size", tp.size, f"1 for {cfg.architecture}: {e.args[1]}") from e
     return calls
 
 

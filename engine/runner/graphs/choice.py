@@ -65,8 +65,8 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
         return min(attention.tile_rows(longest, model.num_heads, s, setup.dtype, setup.torch_device) for s in specs)
 
     shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
-    if config.speculative:
-        tokens = 1 + config.speculative.num_speculative_tokens  # of a sequence with drafts
+    if config.speculative_config:
+        tokens = 1 + config.speculative_config.num_speculative_tokens  # of a sequence with drafts
         for size in decode_sizes(min(seqs, MAX_DECODE_SIZE // tokens, config.max_num_batched_tokens // tokens)):
             shapes.append(StepShape(size * tokens, size, tile_rows(tokens), len(groups), tokens))
     for size in mixed_sizes(config.max_num_batched_tokens):

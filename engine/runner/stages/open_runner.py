@@ -12,7 +12,7 @@ from engine.runner.model_runner import ModelRunner
 
 def open_runner(config: EngineConfig, model_config: ModelConfig, folder: Path, group: TPGroup) -> ModelRunner:
     """Load this rank's part of the model. group: all ranks of the engine. Raises StartupError."""
-    if config.pipeline_parallel == 1:
+    if config.pipeline_parallel_size == 1:
         return ModelRunner(config, model_config, folder, group)
     from engine.distributed.data_parallel_group import DataParallelGroup  # both need pyzmq
     from engine.runner.stages.stage_runner import StageRunner

@@ -82,7 +82,7 @@ class StageRunner(ModelRunner):
         """all_ranks: of this engine. engine: the same ranks as one of several engines that share experts. Every rank
         has to call this within `all_ranks.starting()`. Raises StartupError."""
         check_stages(config, model_config)
-        self.group = group = StageGroup(all_ranks, config.pipeline_parallel)
+        self.group = group = StageGroup(all_ranks, config.pipeline_parallel_size)
         if engine is not None and engine.expert_exchange is not None:
             group.all_engines, group.expert_ranks = engine.all_engines, engine.expert_ranks
             group.expert_exchange = engine.expert_exchange
@@ -259,7 +259,7 @@ def divide_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
     layers = parse_layers(config, model.num_layers)
     if layers is None:
         costs, head = layer_bytes(model)
-        layers = divide(costs, config.pipeline_parallel, head)
+        layers = divide(costs, config.pipeline_parallel_size, head)
     needed = 1 if model.vision is None else model.vision.deepstack
     if layers[0] < needed:
         limit = f"numbers of which the first is at least {needed}: the first layers add to the embeddings of images"

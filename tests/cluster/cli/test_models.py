@@ -29,7 +29,7 @@ def test_models_are_listed_once_each_with_the_code_that_runs_them():
 def test_a_model_is_checked_by_its_configuration_alone(tmp_path):
     make_transformers_model(tmp_path, "SmolLM3ForCausalLM")
     (tmp_path / "model.safetensors").unlink()
-    result = CliRunner().invoke(app, ["check", str(tmp_path), "--tensor-parallel", "2"])
+    result = CliRunner().invoke(app, ["check", str(tmp_path), "--tensor-parallel-size", "2"])
     assert result.exit_code == 0
     assert "runs by transformers' own code for SmolLM3ForCausalLM over Manta's attention" in result.stdout
     assert "native code for Qwen3ForCausalLM" in CliRunner().invoke(app, ["check", "pocket"]).stdout
@@ -39,7 +39,7 @@ def test_a_model_is_checked_by_its_configuration_alone(tmp_path):
     ("config", "architecture", "arguments", "error", "reason"),
     [
         (transformers.DiffLlamaConfig, "DiffLlamaForCausalLM", [], UnsupportedArchitecture, "a layer attends twice"),
-        (transformers.OPTConfig, "OPTForCausalLM", ["--tensor-parallel", "2"], ConfigError, "no plan to split"),
+        (transformers.OPTConfig, "OPTForCausalLM", ["--tensor-parallel-size", "2"], ConfigError, "no plan to split"),
     ],
     ids=["needs more", "one rank"],
 )

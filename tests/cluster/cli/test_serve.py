@@ -87,7 +87,7 @@ def test_every_field_of_the_engine_has_a_flag_that_sets_it_and_a_help_text():
         "dtype": "float32",
         "kv_cache_memory_gib": 0.5,
         "enable_prefix_caching": False,
-        "tensor_parallel": 2,
+        "tensor_parallel_size": 2,
     }
 
 
@@ -197,7 +197,7 @@ def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monke
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, StartupError)
     told = str(result.exception)
-    assert "do not fit into memory: only 0.00 GiB are free (the box). Raise tensor_parallel or pipeline_p" in told
+    assert "do not fit into memory: only 0.00 GiB are free (the box). Raise tensor_parallel_size or pipeline_p" in told
 
 
 def test_a_model_that_needs_little_is_served_without_a_closer_look():

@@ -154,7 +154,12 @@ def test_what_cannot_be_computed_again_is_no_difference(model, answers, tmp_path
 
 
 def test_answers_of_engines_that_share_experts_with_strict_determinism_are_computed_by_one_engine():
-    shared = {"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, "all2all_backend": "alltoall"}
+    shared = {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_elastic_ep": True,
+        "all2all_backend": "alltoall",
+    }
     section = ModelSection(name="mixture", model="mixture", engine=shared | {"determinism": "strict"})
     config = EngineConfig(**_engine_options(section))
-    assert (config.determinism, config.num_ranks, config.data_parallel) == ("strict", 1, 1)
+    assert (config.determinism, config.num_ranks, config.data_parallel_size) == ("strict", 1, 1)

@@ -64,7 +64,7 @@ def test_two_nodes_on_an_ordinary_network_get_stages():
     assert tensor.itl_s > found[0].itl_s and not tensor.tensor_inside
     reason = why(found[0], found, LOAD)
     assert "on 1 rank weights and KV do not fit" in reason
-    assert "the sums of tensor_parallel 2 would send 2560 KiB per token between nodes" in reason
+    assert "the sums of tensor_parallel_size 2 would send 2560 KiB per token between nodes" in reason
 
 
 def test_narrow_experts_are_not_cut():
@@ -139,7 +139,7 @@ def test_engines_of_several_ranks_are_on_one_node_each_and_the_experts_on_all():
     assert layout.tensor > 1 and layout.data > 1 and layout.expert
     assert layout.tensor_inside and not layout.expert_inside
     reason = why(layout, found, LOAD)
-    assert "on 8 ranks weights" not in reason, "tensor_parallel 8 fits"
+    assert "on 8 ranks weights" not in reason, "tensor_parallel_size 8 fits"
     assert "the ranks of an engine are on one node, and only rows of experts pass between nodes" in reason
 
 

@@ -24,7 +24,7 @@ def test_a_step_takes_what_the_data_sheet_allows():
 
 def test_what_weights_leave_of_the_memory_is_for_kv():
     assert kv_tokens(MODELS["llama-3.1-8b"], CARDS["h100"]) == pytest.approx(400_000, rel=0.1)
-    with pytest.raises(InvalidParameter, match="tensor_parallel"):
+    with pytest.raises(InvalidParameter, match="tensor_parallel_size"):
         kv_tokens(MODELS["llama-3.1-70b"], CARDS["h100"])
 
 

@@ -46,10 +46,10 @@ def refusal(*options: str) -> str:
             "--handoff must be always, because there is no prefill pool (--prefill-replicas), got 'auto'",
         ),
         (
-            "--plan --prefill-replicas 1 --tensor-parallel 2 --max-gpus 3",
-            "--max-gpus must be at least 4, the GPUs of the smallest cluster (--tensor-parallel 2), got 3",
+            "--plan --prefill-replicas 1 --tensor-parallel-size 2 --max-gpus 3",
+            "--max-gpus must be at least 4, the GPUs of the smallest cluster (--tensor-parallel-size 2), got 3",
         ),
-        ("--tensor-parallel 3", "--tensor-parallel must be a divisor of the 32 heads of llama-3.1-8b, got 3"),
+        ("--tensor-parallel-size 3", "--tensor-parallel-size must be a divisor of the 32 heads of llama-3.1-8b, got 3"),
         ("--network-gbit 0", "--network-gbit must be above 0 and finite, got 0.0"),
         (
             "--num-blocks 9",
@@ -70,13 +70,17 @@ def test_a_card_that_holds_too_little_kv_is_refused_by_what_would_help(tmp_path)
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 5}\n')
     said = refusal("--trace", str(trace), "--card", "l4")
-    assert said.startswith("--tensor-parallel must be enough cards for the weights and the KV of the longest request")
+    assert said.startswith(
+        "--tensor-parallel-size must be enough cards for the weights and the KV of the longest request"
+    )
     assert "(60005 tokens; " in said and "fit on 1 l4), got 1" in said
 
 
 def test_ranks_have_to_share_out_the_heads_of_a_model_folder(tmp_path):
     make_model(tmp_path, "qwen3")
-    assert "--tensor-parallel must be a divisor of the" in refusal("--model", str(tmp_path), "--tensor-parallel", "3")
+    assert "--tensor-parallel-size must be a divisor of the" in refusal(
+        "--model", str(tmp_path), "--tensor-parallel-size", "3"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -119,19 +123,24 @@ def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
 def test_a_plan_chooses_the_layout_of_a_replica_and_says_why():
     options = ["simulate", *FEW, "--plan", "--model", "llama-3.1-70b"]
     said = " ".join(CliRunner().invoke(cli.app, options, env={"COLUMNS": "400"}).stdout.split())
-    assert "best: tensor_parallel 4: 32.9 GiB of weights per rank, 3840 KiB per token for sums inside a node" in said
+    assert (
+        "best: tensor_parallel_size 4: 32.9 GiB of weights per rank, 3840 KiB per token for sums inside a node" in said
+    )
     assert "because on 2 ranks weights and KV do not fit" in said
     assert "one pool: 1 replica, 4 GPUs" in said
-    assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel", "8"]).stdout
+    assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel-size", "8"]).stdout
 
 
 def test_a_plan_names_a_layout_that_the_simulator_does_not_know():
     options = ["--plan", "--model", "llama-3.1-70b", "--card", "l4", "--cards-per-node", "4", "--network-gbit", "1"]
     result = CliRunner().invoke(cli.app, ["simulate", *FEW, *options, "--tpot-ms", "2000"], env={"COLUMNS": "400"})
     said = " ".join(result.stdout.split())
-    assert "best: tensor_parallel 4, pipeline_parallel 2: " in said
-    assert "simulated: tensor_parallel 4, because the simulator knows neither stages nor sums between machines" in said
-    assert "tensor_parallel must be enough cards for 141 GB of weights" in str(result.exception)
+    assert "best: tensor_parallel_size 4, pipeline_parallel_size 2: " in said
+    assert (
+        "simulated: tensor_parallel_size 4, because the simulator knows neither stages nor sums between machines"
+        in said
+    )
+    assert "tensor_parallel_size must be enough cards for 141 GB of weights" in str(result.exception)
 
 
 def test_every_option_is_a_flag_with_a_help_text_and_its_default():

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app, main
 from cluster.vllm.command import arguments, translated
+from engine.config import RENAMED
 from engine.errors import ConfigError, InvalidParameter, RequestError
 from engine.offline.vllm_flags import TABLE
 
@@ -68,6 +69,16 @@ def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
     assert found["ingress"] == {"num_replicas": 2, "max_waiting": 9}
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_former_name_is_refused_with_the_new_one_in_a_command_and_a_file_of_flags(old, new, tmp_path):
+    written = rf"--{old} must be written --{new}$".replace("_", "-")
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"model: pocket\n{old}: 2\n")
+    for given in (["pocket", f"--{old}=2"], ["pocket", f"--{old.replace('_', '-')}", "2"], ["--config", str(file)]):
+        with pytest.raises(RequestError, match=written):
+            translated(given)
+
+
 def test_values_of_vllms_mean_what_they_mean_there():
     given = ["--dtype=half", "--load-format", "mistral", "--uvicorn-log-level", "trace", "--max-model-len", "-1"]
     found = configured("pocket", *given, "-q", "awq_marlin")
@@ -89,7 +100,7 @@ def test_an_object_may_come_in_parts():
     parts = ["--speculative-config.method", "ngram", "--spec-tokens", "3", "--hf-overrides", '{"rope_theta": 1}']
     found = configured("pocket", *parts, "--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta=2")
     engine = found["models"][0]["engine"]
-    assert engine["speculative"] == {"method": "ngram", "num_speculative_tokens": 3}
+    assert engine["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 3}
     assert json.loads(engine["hf_overrides"]) == {"rope_theta": 2, "rope_scaling": {"rope_type": "yarn"}}
     with pytest.raises(InvalidParameter, match="--hf-overrides"):
         translated(["pocket", "--hf-overrides", "no"])
@@ -139,13 +150,14 @@ def test_the_way_of_tokens_to_experts_is_ignored_where_no_engines_share_experts(
 
 
 def test_experts_are_spread_over_ranks_or_over_engines_that_share_them_and_not_over_replicas():
-    assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["expert_parallel"] is True
+    assert configured("pocket", "-ep", "-tp", "8")["models"][0]["engine"]["enable_expert_parallel"] is True
     assert (
-        configured("pocket", "--enable-expert-parallel", "-dp", "1")["models"][0]["engine"]["expert_parallel"] is True
+        configured("pocket", "--enable-expert-parallel", "-dp", "1")["models"][0]["engine"]["enable_expert_parallel"]
+        is True
     )
     for flags in (["-dp", "8", "-ep"], ["--enable-expert-parallel", "--data-parallel-size=8"]):
         found = configured("pocket", *flags)["models"][0]
-        assert (found["engine"]["data_parallel"], found["engine"]["expert_parallel"]) == (8, True)
+        assert (found["engine"]["data_parallel_size"], found["engine"]["enable_expert_parallel"]) == (8, True)
         assert "decode" not in found
     assert configured("pocket", "-dp", "8")["models"][0]["decode"]["num_replicas"] == 8
 

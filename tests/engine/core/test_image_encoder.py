@@ -21,7 +21,10 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
     options = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
     local = build_engine(EngineConfig(model=str(folder), **options))
     handoff = HandoffConfig(role="encode", transport="tcp")
-    options |= {"max_num_batched_tokens": budget, "expert_parallel": True}  # the latter of the language model only
+    options |= {
+        "max_num_batched_tokens": budget,
+        "enable_expert_parallel": True,
+    }  # the latter of the language model only
     core = build_engine(EngineConfig(model=str(folder), handoff=handoff, **options))
     (image,) = Prompt(name).image(1, 3, 3).images
     (expected,) = local.runner._encoder_cache._encode([image]).values()

@@ -191,7 +191,7 @@ def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, m
     wanted = Prompt("qwen2_5_vl").text(5, 6).image(1).text(7, 8, 9)
     right = expected_tokens(folder("qwen2_5_vl"), wanted, MAX_TOKENS)
     drafter.rest_of = lambda tokens: right[len(tokens) - len(wanted.tokens) :]
-    core = engine(folder("qwen2_5_vl"), speculative={"method": "ngram"})
+    core = engine(folder("qwen2_5_vl"), speculative_config={"method": "ngram"})
     assert run(core, wanted) == [right]
     assert core.stats().spec_decode.num_accepted_tokens > 0
     core.close()
@@ -219,7 +219,7 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
 def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
     path, wanted = make_vision_model(tmp_path, name), prompts(name)
     make_tokenizer().save_pretrained(path)
-    with LLM(str(path), tensor_parallel=2, dtype="float32", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
+    with LLM(str(path), tensor_parallel_size=2, dtype="float32", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
         assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
 
 

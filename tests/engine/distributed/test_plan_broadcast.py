@@ -200,7 +200,7 @@ def compute(core: EngineCore) -> None:
 
 
 def make_config(folder, **options) -> EngineConfig:
-    defaults = {"dtype": "float32", "num_blocks": 64, "tensor_parallel": 2, "num_threads": 1, "max_num_seqs": 8}
+    defaults = {"dtype": "float32", "num_blocks": 64, "tensor_parallel_size": 2, "num_threads": 1, "max_num_seqs": 8}
     return EngineConfig(**{"model": str(folder), **defaults, **options})
 
 
@@ -252,11 +252,11 @@ def test_an_engine_is_told_why_another_rank_could_not_load(folder):
 
 def test_a_model_that_does_not_divide_names_the_key(folder):
     groups = connect(3)
-    config = make_config(folder, tensor_parallel=3)
-    with pytest.raises(StartupError, match="configuration: tensor_parallel must be a divisor"):
+    config = make_config(folder, tensor_parallel_size=3)
+    with pytest.raises(StartupError, match="configuration: tensor_parallel_size must be a divisor"):
         on_all(3, lambda rank: Worker(config, groups[rank]) if rank else build_engine(config, groups[0]))
 
 
 def test_a_group_of_another_size_than_configured_is_refused(folder):
-    with pytest.raises(StartupError, match="tensor_parallel"):
-        build_engine(make_config(folder, tensor_parallel=2))
+    with pytest.raises(StartupError, match="tensor_parallel_size"):
+        build_engine(make_config(folder, tensor_parallel_size=2))

@@ -238,7 +238,7 @@ def test_ranks_of_an_engine_share_no_memory_if_they_are_told_so(monkeypatch):
     monkeypatch.setattr(tp_group.TPGroup, "listen", listen)
     for disabled in (False, True):
         llm = LLM.__new__(LLM)
-        llm.config = EngineConfig(model="none", tensor_parallel=2, disable_custom_all_reduce=disabled)
+        llm.config = EngineConfig(model="none", tensor_parallel_size=2, disable_custom_all_reduce=disabled)
         with pytest.raises(InterruptedError):
             llm._start()
     assert told == [True, False]

@@ -78,7 +78,7 @@ def test_each_window_begins_anew_and_totals_go_on(rank, split):
 
 
 def test_a_rank_that_shares_no_whole_experts_counts_nothing():
-    config, device = EngineConfig(tensor_parallel=2), Device(torch.device("cpu"))
+    config, device = EngineConfig(tensor_parallel_size=2), Device(torch.device("cpu"))
     experts = open_experts(config, torch.nn.Module(), TPGroup(0, 2), device)
     assert type(experts) is NoExperts
     experts.begin(MEASURE, 1)
@@ -88,7 +88,7 @@ def test_a_rank_that_shares_no_whole_experts_counts_nothing():
 
 
 def test_a_stage_without_experts_reports_no_load():
-    config, device = EngineConfig(tensor_parallel=2, expert_parallel=True), Device(torch.device("cpu"))
+    config, device = EngineConfig(tensor_parallel_size=2, enable_expert_parallel=True), Device(torch.device("cpu"))
     experts = open_experts(config, torch.nn.Module(), TPGroup(0, 2), device)
     assert isinstance(experts, RankExperts)
     experts.begin(MEASURE, 1)

@@ -33,7 +33,7 @@ class Rank(SharedRankExperts):
 
     def __init__(self, number: int, moves: bool = True):
         ranks, eplb = joined(number, 2), EPLBConfig(window_size=2, step_interval=4)
-        config = EngineConfig(data_parallel=2, expert_parallel=True, enable_eplb=moves, eplb_config=eplb)
+        config = EngineConfig(data_parallel_size=2, enable_expert_parallel=True, enable_eplb=moves, eplb_config=eplb)
         super().__init__({}, ranks, Device(torch.device("cpu")), config)
         self.orders: list[ExpertOrder] = []
 

@@ -31,24 +31,26 @@ class Group:
         status_to = f"tcp://127.0.0.1:{self.inbox.bind_to_random_port('tcp://127.0.0.1')}"
         options = {**group_options(config), "device": "cpu"}
         self._ranks = TPGroup.listen(config.world_size, **options)
-        call = run_rank if config.data_parallel > 1 else run_worker
+        call = run_rank if config.data_parallel_size > 1 else run_worker
         for rank in range(1, config.world_size):
             pool.call(rank, call, config, rank, self._ranks.address, options)
         self._ranks.join(TIMEOUT_S)
         group: TPGroup = self._ranks
-        if config.data_parallel > 1:
+        if config.data_parallel_size > 1:
             self._ranks.exchange(status_to)
-            group = DataParallelGroup(self._ranks, config.num_ranks, "cpu", config.pipeline_parallel)
-        server = EngineServer(config, engine_id=f"{config.data_parallel} engines", status_to=status_to, group=group)
+            group = DataParallelGroup(self._ranks, config.num_ranks, "cpu", config.pipeline_parallel_size)
+        server = EngineServer(
+            config, engine_id=f"{config.data_parallel_size} engines", status_to=status_to, group=group
+        )
         addresses = [server.address]
-        if config.data_parallel > 1:
+        if config.data_parallel_size > 1:
             addresses = self._ranks.exchange(server.address)[:: config.num_ranks]
         self.thread = ServerThread(server)
         self.ingresses = [Ingress(context, SimpleNamespace(address=address)) for address in addresses]  # type: ignore[arg-type]
         self.statuses: dict[str, EngineStatus] = {}
 
     def stop(self) -> None:
-        if self.config.data_parallel > 1:
+        if self.config.data_parallel_size > 1:
             self._ranks.exchange("the test has ended")
         self.thread.stop()
         for rank in range(1, self.config.world_size):
@@ -109,18 +111,18 @@ def running(decode: EngineConfig, prefill: EngineConfig, pools: tuple[RankPool, 
         yield found
 
 
-SHARED = {"data_parallel": 2, "expert_parallel": True}
-STAGES = {**SHARED, "pipeline_parallel": 2}
+SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
+STAGES = {**SHARED, "pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "decode", "prefill"),
     [
-        ("qwen3_moe", "bfloat16", SHARED, {"tensor_parallel": 2}),
-        pytest.param("deepseek_v3", "float32", {}, {**SHARED, "tensor_parallel": 2}, marks=pytest.mark.slow),
+        ("qwen3_moe", "bfloat16", SHARED, {"tensor_parallel_size": 2}),
+        pytest.param("deepseek_v3", "float32", {}, {**SHARED, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", "float32", SHARED, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "bfloat16", SHARED, SHARED, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "float32", STAGES, {"pipeline_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", STAGES, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_prompts_computed_by_a_group_of_another_layout_give_the_bits_of_one_engine(

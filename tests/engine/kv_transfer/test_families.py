@@ -40,11 +40,11 @@ def make(folder: Path, name: str) -> Path:
     return make_model(folder, name) if name in FAMILIES else make_transformers_model(folder, name)
 
 
-def make_config(folder: Path, role: str | None = None, tensor_parallel: int = 1, **options: Any) -> EngineConfig:
+def make_config(folder: Path, role: str | None = None, tensor_parallel_size: int = 1, **options: Any) -> EngineConfig:
     handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1}
     options = {"dtype": "float32", **sizes, **options}
-    return EngineConfig(model=str(folder), tensor_parallel=tensor_parallel, handoff=handoff, **options)
+    return EngineConfig(model=str(folder), tensor_parallel_size=tensor_parallel_size, handoff=handoff, **options)
 
 
 def prompt(length: int) -> list[int]:
@@ -130,12 +130,12 @@ def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engi
 
 STAGES = {
     "one": {},
-    "two": {"pipeline_parallel": 2},
-    "first large": {"pipeline_parallel": 2, "pipeline_layers": "2,1"},
-    "last large": {"pipeline_parallel": 2, "pipeline_layers": "1,2"},
-    "three": {"pipeline_parallel": 3},
-    "two of two": {"pipeline_parallel": 2, "tensor_parallel": 2},
-    "ranks": {"tensor_parallel": 2},
+    "two": {"pipeline_parallel_size": 2},
+    "first large": {"pipeline_parallel_size": 2, "pipeline_layers": "2,1"},
+    "last large": {"pipeline_parallel_size": 2, "pipeline_layers": "1,2"},
+    "three": {"pipeline_parallel_size": 3},
+    "two of two": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "ranks": {"tensor_parallel_size": 2},
 }
 
 
@@ -181,7 +181,7 @@ def test_an_engine_with_whole_experts_and_one_with_slices_give_the_bits_of_one_e
     folder = make_model(tmp_path, family)
     expected, drafts = alone(folder, **options), SpeculativeConfig(method=method) if method else None
     decode, prefill = (
-        make_config(folder, role, 2, expert_parallel=role == spread, speculative=drafts, **options)
+        make_config(folder, role, 2, enable_expert_parallel=role == spread, speculative_config=drafts, **options)
         for role in ("decode", "prefill")
     )
     check_handed_over((decode, prefill), ranks, LENGTHS, expected)

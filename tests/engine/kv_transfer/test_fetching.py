@@ -146,7 +146,7 @@ def test_a_new_engine_fetches_the_prefix_that_the_other_one_uses_most(ranks):
     ],
 )
 def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_path, ranks, family, stages):
-    config = make_config(make_model(tmp_path, family), pipeline_parallel=stages, kv_offloading_size=0.1)
+    config = make_config(make_model(tmp_path, family), pipeline_parallel_size=stages, kv_offloading_size=0.1)
     with Caches(config, config, ranks) as caches:
         caches.ask(caches.there, prompt(LENGTH))
         caches.settle()
@@ -209,7 +209,9 @@ def test_salts_are_kept_apart(ranks):
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 2)])
 def test_engines_of_other_sizes_fetch_from_each_other(tmp_path, ranks, here, there):
     folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}
-    with Caches(*(make_config(folder, tensor_parallel=size, **options) for size in (here, there)), ranks) as caches:
+    with Caches(
+        *(make_config(folder, tensor_parallel_size=size, **options) for size in (here, there)), ranks
+    ) as caches:
         caches.ask(caches.there, prompt(LENGTH))
         assert caches.ask(caches.here, [*prompt(LENGTH), 7], holder=caches.there) == LENGTH // 16 * 16
         caches.check(make_config(folder, fetching=False, **options))

@@ -136,8 +136,8 @@ def test_pools_of_unequal_size_answer_about_images_as_one_engine(tmp_path, ranks
     folder = make_vision_model(tmp_path, "qwen2_5_vl")
     options = {"max_num_batched_tokens": 5}
     configs = (
-        config(folder, "decode", tensor_parallel=decode, **options),
-        config(folder, "prefill", tensor_parallel=prefill, **options),
+        config(folder, "decode", tensor_parallel_size=decode, **options),
+        config(folder, "prefill", tensor_parallel_size=prefill, **options),
     )
     with Pair(*configs, ranks) as pair:
         engines = VisionPair(pair, "qwen2_5_vl", folder)

@@ -109,7 +109,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
     """Penalties, a grammar, drafts, log-probabilities, least and most tokens, a salt."""
     draft_always(monkeypatch)
     speculative = SpeculativeConfig(method="ngram")
-    config = make_config("pocket", speculative=speculative, dtype=dtype)
+    config = make_config("pocket", speculative_config=speculative, dtype=dtype)
     grammar = StructuredOutputsParams(regex="(?:ab|c|[d-z ]){400,600}")
     repeated = prompt(20) * 3
     with Movers(config, config, ranks) as movers:
@@ -133,7 +133,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
 def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
     draft_always(monkeypatch)
     drafts = SpeculativeConfig(method="draft_model", model="pocket", num_speculative_tokens=3)
-    config = make_config("pocket", speculative=drafts)
+    config = make_config("pocket", speculative_config=drafts)
     with Movers(config, config, ranks) as movers:
         start_all(movers, lengths=(40, 64))
         movers.leave(0, tokens=4)
@@ -243,7 +243,7 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
 @pytest.mark.parametrize(("first", "second", "stages"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)])
 def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second, stages):
     folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}
-    layouts = ({"tensor_parallel": size, "pipeline_parallel": stages} for size in (first, second))
+    layouts = ({"tensor_parallel_size": size, "pipeline_parallel_size": stages} for size in (first, second))
     configs = (make_config(folder, **layout, **options) for layout in layouts)
     with Movers(*configs, ranks) as movers:
         start_all(movers)

@@ -324,8 +324,8 @@ def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
 )
 def test_engines_of_different_size_hand_over_the_heads_and_layers_of_each_rank(ranks, alone, decode, prefill, stages):
     configs = (
-        make_config("decode", tensor_parallel=decode, pipeline_parallel=stages),
-        make_config("prefill", tensor_parallel=prefill, pipeline_parallel=stages),
+        make_config("decode", tensor_parallel_size=decode, pipeline_parallel_size=stages),
+        make_config("prefill", tensor_parallel_size=prefill, pipeline_parallel_size=stages),
     )
     with Pair(*configs, ranks) as pair:
         for length in (5, 64, 200):
@@ -356,7 +356,10 @@ def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
 def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(ranks, alone, monkeypatch):
     draft_always(monkeypatch)
     speculative = SpeculativeConfig(method="draft_model", model="pocket", num_speculative_tokens=3)
-    configs = make_config("decode", speculative=speculative), make_config("prefill", speculative=speculative)
+    configs = (
+        make_config("decode", speculative_config=speculative),
+        make_config("prefill", speculative_config=speculative),
+    )
     with Pair(*configs, ranks) as pair:
         for length in (5, 64, 200):
             pair.ingress.add(f"greedy {length}", prompt(length), max_tokens=24)
@@ -373,7 +376,10 @@ def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(rank
 def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatch, method):
     draft_always(monkeypatch)
     speculative = SpeculativeConfig(method=method)
-    configs = make_config("decode", speculative=speculative), make_config("prefill", speculative=speculative)
+    configs = (
+        make_config("decode", speculative_config=speculative),
+        make_config("prefill", speculative_config=speculative),
+    )
     with Pair(*configs, ranks) as pair:
         for length in (5, 64, 200):
             tokens = prompt(length) * 2
@@ -396,7 +402,7 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
     draft_always(monkeypatch)
     folder, drafter = make_drafters(tmp_path)[method]
     speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **drafter)
-    options: dict[str, Any] = {"model": str(folder), "speculative": speculative, "max_model_len": 256}
+    options: dict[str, Any] = {"model": str(folder), "speculative_config": speculative, "max_model_len": 256}
     requests = [(length, params) for length in (5, 64, 150) for params in ({"temperature": 0.0}, RANDOM)]
 
     def words(length: int) -> list[int]:

@@ -35,8 +35,8 @@ from tests.rank_pool import RankPool
 SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "chunks and preemption": {"num_blocks": 9, "max_num_seqs": 4, "max_num_batched_tokens": 13},
-    "drafts": {"speculative": SpeculativeConfig(method="ngram")},
-    "two ranks": {"tensor_parallel": 2},
+    "drafts": {"speculative_config": SpeculativeConfig(method="ngram")},
+    "two ranks": {"tensor_parallel_size": 2},
 }
 
 
@@ -218,7 +218,7 @@ def test_drafts_change_no_token_of_an_adapter(method, drafters, tmp_path, opened
     one, two = (make_adapter(tmp_path / str(seed), folder, seed) for seed in (1, 2))
     requests = {"a": (prompt(6) * 3, one), "b": (prompt(6) * 3, two), "c": (prompt(6) * 3, None)}
     opened.append(plain := build_engine(config(folder)))
-    opened.append(core := build_engine(config(folder, speculative=SpeculativeConfig(**options))))
+    opened.append(core := build_engine(config(folder, speculative_config=SpeculativeConfig(**options))))
     assert ask(core, requests, max_tokens=24).tokens == ask(plain, requests, max_tokens=24).tokens
     assert core.stats().spec_decode.num_draft_tokens > 0
 
@@ -242,7 +242,7 @@ def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
     ("family", "layout"),
     each_once(
         with_slow(["llama", "qwen3_moe"], ["qwen3_moe"]),
-        [{"pipeline_parallel": 2}, {"tensor_parallel": 2}],
+        [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}],
     ),
 )
 def test_ranks_give_the_bits_of_one(family, layout, adapted, pool):

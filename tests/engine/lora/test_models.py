@@ -110,7 +110,7 @@ def test_experts_are_read_in_the_forms_that_other_trainers_write(form, tmp_path)
         without_version(Path(name))
         save_file(tensors if form == "down" else rewritten(tensors, form), file)
     check(step(with_adapters(folder, [lora, other]), 2), wanted)
-    ranks = make_ranks(2, expert_parallel=True)
+    ranks = make_ranks(2, enable_expert_parallel=True)
     parts = [with_adapters(folder, [lora, other], rank) for rank in ranks]
     for found in on_all(ranks, lambda rank: step(parts[rank], 2)):
         check(found, wanted)
@@ -122,7 +122,7 @@ def test_an_adapter_of_an_expert_that_the_model_lacks_is_refused_by_every_rank(t
     file = Path(lora.lora_path) / "adapter_model.safetensors"
     tensors = {name.replace("experts.5.", "experts.6."): x for name, x in rewritten(load_file(file), "each").items()}
     save_file(tensors, file)
-    for rank in make_ranks(2, expert_parallel=True):
+    for rank in make_ranks(2, enable_expert_parallel=True):
         with pytest.raises(AdapterError, match="without a matching layer"):
             with_adapters(folder, [lora], rank)
 
@@ -184,7 +184,7 @@ def test_adapters_of_experts_and_heads_have_the_same_bits_with_any_number_of_ran
 ):
     model, ranks = adapted(family), [FixedOrder(rank) for rank in make_ranks(2)]
     for rank in ranks:
-        rank.expert_parallel = spread
+        rank.enable_expert_parallel = spread
     alone = step(with_adapters(model.folder, model.adapters, FixedOrder(TPGroup(0, 1))), len(model.adapters))
     check(alone, expected(model.folder, model.adapters))
     parts = [with_adapters(model.folder, model.adapters, rank) for rank in ranks]

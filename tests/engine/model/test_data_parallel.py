@@ -119,15 +119,15 @@ def test_before_the_first_step_all_engines_have_equally_many_rows():
 def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_refused(tmp_path):
     group = TPGroup.single()
     group.expert_exchange = ExpertExchange(make_ranks(4)[0])
-    with pytest.raises(ConfigError, match="data_parallel must be at most the model's number of experts"):
+    with pytest.raises(ConfigError, match="data_parallel_size must be at most the model's number of experts"):
         split_experts(3, 64, group)
     pair = make_ranks(2)[1]
     pair.expert_exchange = ExpertExchange(make_ranks(4)[1], ranks_per_engine=2)
     with pytest.raises(
-        ConfigError, match=r"data_parallel \* tensor_parallel must be at most the model's number of exp"
+        ConfigError, match=r"data_parallel_size \* tensor_parallel_size must be at most the model's number of exp"
     ):
         split_experts(3, 64, pair)
-    config = EngineConfig(data_parallel=2, expert_parallel=True)
+    config = EngineConfig(data_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match="no experts to share; for independent engines, use replicas instead"):
         check_experts(config, ModelConfig.from_folder(make_model(tmp_path, "llama")))
 
@@ -135,19 +135,19 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"expert_parallel": False}, "data_parallel must be 1 without expert_parallel"),
+        ({"enable_expert_parallel": False}, "data_parallel_size must be 1 without enable_expert_parallel"),
         (
-            {"pipeline_parallel": 2, "enable_elastic_ep": True},
-            "enable_elastic_ep must be false with both data_parallel and pipeline_parallel above 1",
+            {"pipeline_parallel_size": 2, "enable_elastic_ep": True},
+            "enable_elastic_ep must be false with both data_parallel_size and pipeline_parallel_size above 1",
         ),
         (
-            {"pipeline_parallel": 2, "enable_eplb": True},
-            "enable_eplb must be false with both data_parallel and pipeline_parallel above 1",
+            {"pipeline_parallel_size": 2, "enable_eplb": True},
+            "enable_eplb must be false with both data_parallel_size and pipeline_parallel_size above 1",
         ),
-        ({"data_parallel": 0}, "data_parallel must be at least 1"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
         (
-            {"data_parallel": 1, "all2all_backend": "alltoall"},
-            "all2all_backend must be auto without data_parallel above 1",
+            {"data_parallel_size": 1, "all2all_backend": "alltoall"},
+            "all2all_backend must be auto without data_parallel_size above 1",
         ),
         (
             {"all2all_backend": "flashinfer_nvlink_one_sided", "determinism": "strict"},
@@ -162,7 +162,7 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
 )
 def test_what_data_parallel_engines_do_not_support_is_refused_by_name(options, error):
     with pytest.raises(ConfigError) as raised:
-        EngineConfig(**{"data_parallel": 2, "expert_parallel": True, **options})
+        EngineConfig(**{"data_parallel_size": 2, "enable_expert_parallel": True, **options})
     assert error in str(raised.value)
 
 
@@ -181,9 +181,9 @@ def test_auto_sends_tokens_to_all_ranks_only_where_this_takes_less_time(ranks, o
 
 def test_stages_of_engines_on_gpus_are_refused_since_they_could_wait_for_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: LateDevice())
-    config = EngineConfig(data_parallel=2, expert_parallel=True, pipeline_parallel=2)
+    config = EngineConfig(data_parallel_size=2, enable_expert_parallel=True, pipeline_parallel_size=2)
     model = ModelConfig.from_folder(make_model(tmp_path, "qwen3_moe"))
-    with pytest.raises(ConfigError, match="pipeline_parallel must be 1 on a GPU with data_parallel above 1"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size must be 1 on a GPU with data_parallel_size above 1"):
         RankSetup.of(config, model, tmp_path, TPGroup.single())
 
 

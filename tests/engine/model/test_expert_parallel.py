@@ -40,7 +40,7 @@ STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
 def spread(size: int, fixed_order: bool = False) -> list[TPGroup]:
     ranks = [FixedOrder(rank) if fixed_order else rank for rank in make_ranks(size)]
     for rank in ranks:
-        rank.expert_parallel = True
+        rank.enable_expert_parallel = True
     return ranks
 
 
@@ -132,9 +132,9 @@ def test_rows_are_exchanged_in_pieces_if_there_are_many_tokens(tmp_path, monkeyp
 def test_experts_that_do_not_divide_evenly_are_spread_all_the_same():
     tp = [TPGroup(rank, 4) for rank in range(4)]
     for rank in tp:
-        rank.expert_parallel = True
+        rank.enable_expert_parallel = True
     assert [split_experts(10, 64, rank).own for rank in tp] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
-    with pytest.raises(ConfigError, match=r"tensor_parallel must be at most the model's number of experts \(3\)"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size must be at most the model's number of experts \(3\)"):
         split_experts(3, 64, tp[0])
 
 
@@ -183,5 +183,7 @@ def test_a_rank_reads_only_its_own_experts(tmp_path, monkeypatch):
 
 def test_a_model_without_experts_is_refused(tmp_path):
     config = ModelConfig.from_folder(make_model(tmp_path, "llama"))
-    with pytest.raises(ConfigError, match="expert_parallel must be left out for LlamaForCausalLM, which has no expert"):
-        check_experts(EngineConfig(expert_parallel=True, tensor_parallel=2), config)
+    with pytest.raises(
+        ConfigError, match="enable_expert_parallel must be left out for LlamaForCausalLM, which has no expert"
+    ):
+        check_experts(EngineConfig(enable_expert_parallel=True, tensor_parallel_size=2), config)

@@ -82,7 +82,7 @@ def test_a_family_whose_bits_no_test_compares_is_refused_by_its_name(tmp_path: P
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_parts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel.* 3"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size.* 3"):
         FixedOrder(TPGroup(rank=0, size=3))
 
 

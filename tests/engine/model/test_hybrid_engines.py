@@ -69,7 +69,7 @@ def test_drafts_change_no_bit(reference, dtype, monkeypatch):
     }  # to the first border, and to one at which there is a state
     answers: list[Any] = []
     for speculative in (None, SpeculativeConfig(method="ngram", num_speculative_tokens=16)):
-        with Run(reference, overlap=True, dtype=dtype, speculative=speculative) as run:
+        with Run(reference, overlap=True, dtype=dtype, speculative_config=speculative) as run:
             for name, prompt in prompts.items():
                 run.add(name, prompt, logprobs=0, max_tokens=40)
             stats = run.go()

@@ -79,7 +79,7 @@ def test_drafts_change_no_bit_of_recorded_steps(family, method, tmp_path, opened
         write_mtp(folder)
     alone = each_alone(folder, opened, REQUESTS)
     drafter.know_texts([tokens + alone.tokens[name] for name, (tokens, _) in REQUESTS.items()])
-    core = build(folder, opened, speculative=SpeculativeConfig(method=method, num_speculative_tokens=4))
+    core = build(folder, opened, speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=4))
     assert recorded(core)
     found = ask(core, REQUESTS, max_tokens=24)
     stats = core.stats().spec_decode

@@ -37,12 +37,16 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm
 PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 """Families and numbers of engines for which the first engine has too few blocks for its requests."""
 ALLTOALL = {"all2all_backend": "alltoall"}
-WAYS: list[dict[str, Any]] = [{"speculative": NGRAM}, {"overlap": True}]
+WAYS: list[dict[str, Any]] = [{"speculative_config": NGRAM}, {"overlap": True}]
 KINDS = [("float32", "strict"), ("bfloat16", "strict"), ("float32", None)]
 
 
 def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
-    defaults: dict[str, Any] = {"determinism": "strict", "expert_parallel": engines > 1, "data_parallel": engines}
+    defaults: dict[str, Any] = {
+        "determinism": "strict",
+        "enable_expert_parallel": engines > 1,
+        "data_parallel_size": engines,
+    }
     if engines == 2:
         defaults["num_blocks"] = 14  # too few for half of the requests
     return make_config(folder, 1, **{**BUSY, **defaults, **options})
@@ -123,7 +127,7 @@ def test_engines_of_two_ranks_give_the_tokens_of_one_rank_and_with_strict_its_bi
     pool, folder_of, on_one_engine, family, kind, options
 ):
     dtype, determinism = kind
-    config = shared(folder_of(family), 2, tensor_parallel=2, dtype=dtype, determinism=determinism, **options)
+    config = shared(folder_of(family), 2, tensor_parallel_size=2, dtype=dtype, determinism=determinism, **options)
     with running(pool, config) as group:
         outcome = run_rounds(group)
         stats = group.group.all_stats()
@@ -137,10 +141,10 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"dtype": "bfloat16"}),
     ("qwen3_moe", {"dtype": "float32"}),
     ("qwen3_moe", {"dtype": "float32", "determinism": None}),
-    ("qwen3_moe", {"dtype": "float32", "speculative": NGRAM}),
+    ("qwen3_moe", {"dtype": "float32", "speculative_config": NGRAM}),
     ("qwen3_moe", {"dtype": "float32", "overlap": False}),
-    ("qwen3_moe", {"dtype": "float32", "tensor_parallel": 2, "all2all_backend": "alltoall"}),
-    ("qwen3_moe", {"dtype": "float32", "pipeline_parallel": 3}),
+    ("qwen3_moe", {"dtype": "float32", "tensor_parallel_size": 2, "all2all_backend": "alltoall"}),
+    ("qwen3_moe", {"dtype": "float32", "pipeline_parallel_size": 3}),
     ("deepseek_v3", {"dtype": "bfloat16"}),
     ("qwen3_next", {"dtype": "bfloat16"}),
     ("gpt_oss", {"dtype": "float32"}),
@@ -153,7 +157,7 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
 def test_engines_with_stages_that_share_experts_give_the_tokens_of_one_rank_and_with_strict_its_bits(
     pool, folder_of, on_one_engine, family, options
 ):
-    with running(pool, shared(folder_of(family), 2, **{"pipeline_parallel": 2, **options})) as group:
+    with running(pool, shared(folder_of(family), 2, **{"pipeline_parallel_size": 2, **options})) as group:
         outcome = run_rounds(group)
         stats = group.group.all_stats()
     expected = on_one_engine(family, options["dtype"])
@@ -182,7 +186,7 @@ def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(
     pool, tmp_path, ranks, determinism, backend
 ):
     folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
-    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel": ranks,
+    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel_size": ranks,
                "all2all_backend": backend}  # fmt: skip
     if determinism is None:  # the bits of engines whose experts have not moved
         with running(pool, shared(folder, 2, eplb_config=LATER, **options)) as group:
@@ -221,7 +225,10 @@ def test_each_engine_computes_requests_with_adapters_of_attention(pool, folder_o
         assert group.stats().generation_tokens < sum(map(len, alone.tokens.values())), "the other engine answered too"
         experts = make_adapter(tmp_path / "experts", folder, 3, target_parameters=["mlp.experts.down_proj"])
         refused = ask(group, {"experts": ([5, 6], experts)})
-        assert "with data_parallel, experts also compute tokens of engines that have other" in refused.errors["experts"]
+        assert (
+            "with data_parallel_size, experts also compute tokens of engines that have other"
+            in refused.errors["experts"]
+        )
 
 
 @contextmanager
@@ -244,7 +251,7 @@ def test_engines_whose_layers_are_compiled_give_the_tokens_of_one_that_is_not(
     pool, folder_of, on_one_engine, ranks, monkeypatch
 ):
     monkeypatch.setattr("tests.shared_engines.run_rank", run_traced)
-    config = shared(folder_of("qwen3_moe"), 2, determinism=None, torch_compile=True, tensor_parallel=ranks)
+    config = shared(folder_of("qwen3_moe"), 2, determinism=None, torch_compile=True, tensor_parallel_size=ranks)
     with traced(), running(pool, config) as group:
         assert run_rounds(group).tokens == on_one_engine("qwen3_moe", "float32").tokens
 
@@ -305,7 +312,7 @@ def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_rep
     prompts = [[5, 6, 7 + i] for i in range(16)]
     with LLM(folder, **options) as alone:
         expected = [request.outputs[0].token_ids for request in alone.generate(prompts, params, use_tqdm=False)]
-    with LLM(folder, data_parallel=4, expert_parallel=True, **options) as llm:
+    with LLM(folder, data_parallel_size=4, enable_expert_parallel=True, **options) as llm:
         assert llm._ranks is not None
         victim = llm._ranks.processes[1]
         lengths = [params if i else replace(params, max_tokens=5) for i in range(len(prompts))]  # one ends first
@@ -315,13 +322,13 @@ def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_rep
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match=r"rank \d"):
             list(done)
-    with LLM(folder, data_parallel=4, expert_parallel=True, **options) as again:
+    with LLM(folder, data_parallel_size=4, enable_expert_parallel=True, **options) as again:
         found = [request.outputs[0].token_ids for request in again.generate(prompts, params, use_tqdm=False)]
     assert found == expected
 
 
 def test_what_engines_cannot_share_is_refused_before_a_process_starts(folder_of, tmp_path):
-    with pytest.raises(ConfigError, match="data_parallel must be 1 for LlamaForCausalLM, which has no experts"):
-        LLM(str(make_model(tmp_path, "llama")), data_parallel=2, expert_parallel=True, device="cpu")
-    with pytest.raises(StartupError, match="data_parallel must be at most the model's number of experts"):
-        LLM(str(folder_of("qwen3_moe")), data_parallel=64, expert_parallel=True, device="cpu")
+    with pytest.raises(ConfigError, match="data_parallel_size must be 1 for LlamaForCausalLM, which has no experts"):
+        LLM(str(make_model(tmp_path, "llama")), data_parallel_size=2, enable_expert_parallel=True, device="cpu")
+    with pytest.raises(StartupError, match="data_parallel_size must be at most the model's number of experts"):
+        LLM(str(folder_of("qwen3_moe")), data_parallel_size=64, enable_expert_parallel=True, device="cpu")

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "latent": {"family": "deepseek_v3"},
     "windowed": {"family": "gpt_oss"},
     "overlap": {"overlap": True},
-    "drafts": {"speculative": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "preemption": {"num_blocks": 30},
     "gloo": {"disable_custom_all_reduce": True},
     "bfloat16": {"dtype": "bfloat16"},
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {  # which change no text
     "compiled": {"torch_compile": True},
-    "ranks": {"tensor_parallel": 2},
+    "ranks": {"tensor_parallel_size": 2},
     "copies": {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 3, "window_size": 4, "step_interval": 8}},
 }
 
@@ -105,7 +105,7 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     with LLM(folder, **options) as alone:
         expected = answers(alone, params)
     options |= LAYOUTS.get(case, {})
-    with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+    with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
         assert group_of(llm)._core.runner.experts.spare_bytes > 0
@@ -152,17 +152,17 @@ def drafted(tmp_path_factory):
     ("method", "options"),
     [
         *((method, {}) for method in ("mtp", "draft_model", "eagle3", "medusa")),
-        ("draft_model", {"tensor_parallel": 2}),
+        ("draft_model", {"tensor_parallel_size": 2}),
         ("mtp", {"dtype": "bfloat16", "overlap": True}),
     ],
 )
 def test_drafters_with_weights_go_on_without_a_lost_engine_and_change_no_text(drafted, method, options):
     folder, speculative = drafted(method)
     options = {**OPTIONS, "determinism": "strict", **options}
-    with LLM(folder, **{**options, "tensor_parallel": 1}) as alone:
+    with LLM(folder, **{**options, "tensor_parallel_size": 1}) as alone:
         expected = answers(alone, RANDOM)
-    options |= {"speculative": {**speculative, "num_speculative_tokens": 3}}
-    with LLM(folder, data_parallel=3, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+    options |= {"speculative_config": {**speculative, "num_speculative_tokens": 3}}
+    with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, RANDOM, [1])
         before = [stats.spec_decode.num_draft_tokens for stats in group_of(llm).all_stats()]
         assert answers(llm, RANDOM) == expected
@@ -181,7 +181,7 @@ def test_engines_that_die_one_after_the_other_or_at_once_leave_one_that_has_all_
     folder, options = folder_of("qwen3_moe"), {**OPTIONS, "determinism": "strict"}
     with LLM(folder, **options) as alone:
         expected = answers(alone, RANDOM)
-    with LLM(folder, data_parallel=4, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+    with LLM(folder, data_parallel_size=4, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, RANDOM, [2, 1, 3])
         for tokens, all_of_them in zip(found, expected, strict=True):
             assert tokens == all_of_them[: len(tokens)]
@@ -194,7 +194,7 @@ def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
     folder, options = folder_of("qwen3_moe"), {**OPTIONS, "determinism": "strict"}
     with LLM(folder, **options) as alone:
         expected = answers(alone, RANDOM)
-    with LLM(folder, data_parallel=2, expert_parallel=True, enable_elastic_ep=True, **options) as llm:
+    with LLM(folder, data_parallel_size=2, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         assert answers(llm, RANDOM) == expected
         kill(llm, 1)
         wait_until(lambda: group_of(llm)._roster.generation == 1)  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
 
 @pytest.mark.slow
 def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(folder_of, monkeypatch):
-    options = {**OPTIONS, "data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
+    options = {**OPTIONS, "data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True}
     with LLM(folder_of("qwen3_moe"), **options) as llm:
         monkeypatch.setattr(recovery, "free_host_memory", lambda: FreeMemory(100, "the box"))
         with pytest.raises(EngineUnavailable, match=r"do not fit: rank 0 needs .* GiB are free"):
@@ -213,9 +213,9 @@ def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(fol
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"data_parallel": 1}, "enable_elastic_ep must be false without data_parallel above 1"),
+        ({"data_parallel_size": 1}, "enable_elastic_ep must be false without data_parallel_size above 1"),
     ],
 )
 def test_what_engines_that_go_on_do_not_support_is_refused_by_name(options, error):
     with pytest.raises(ConfigError, match=error):
-        EngineConfig(**{"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True, **options})
+        EngineConfig(**{"data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True, **options})

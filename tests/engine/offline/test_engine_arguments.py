@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import RENAMED, EngineConfig
 from engine.errors import ConfigError
 from engine.offline.engine_arguments import SERVED, engine_options, in_python
 from engine.offline.vllm_flags import SPECIAL, find
@@ -25,9 +25,15 @@ OWN = {"chat_template", "revision", "served_model_name"}
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, {"tensor_parallel": 2, "pipeline_parallel": 3}),
-        ({"tensor_parallel": 2}, {"tensor_parallel": 2}),
-        ({"enable_expert_parallel": True, "data_parallel_size": 2}, {"expert_parallel": True, "data_parallel": 2}),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+        ),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
+        (
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+        ),
         ({"num_gpu_blocks_override": 64, "async_scheduling": True}, {"num_blocks": 64, "overlap": True}),
         ({"seed": 5, "gpu_memory_utilization": 0.5}, {"seed": 5, "gpu_memory_utilization": 0.5}),
         ({"max_num_seqs": None, "quantization": None, "max_model_len": -1}, {}),
@@ -37,7 +43,7 @@ OWN = {"chat_template", "revision", "served_model_name"}
         ({"rope_theta": 5}, {"hf_overrides": '{"rope_theta": 5}'}),
         (
             {"speculative_config": {"method": "deepseek_mtp", "model": "x", "num_speculative_tokens": 1}},
-            {"speculative": {"method": "mtp", "num_speculative_tokens": 1}},
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         ),
         ({"cpu_offload_gb": 0, "tokenizer_mode": "auto", "kv_transfer_config": None, "hf_token": None}, {}),
         ({"dcp_kv_cache_interleave_size": 1, "skip_tokenizer_init": False, "max_logprobs": 20}, {}),
@@ -45,7 +51,7 @@ OWN = {"chat_template", "revision", "served_model_name"}
 )
 def test_arguments_of_vllm_become_fields_of_the_configuration(given, options):
     assert engine_options(given) == options
-    EngineConfig(**{name: value for name, value in options.items() if name != "data_parallel"})
+    EngineConfig(**{name: value for name, value in options.items() if name != "data_parallel_size"})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_arguments_of_vllm_become_fields_of_the_configuration(given, options):
     [
         ({"tensor_paralel_size": 2}, "tensor_paralel_size must be left out; did you mean tensor_parallel_size?, got 2"),
         ({"blue": 1}, "blue must be left out, because LLM has no such option"),
-        ({"tensor_parallel": 2, "tensor_parallel_size": 2}, "tensor_parallel_size must be left out, because tensor_pa"),
+        *(({old: 1}, f"{old} must be written {new}, got 1") for old, new in RENAMED.items()),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init must be left out, because it is not supported: prompts"),
         ({"kv_cache_memory_bytes": 5}, "not supported: kv_cache_memory_gib has the same meaning, in GiB"),
         ({"cpu_offload_gb": 4}, "not supported: weights always stay on the device; use tensor_parallel_size or"),

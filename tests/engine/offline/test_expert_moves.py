@@ -37,7 +37,7 @@ LATER = often(window_size=10_000, step_interval=10_000)  # than any request here
 
 
 def moving(folder: Path, size: int, **options: Any) -> EngineConfig:
-    eplb = {"enable_eplb": True, "eplb_config": often(size=size), "expert_parallel": True} if size > 1 else {}
+    eplb = {"enable_eplb": True, "eplb_config": often(size=size), "enable_expert_parallel": True} if size > 1 else {}
     return make_config(folder, size, **{**eplb, "num_blocks": 300, "max_num_batched_tokens": 40, **options})
 
 
@@ -112,7 +112,7 @@ def test_experts_that_move_in_the_middle_of_streams_leave_the_bits_of_one_rank(p
 @pytest.mark.parametrize("stages", [1, 2])
 def test_without_a_fixed_order_bits_do_not_depend_on_where_experts_are(pool, tmp_path, stages):
     folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
-    options = {"dtype": "float32", "pipeline_parallel": stages}
+    options = {"dtype": "float32", "pipeline_parallel_size": stages}
     with pool.engine(moving(folder, 2, eplb_config=LATER, **options)) as core:
         expected = run_streams(core)
         assert not core.stats().experts
@@ -188,8 +188,11 @@ def test_a_rank_that_dies_while_experts_move_ends_the_engine_with_its_name(folde
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"expert_parallel": False}, "enable_eplb must be false without expert_parallel on at least two ranks"),
-        ({"tensor_parallel": 1}, "enable_eplb must be false without expert_parallel on at least two ranks"),
+        (
+            {"enable_expert_parallel": False},
+            "enable_eplb must be false without enable_expert_parallel on at least two ranks",
+        ),
+        ({"tensor_parallel_size": 1}, "enable_eplb must be false without enable_expert_parallel on at least two ranks"),
         ({"enable_lora": True}, "enable_eplb must be false with enable_lora"),
         (
             {"eplb_config": {"step_interval": 3}},
@@ -204,7 +207,7 @@ def test_a_rank_that_dies_while_experts_move_ends_the_engine_with_its_name(folde
 )
 def test_options_that_make_no_sense_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
-        EngineConfig(**{"tensor_parallel": 2, "expert_parallel": True, "enable_eplb": True, **options})
+        EngineConfig(**{"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, **options})
 
 
 def test_requests_are_answered_while_experts_wait_to_move(pool, folder_of):

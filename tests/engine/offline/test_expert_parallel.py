@@ -1,4 +1,4 @@
-"""The whole engine with experts over ranks, each a process: the same bits as one rank without `expert_parallel`."""
+"""The whole engine with experts over ranks, each a process: the same bits as one rank with slices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.rank_pool import RankPool
 NGRAM = SpeculativeConfig(method="ngram")
 OTHERS = ("mixtral", "gpt_oss", "glm4_moe", "gemma4_moe")
 WAYS: list[dict[str, Any]] = [
-    {"tensor_parallel": 2},
-    {"tensor_parallel": 4},
-    {"tensor_parallel": 2, "speculative": NGRAM},
-    {"tensor_parallel": 2, "pipeline_parallel": 2},
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 4},
+    {"tensor_parallel_size": 2, "speculative_config": NGRAM},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 ]
 
 
@@ -33,14 +33,18 @@ def on_one_rank(pool, folder_of):
 
     @cache
     def run(family: str, dtype: str) -> Outcome:
-        with pool.engine(spread(folder_of(family), dtype=dtype, tensor_parallel=1, expert_parallel=False)) as core:
+        with pool.engine(
+            spread(folder_of(family), dtype=dtype, tensor_parallel_size=1, enable_expert_parallel=False)
+        ) as core:
             return run_mixed(core, preempts=False, hits=family != "qwen3_next")
 
     return run
 
 
 def spread(folder: Path, **options: Any) -> EngineConfig:
-    return make_config(folder, **{"size": 2, "determinism": "strict", "expert_parallel": True, **BUSY, **options})
+    return make_config(
+        folder, **{"size": 2, "determinism": "strict", "enable_expert_parallel": True, **BUSY, **options}
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,13 @@ def test_the_death_of_a_rank_ends_the_engine_with_its_name(folder_of):
 
 
 def test_more_ranks_than_experts_and_a_model_without_experts_are_refused_before_a_process_starts(folder_of, tmp_path):
-    with pytest.raises(ConfigError, match="tensor_parallel must be at most the model's number of experts"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be at most the model's number of experts"):
         LLM(str(make_model(tmp_path / "few", "gpt_oss", num_local_experts=2, num_key_value_heads=4)),
-            tensor_parallel=4, expert_parallel=True, device="cpu")  # fmt: skip
-    with pytest.raises(ConfigError, match="expert_parallel must be left out"):
-        LLM(str(make_model(tmp_path / "dense", "llama")), tensor_parallel=2, expert_parallel=True, device="cpu")
+            tensor_parallel_size=4, enable_expert_parallel=True, device="cpu")  # fmt: skip
+    with pytest.raises(ConfigError, match="enable_expert_parallel must be left out"):
+        LLM(
+            str(make_model(tmp_path / "dense", "llama")),
+            tensor_parallel_size=2,
+            enable_expert_parallel=True,
+            device="cpu",
+        )

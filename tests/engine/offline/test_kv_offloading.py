@@ -345,7 +345,7 @@ def test_a_key_that_is_nowhere_leaves_nothing_to_the_next_start(folder_of, tmp_p
 @pytest.mark.slow
 def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp_path, key_file):
     tiers = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_size": SIZE}
-    config = config_of(folder_of("llama"), tensor_parallel=2, kv_offloading_key_file=key_file, **tiers)
+    config = config_of(folder_of("llama"), tensor_parallel_size=2, kv_offloading_key_file=key_file, **tiers)
     with RankPool() as pool:
         with pool.engine(config) as core:
             first, _ = answer(core, PROMPT)
@@ -366,7 +366,7 @@ def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp
 
 
 def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared):
-    config = config_of(folder_of("llama"), tensor_parallel=2, **shared)
+    config = config_of(folder_of("llama"), tensor_parallel_size=2, **shared)
     with RankPool() as pool:
         with pool.engine(config) as core:
             first, _ = answer(core, PROMPT)
@@ -391,7 +391,12 @@ def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
     folder_of, plainly, tmp_path, shared, family, ranks
 ):
     disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
-    layout = {"pipeline_parallel": 2, "tensor_parallel": ranks, "determinism": "strict", "num_blocks": BLOCKS[family]}
+    layout = {
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": ranks,
+        "determinism": "strict",
+        "num_blocks": BLOCKS[family],
+    }
     with engine(folder_of(family), num_blocks=BLOCKS[family], determinism="strict") as core:
         first, _ = answer(core, PROMPT)
         core.scheduler.clear_cache()

@@ -67,7 +67,7 @@ def run(llm: LLM, name: str) -> list[tuple[list[int], str | None]]:
 @pytest.mark.parametrize("method", with_slow(METHODS, set(METHODS) - {"same_model"}))
 def test_tokens_and_ends_are_those_without_speculation(folders, expected, method):
     folder, options = folders[method]
-    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+    with LLM(folder, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         for name, right in expected(folder).items():
             assert run(llm, name) == right
             if (method, name) == ("same_model", "greedy"):  # which never guesses wrong
@@ -81,7 +81,7 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     folder, options = folders["same_model"]
     found = []
     for speculative in (None, {**options, "num_speculative_tokens": 4}):
-        with LLM(folder, dtype="bfloat16", speculative=speculative, **OPTIONS) as llm:
+        with LLM(folder, dtype="bfloat16", speculative_config=speculative, **OPTIONS) as llm:
             found.append([run(llm, name) for name in PARAMS])
     assert found[0] == found[1]
 
@@ -92,7 +92,7 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
     speculative = {**options, "num_speculative_tokens": HEADS}
-    with LLM(folder, dtype=dtype, speculative=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
+    with LLM(folder, dtype=dtype, speculative_config=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
         for name in ("greedy", "seeded", "grammar"):
             for _ in range(2):  # the second time prompts are cached
                 assert run(llm, name) == expected(folder, dtype)[name]
@@ -108,7 +108,7 @@ ON_LATE = [method for method in METHODS if method != "hybrid_ngram"]  # these te
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method, monkeypatch):
     monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # hybrids too, as with Triton
     folder, options = folders[method]
-    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+    with LLM(folder, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         assert run(llm, "penalties") == expected(folder)["penalties"]
         assert llm.stats().spec_decode.num_draft_tokens > 0
         passes = len(late.replays) - llm.stats().steps  # of the drafter
@@ -146,7 +146,7 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
     speculative = {**options, "num_speculative_tokens": HEADS}
     for waits in (False, True):
         drafted.clear()
-        with LLM(folder, speculative=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
+        with LLM(folder, speculative_config=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
             llm._core.runner.drafting.waits = waits
             results.clear()
             for name in PARAMS:
@@ -188,7 +188,7 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
     def most() -> int:
         launched.clear()
         folder, options = folders["eagle3"]
-        with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+        with LLM(folder, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
             run(llm, "greedy")
         return max(launched)
 
@@ -205,9 +205,9 @@ def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, 
     folder, options = folders[method]
     speculative, layout = (
         {**options, "num_speculative_tokens": HEADS},
-        {"pipeline_parallel": 2, "tensor_parallel": ranks},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": ranks},
     )
-    with LLM(folder, **layout, speculative=speculative, **OPTIONS) as llm:
+    with LLM(folder, **layout, speculative_config=speculative, **OPTIONS) as llm:
         for name in ("greedy", "seeded", "grammar"):
             assert run(llm, name) == expected(folder)[name]
         stats = llm.stats().spec_decode
@@ -229,7 +229,7 @@ def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(fold
     for stages in (1, 3):
         found.append([])
         speculative = {**options, "num_speculative_tokens": HEADS}
-        with LLM(folder, pipeline_parallel=stages, speculative=speculative, **OPTIONS) as llm:
+        with LLM(folder, pipeline_parallel_size=stages, speculative_config=speculative, **OPTIONS) as llm:
             for prompt in PROMPTS:  # one at a time, so that the steps are the same
                 llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), use_tqdm=False)
     assert found[0] == found[1]
@@ -240,7 +240,9 @@ def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(fold
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "medusa"])
 def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
     folder, options = folders[method]
-    with LLM(folder, tensor_parallel=2, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+    with LLM(
+        folder, tensor_parallel_size=2, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS
+    ) as llm:
         for name, right in expected(folder).items():
             assert run(llm, name) == right
         assert llm.stats().spec_decode.num_draft_tokens > 0
@@ -249,7 +251,7 @@ def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle3"}, "speculative.model must be given with method eagle3"),
+        ({"method": "eagle3"}, "speculative_config.model must be given with method eagle3"),
         ({"method": "mtp", "model": "pocket"}, "a method other than mtp for Qwen3ForCausalLM"),
         ({"method": "draft_model", "model": "/nowhere"}, "model '/nowhere': no such folder"),
         ({"method": "mtp"}, "a method other than mtp for Qwen3ForCausalLM"),
@@ -257,5 +259,5 @@ def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
 )
 def test_drafters_that_cannot_start_are_refused_in_one_line(options, message):
     with pytest.raises((ConfigError, ModelFolderError), match=message) as refused:
-        LLM("pocket", speculative=options, num_threads=1)
+        LLM("pocket", speculative_config=options, num_threads=1)
     assert "\n" not in str(refused.value)

@@ -58,7 +58,7 @@ def folder_of(tmp_path_factory):
 
 
 def staged(folder: Path, stages: int, ranks: int = 1, **options: Any) -> EngineConfig:
-    return make_config(folder, ranks, pipeline_parallel=stages, **{**BUSY, "num_blocks": 64, **options})
+    return make_config(folder, ranks, pipeline_parallel_size=stages, **{**BUSY, "num_blocks": 64, **options})
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_stages_give_the_same_tokens_with_padded_graphs_as_one_rank_plainly(pool
     wanted, device = requests(logprobs=2), TapedDevice()
     expected = generate(folder_of(family), wanted, None)
     allow_graphs(monkeypatch, device)
-    with pool.engine(small_config(folder_of(family), pipeline_parallel=2)) as core:
+    with pool.engine(small_config(folder_of(family), pipeline_parallel_size=2)) as core:
         found = answer(core, wanted)
     for name, (tokens, logprobs) in expected.items():
         assert found[name][0] == tokens
@@ -122,7 +122,7 @@ def test_graphs_of_stages_also_verify_drafts_and_pass_on_what_a_drafter_needs(po
     expected = generate(folder, wanted, None)
     allow_graphs(monkeypatch, TapedDevice())
     speculative = SpeculativeConfig(**{**options, "num_speculative_tokens": 2})
-    with pool.engine(small_config(folder, pipeline_parallel=2, speculative=speculative)) as core:
+    with pool.engine(small_config(folder, pipeline_parallel_size=2, speculative_config=speculative)) as core:
         found = answer(core, wanted)
         assert core.stats().spec_decode.num_draft_tokens > 0
     assert {name: tokens for name, (tokens, _) in found.items()} == {
@@ -262,14 +262,20 @@ def test_the_death_of_a_middle_or_last_stage_ends_the_engine_with_its_name(folde
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"pipeline_parallel": 5}, "pipeline_parallel must be at most the model's number of layers (4), got 5"),
         (
-            {"pipeline_parallel": 2, "pipeline_layers": "1,2"},
+            {"pipeline_parallel_size": 5},
+            "pipeline_parallel_size must be at most the model's number of layers (4), got 5",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layers": "1,2"},
             "pipeline_layers must be 2 numbers of at least 1 whose sum",
         ),
-        ({"pipeline_parallel": 2, "pipeline_layers": "4"}, "pipeline_layers must be 2 numbers"),
-        ({"pipeline_parallel": 2, "torch_compile": True}, "torch_compile must be left out, because pipeline_parallel"),
-        ({"pipeline_parallel": 0}, "pipeline_parallel must be at least 1"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "4"}, "pipeline_layers must be 2 numbers"),
+        (
+            {"pipeline_parallel_size": 2, "torch_compile": True},
+            "torch_compile must be left out, because pipeline_parallel_size",
+        ),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
     ],
 )
 def test_what_stages_do_not_support_is_refused_by_name_before_a_process_starts(folder_of, options, error):

@@ -354,7 +354,7 @@ def test_what_an_encoder_does_not_support_is_refused_at_start(folders):
     with pytest.raises(ConfigError, match="torch_compile must be left out"):
         LLM(folders("minilm"), **OPTIONS, torch_compile=True)
     two = SimpleNamespace(size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel must be 1 for an encoder"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for an encoder"):
         BertModel(ModelConfig.from_folder(folders("minilm")), two)
 
 

@@ -32,7 +32,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 def start(folder: Path, size: int, **options) -> LLM:
     defaults = {"dtype": "float32", "num_blocks": 256, "num_threads": 1, "device": "cpu"}
-    return LLM(str(folder), tensor_parallel=size, **{**defaults, **options})
+    return LLM(str(folder), tensor_parallel_size=size, **{**defaults, **options})
 
 
 def generate(llm: LLM, params: SamplingParams) -> list[list[int]]:
@@ -159,7 +159,7 @@ def sigint_ignored():
 def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
     code = f"""
 from engine import LLM
-llm = LLM({str(folder)!r}, tensor_parallel=2, num_blocks=64, num_threads=1, device="cpu")
+llm = LLM({str(folder)!r}, tensor_parallel_size=2, num_blocks=64, num_threads=1, device="cpu")
 print(llm._ranks.processes[0].pid, flush=True)
 while True:
     llm.generate([[5, 6, 7]], use_tqdm=False)
@@ -211,5 +211,5 @@ def test_a_rank_that_dies_before_the_rendezvous_ends_the_start(folder, leaves_no
 
 def test_a_model_that_does_not_divide_names_the_key_and_starts_no_process(folder, leaves_nothing, monkeypatch):
     monkeypatch.setattr(RankProcesses, "_start", lambda self, task: pytest.fail("a process was started"))
-    with pytest.raises(StartupError, match="tensor_parallel must be a divisor"):
+    with pytest.raises(StartupError, match="tensor_parallel_size must be a divisor"):
         start(folder, 3)

@@ -61,10 +61,10 @@ def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> 
 def test_over_pipeline_stages_the_texts_are_the_same_with_grammars_and_with_accepted_and_rejected_drafts(
     folder, expected, wild
 ):
-    with LLM(folder, pipeline_parallel=2, **OPTIONS) as llm:
+    with LLM(folder, pipeline_parallel_size=2, **OPTIONS) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
-    with LLM(folder, pipeline_parallel=2, speculative={"method": "ngram"}, **OPTIONS) as llm:
+    with LLM(folder, pipeline_parallel_size=2, speculative_config={"method": "ngram"}, **OPTIONS) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         for name, right in expected.items():
             wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
@@ -75,7 +75,7 @@ def test_over_pipeline_stages_the_texts_are_the_same_with_grammars_and_with_acce
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
 def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild, overlap):
-    with LLM(folder, overlap=overlap, speculative={"method": "ngram"}, **OPTIONS) as llm:
+    with LLM(folder, overlap=overlap, speculative_config={"method": "ngram"}, **OPTIONS) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         for name, right in expected.items():
             wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
@@ -96,7 +96,7 @@ def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_o
     speculative, folder, expected, late, monkeypatch
 ):
     draft_always(monkeypatch)
-    options = {**OPTIONS, "num_blocks": 28, "speculative": speculative}
+    options = {**OPTIONS, "num_blocks": 28, "speculative_config": speculative}
     with LLM(folder, **options) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
@@ -108,7 +108,7 @@ def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_o
 @pytest.mark.slow
 def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, monkeypatch):
     draft_always(monkeypatch)
-    with LLM(folder, speculative={"method": "ngram", "prompt_lookup_min": 1}, **OPTIONS) as llm:
+    with LLM(folder, speculative_config={"method": "ngram", "prompt_lookup_min": 1}, **OPTIONS) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
         stats = llm.stats()
@@ -118,7 +118,7 @@ def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, 
 
 def test_suffix_decoding_gives_the_texts_without_and_learns_from_them(folder, expected, monkeypatch):
     draft_always(monkeypatch)
-    with LLM(folder, speculative={"method": "suffix", "suffix_decoding_max_spec_factor": 4}, **OPTIONS) as llm:
+    with LLM(folder, speculative_config={"method": "suffix", "suffix_decoding_max_spec_factor": 4}, **OPTIONS) as llm:
         steps = []
         for _ in range(2):
             before = llm.stats().steps
@@ -132,14 +132,14 @@ def test_suffix_decoding_gives_the_texts_without_and_learns_from_them(folder, ex
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_two_ranks_verify_the_same_drafts_of_the_scheduler(folder, expected, method, monkeypatch):
     draft_always(monkeypatch)
-    with LLM(folder, tensor_parallel=2, speculative={"method": method}, **OPTIONS) as llm:
+    with LLM(folder, tensor_parallel_size=2, speculative_config={"method": method}, **OPTIONS) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
         assert llm.stats().spec_decode.num_accepted_tokens > 0
 
 
 def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
-    with LLM(folder, speculative={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
+    with LLM(folder, speculative_config={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         wild.know_texts([prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)])
         check(run(llm, "seeded"), expected["seeded"])
@@ -149,10 +149,10 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "speculative.method must be given"),
+        ({}, "speculative_config.method must be given"),
         (
             {"method": "guess"},
-            "speculative.method must be one of ngram, suffix, draft_model, eagle3, mtp, medusa, got 'guess'",
+            "speculative_config.method must be one of ngram, suffix, draft_model, eagle3, mtp, medusa, got 'guess'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "between 1 and 32"),
@@ -167,5 +167,5 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
 )
 def test_options_that_there_are_not_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        LLM("pocket", speculative=options)
+        LLM("pocket", speculative_config=options)
     assert "\n" not in str(refused.value)

@@ -63,7 +63,7 @@ def on_one_rank(pool, folder_of):
 
 def make_config(folder: Path, size: int, **options: Any) -> EngineConfig:
     defaults = {"dtype": "float32", "block_size": 4, "max_num_seqs": 8, "num_blocks": 128, "num_threads": 1}
-    return EngineConfig(**{"model": str(folder), "tensor_parallel": size, **defaults, **options})
+    return EngineConfig(**{"model": str(folder), "tensor_parallel_size": size, **defaults, **options})
 
 
 class Outcome:

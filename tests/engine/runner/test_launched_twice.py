@@ -44,7 +44,7 @@ def test_a_drafter_with_weights_proposes_the_same_again(drafters, monkeypatch, n
     speculative = SpeculativeConfig(**options, num_speculative_tokens=3)
     found: list[tuple[dict[str, Answer], int, int]] = []
     for again in (False, True):
-        core = make_core(folder, "cpu", speculative=speculative, block_size=4, max_num_seqs=4, num_threads=1)
+        core = make_core(folder, "cpu", speculative_config=speculative, block_size=4, max_num_seqs=4, num_threads=1)
         if again:
             launch_twice(core)
         answers, drafts = run(core, wanted), core.stats().spec_decode

@@ -207,7 +207,9 @@ def test_what_an_aborted_collective_returns_is_not_believed():
 
 def test_gpus_of_engines_that_go_on_share_no_memory_since_nothing_ends_their_waits_in_it():
     for device, elastic, shared in (("cuda", True, False), ("cuda", False, True), ("cpu", True, True)):
-        config = EngineConfig(device=device, data_parallel=2, expert_parallel=True, enable_elastic_ep=elastic)
+        config = EngineConfig(
+            device=device, data_parallel_size=2, enable_expert_parallel=True, enable_elastic_ep=elastic
+        )
         assert group_options(config)["shared_memory"] is shared
 
 

@@ -67,7 +67,7 @@ def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess
         make_model(drafter, "qwen3", vocab_size=VOCAB)
     options = SpeculativeConfig(method=method, model=str(drafter), num_speculative_tokens=DRAFTS)
     limits = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS}
-    config = EngineConfig(model=str(target), speculative=options, dtype="float32", **limits)
+    config = EngineConfig(model=str(target), speculative_config=options, dtype="float32", **limits)
     setup = RankSetup.of(config, ModelConfig.from_folder(target), target, TPGroup.single())
     model = load_model(setup)
     found = load_drafter(setup, model).drafter

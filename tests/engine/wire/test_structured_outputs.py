@@ -331,7 +331,7 @@ def test_two_ranks_give_the_same_as_one(folder, ranks, llm, overlap):
         GenerateRequest(request_id=str(i), prompt=[5 + i, 6, 7] * 3, params=params) for i, params in enumerate(mixed())
     ]
     config = {"model": str(folder), "num_blocks": 2000, "overlap": overlap, **OPTIONS}
-    with ranks.engine(EngineConfig(**config, tensor_parallel=2)) as core:
+    with ranks.engine(EngineConfig(**config, tensor_parallel_size=2)) as core:
         assert list(run(core, requests).values()) == tokens_of(llm)
 
 

@@ -36,12 +36,12 @@ def config(folder: Path, num_gpus: int = 1, **engine: object) -> AppConfig:
 
 
 def test_the_best_layout_is_named_with_its_reason_and_beside_it_the_configured_one(large):
-    (finding,) = check_layouts(config(large, tensor_parallel=4), [H100, H100])
+    (finding,) = check_layouts(config(large, tensor_parallel_size=4), [H100, H100])
     assert finding.level == "ok" and finding.topic == "layout of m"
-    assert finding.message.startswith("best: tensor_parallel 8: 16.2 GiB of weights per rank, ")
+    assert finding.message.startswith("best: tensor_parallel_size 8: 16.2 GiB of weights per rank, ")
     assert "because on 2 ranks weights and KV do not fit" in finding.message
-    assert finding.advice.startswith("Configured: tensor_parallel 4: ")
-    (finding,) = check_layouts(config(large, tensor_parallel=8), [H100, H100])
+    assert finding.advice.startswith("Configured: tensor_parallel_size 4: ")
+    (finding,) = check_layouts(config(large, tensor_parallel_size=8), [H100, H100])
     assert not finding.advice
 
 
@@ -49,7 +49,7 @@ def test_nodes_with_few_gpus_and_an_ordinary_network_get_stages(large):
     node = Node({"GPU": 4.0, "accelerator_type:A100-40G": 1.0}, {})
     small = [Node({"GPU": 2.0, "accelerator_type:H100": 1.0}, {})] * 2
     (finding,) = check_layouts(config(large), small, network_gbit=1.0)
-    assert finding.message.startswith("best: tensor_parallel 2, pipeline_parallel 2: ")
+    assert finding.message.startswith("best: tensor_parallel_size 2, pipeline_parallel_size 2: ")
     assert gpus_of([node]) == (CARDS["a100"], 1, 4)
 
 

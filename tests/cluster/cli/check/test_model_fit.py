@@ -107,7 +107,7 @@ def told(config: AppConfig) -> list[str]:
 
 def test_the_kv_cache_of_the_stage_with_most_layers_sets_its_size(folder: Path):
     sizes = {"kv_cache_memory_gib": 0.001, "max_model_len": 100, "max_num_seqs": 256}
-    whole, staged = (told(config(folder, engine={**sizes, "pipeline_parallel": n})) for n in (1, 3))
+    whole, staged = (told(config(folder, engine={**sizes, "pipeline_parallel_size": n})) for n in (1, 3))
     (stages,) = (line for line in staged if "pipeline stages" in line)
     assert re.fullmatch(r"3 pipeline stages, of which a rank has (1 layers with 0\.00 GiB(, )?){3} of weights", stages)
     tokens = [
@@ -157,15 +157,15 @@ def test_the_rank_with_most_experts_needs_most_memory(tmp_path, monkeypatch):
     weights = []
     monkeypatch.setattr(model_fit, "check_kv_cache", lambda topic, engine, shape, dtype, bytes, on_gpu: (
         weights.append(bytes), Finding("ok", topic, ""))[1])  # fmt: skip
-    for layout in ({"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True},
-                   {"data_parallel": 2, "expert_parallel": True}):  # fmt: skip
+    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+                   {"data_parallel_size": 2, "enable_expert_parallel": True}):  # fmt: skip
         messages = told(config(folder, engine=layout))
         known = any("5 experts over 2 ranks: at most 3 of each layer per rank" in text for text in messages)
-        assert known == ("expert_parallel" in layout)
+        assert known == ("enable_expert_parallel" in layout)
     of_experts, whole = (weight_bytes(folder, torch.float32, part=part) for part in (".experts.", ""))
     assert weights[1] - weights[0] == of_experts * 3 // 5 - of_experts // 2 > 0
     assert weights[2] == whole - of_experts + of_experts * 3 // 5, "all other weights are whole in each engine"
-    shared = {"data_parallel": 2, "expert_parallel": True, "enable_elastic_ep": True}
+    shared = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True}
     assert any(
         "GiB per rank stay free for experts of a lost engine" in text for text in told(config(folder, engine=shared))
     )

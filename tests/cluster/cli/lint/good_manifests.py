@@ -29,7 +29,7 @@ class Deployed:
                             {
                                 "name": "m",
                                 "model": "/models/m",
-                                "engine": {"tensor_parallel": 2},
+                                "engine": {"tensor_parallel_size": 2},
                                 "decode": {
                                     "min_replicas": 1,
                                     "max_replicas": 2,

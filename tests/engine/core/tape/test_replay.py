@@ -168,7 +168,7 @@ def test_drafts_are_verified_again(make_core, method, monkeypatch):
     from tests.fake_drafter import draft_always
 
     draft_always(monkeypatch)
-    core = make_core(speculative=SpeculativeConfig(method=method))
+    core = make_core(speculative_config=SpeculativeConfig(method=method))
     for i in range(4):
         add(core, str(i), [5, 6, 7, 8] * 4 + [i + 20], max_tokens=30)
         core.step()

@@ -73,7 +73,7 @@ def test_gated_mlp_is_the_same_on_any_number_of_ranks(size, activation):
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 4), (12, 6, 4), (12, 4, 6)])
 def test_a_model_whose_heads_do_not_divide_over_the_ranks_is_refused(heads, kv_heads, size):
     cfg = tiny_config(num_heads=heads, num_kv_heads=kv_heads)
-    with pytest.raises(ConfigError, match="tensor_parallel"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
         QKVLinear(cfg, TPGroup(0, size))
 
 

@@ -47,9 +47,9 @@ def load_stage(folder, cfg: ModelConfig, stage: int) -> ByHand:
 def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or_are_refused(tmp_path, family):
     folder = make_model(tmp_path, family)
     cfg = ModelConfig.from_folder(folder)
-    config = EngineConfig(model=str(folder), pipeline_parallel=cfg.num_layers)
+    config = EngineConfig(model=str(folder), pipeline_parallel_size=cfg.num_layers)
     if family in REFUSED:
-        with pytest.raises(ConfigError, match="pipeline_parallel"):
+        with pytest.raises(ConfigError, match="pipeline_parallel_size"):
             check_stages(config, cfg)
         return
     check_stages(config, cfg)
@@ -72,6 +72,6 @@ def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or
 )
 def test_options_that_stages_do_not_support_are_refused_by_name(tmp_path, option, options):
     folder = make_model(tmp_path, "llama")
-    config = EngineConfig(model=str(folder), pipeline_parallel=2, **options)
-    with pytest.raises(ConfigError, match=f"{option} must be left out, because pipeline_parallel"):
+    config = EngineConfig(model=str(folder), pipeline_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match=f"{option} must be left out, because pipeline_parallel_size"):
         check_stages(config, ModelConfig.from_folder(folder))

@@ -52,7 +52,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCore, EngineCore]]:
     """An engine that answers, of so many ranks, and one that encodes images for it."""
     answers = HandoffConfig(role="decode", transport="tcp")
-    config = EngineConfig(model=str(folder), tensor_parallel=ranks, encode=answers, **{**SIZES, **options})
+    config = EngineConfig(model=str(folder), tensor_parallel_size=ranks, encode=answers, **{**SIZES, **options})
     handoff = HandoffConfig(role="encode", transport="tcp")
     with RankPool() as pool, ExitStack() as opened:
         core = opened.enter_context(pool.engine(config))

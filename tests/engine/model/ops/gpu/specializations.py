@@ -38,8 +38,8 @@ from tests.examples import examples
 MAX_TOKENS, MAX_SEQS, STEPS = 8192, 256, examples(200)
 PLAIN = EngineConfig(model="", max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS, block_size=64)
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-EAGLE = replace(PLAIN, speculative=SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3))
-MTP = replace(PLAIN, speculative=SpeculativeConfig(method="mtp", num_speculative_tokens=3))
+EAGLE = replace(PLAIN, speculative_config=SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3))
+MTP = replace(PLAIN, speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=3))
 IN_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 COLD = ", none in the warm-up"
 IMAGES = {
@@ -56,7 +56,7 @@ IMAGES = {
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], EngineConfig]] = {
     "dense": ("8B", {}, PLAIN),
-    "drafts": ("8B", {}, replace(PLAIN, speculative=DRAFTS)),
+    "drafts": ("8B", {}, replace(PLAIN, speculative_config=DRAFTS)),
     "adapters": ("8B", {}, replace(PLAIN, enable_lora=True)),
     "norms of heads": ("0.6B", {}, PLAIN),
     "experts": ("30B-A3B", {}, PLAIN),
@@ -70,16 +70,16 @@ CASES: dict[str, tuple[str, dict[str, Any], EngineConfig]] = {
     "images": ("images", {}, PLAIN),
     "recurrent": ("Qwen3-Next 80B-A3B", {"full_attention_interval": 2}, PLAIN),
     "drafts for a recurrent model": (
-        "Qwen3-Next 80B-A3B", {"full_attention_interval": 2}, replace(PLAIN, speculative=DRAFTS),
+        "Qwen3-Next 80B-A3B", {"full_attention_interval": 2}, replace(PLAIN, speculative_config=DRAFTS),
     ),
     "latent": ("DeepSeek V2 Lite", {}, PLAIN),
-    "drafts for a latent model": ("DeepSeek V2 Lite", {}, replace(PLAIN, speculative=DRAFTS)),
+    "drafts for a latent model": ("DeepSeek V2 Lite", {}, replace(PLAIN, speculative_config=DRAFTS)),
     "a head that drafts": ("8B", {}, EAGLE),
     "a layer that predicts further tokens": (
         "Qwen3-Next 80B-A3B", {"full_attention_interval": 2, "num_nextn_predict_layers": 1}, MTP,
     ),
     **{
-        f"strict, {ranks} ranks": ("8B", {}, replace(PLAIN, determinism="strict", tensor_parallel=ranks))
+        f"strict, {ranks} ranks": ("8B", {}, replace(PLAIN, determinism="strict", tensor_parallel_size=ranks))
         for ranks in (1, 2, 4, 8)
     },
 }  # fmt: skip
@@ -91,7 +91,7 @@ class Drafting(WeightlessModel):
 
     def __init__(self, engine: EngineConfig, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._sizes, speculative = decode_sizes(engine.max_num_seqs), engine.speculative
+        self._sizes, speculative = decode_sizes(engine.max_num_seqs), engine.speculative_config
         assert speculative is not None
         target = Target(
             self.model, self.config, Path(), TPGroup.single(), self.dtype, META, self.block_size, dummy=True  # type: ignore[arg-type]
@@ -134,8 +134,8 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     shape, options, engine = CASES[case]
     config = shape_config(shape, num_hidden_layers=2, **options)
     adapters = (engine.max_loras, engine.max_lora_rank) if engine.enable_lora else None
-    sizes = config, engine.tensor_parallel
-    if engine.speculative is not None and engine.speculative.method != "ngram":
+    sizes = config, engine.tensor_parallel_size
+    if engine.speculative_config is not None and engine.speculative_config.method != "ngram":
         model: WeightlessModel = Drafting(engine, *sizes)
     else:
         model = WeightlessModel(*sizes, adapters=adapters, strict=engine.determinism == "strict")
@@ -152,7 +152,7 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
 def random_step(chance: random.Random, engine: EngineConfig, images: bool) -> Step:
     seqs = chance.choice((1, 2, 3, chance.randint(1, MAX_SEQS)))
     tokens = chance.choice((seqs, chance.randint(seqs, 2 * seqs), chance.randint(seqs, MAX_TOKENS)))
-    verified = 1 + engine.speculative.num_speculative_tokens if engine.speculative else 0
+    verified = 1 + engine.speculative_config.num_speculative_tokens if engine.speculative_config else 0
     if verified and chance.random() < 0.5:
         tokens = chance.randint(seqs + 1, seqs * verified)
     else:
