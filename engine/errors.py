@@ -331,12 +331,19 @@ def without_credentials(value: Any) -> Any:
     return CREDENTIALS.sub("***", value) if isinstance(value, str) and not isinstance(value, Described) else value
 
 
+MAX_LINE = 2000  # characters of a message that quotes a file
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= MAX_LINE else message[:MAX_LINE] + "…"
+
+
 class ConfigError(StartupError):
     def __init__(self, key: str, value: object, limit: str):
         super().__init__(key, value, limit)
 
     def __str__(self) -> str:
-        return f"configuration: {self.args[0]} must be {self.args[2]}, got {without_credentials(self.args[1])!r}"
+        return _cut(f"configuration: {self.args[0]} must be {self.args[2]}, got {without_credentials(self.args[1])!r}")
 
 
 class ModelFolderError(StartupError):
@@ -344,7 +351,7 @@ class ModelFolderError(StartupError):
         super().__init__(path, problem)
 
     def __str__(self) -> str:
-        return f"model {self.args[0]!r}: {self.args[1]}"
+        return _cut(f"model {self.args[0]!r}: {self.args[1]}")
 
 
 class UnsupportedArchitecture(StartupError):

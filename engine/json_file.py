@@ -30,7 +30,10 @@ def read_json(file: Path, max_bytes: int = MAX_BYTES) -> Any:
         if (size := file.stat().st_size) > max_bytes:
             problem = f"{file.name} must have at most {max_bytes:,} bytes, got {size:,}"
             raise ModelFolderError(str(file.parent), problem)
-        value = json.loads(file.read_bytes(), object_hook=_decode_float)
+        content = file.read_bytes()
+        value = json.loads(content, object_hook=_decode_float)
+        if b"\\ud" in content or b"\\uD" in content:
+            json.dumps(value, ensure_ascii=False).encode()  # fails for half a character, which no file can hold
     except (OSError, ValueError, TypeError, OverflowError) as error:
         raise ModelFolderError(str(file.parent), f"{file.name} is not valid JSON: {error}") from None
     except RecursionError:

@@ -185,9 +185,14 @@ class ServedModel:
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run tokenization or detokenization in a thread, and return its result. The thread pool does nothing else, so
-        that other work of an ingress, such as reading a file, never waits for long texts."""
-        call = partial(copy_context().run, work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        that other work of an ingress, such as reading a file, never waits for long texts. Raises
+        RequestTimeout; what a thread has begun goes on, and keeps only requests of this model waiting."""
+        call, limit_s = partial(copy_context().run, work, *args, **kwargs), self.info.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except TimeoutError:
+            raise RequestTimeout("tokenize", limit_s) from None
 
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority if the engines ignore priorities."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, ModelFolderError
-from engine.model.checkpoint.fields import Fields, Unsupported, one_of
+from engine.errors import ConfigError
+from engine.model.checkpoint.fields import Fields, Unsupported, one_of, reading
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.config_parts.encoder import EncoderConfig, encoder_names
 from engine.model.config_parts.gemma import GemmaConfig, gemma_names, gemma_specs
@@ -135,19 +135,11 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the configuration like `from_folder`, but from given fields of config.json, which may differ from the
         file."""
-        try:
-            cfg = _read(Fields(raw), folder, max_model_len)
-        except KeyError as e:
-            raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
-        except Unsupported as e:
-            raise ModelFolderError(str(folder), f"config.json: {e}") from e
-        except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as e:
-            problem = f"config.json cannot be read: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            raise ModelFolderError(str(folder), problem) from e
-        except UnsupportedScheme as e:
-            problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
-            raise ModelFolderError(str(folder), problem) from e
-
+        with reading(folder, "config.json"):
+            try:
+                cfg = _read(Fields(raw), folder, max_model_len)
+            except UnsupportedScheme as e:
+                raise Unsupported(f"quantization_config.{e.key}", e.value, e.limit) from e
         return cfg if quantization is None else cfg.quantized(quantization)
 
     @property
@@ -208,7 +200,7 @@ class ModelConfig:
         Raises ConfigError if heads cannot be split over the ranks.
         """
         if self.num_heads % tp_size:
-            raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
+            raise ConfigError("tensor_parallel_size", tp_size, f"a divisor of the model's {self.num_heads} heads")
         return KVCacheSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim).heads_per_rank(tp_size)
 
     def longest_sequence(self, max_model_len: int | None) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch
+from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.folder import read_json
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import LMHead, VocabEmbedding
@@ -56,8 +57,7 @@ class Eagle3Config:
     @classmethod
     def from_folder(cls, folder: Path, target: Target) -> Eagle3Config:
         """Read a head's configuration. Raises ConfigError or ModelFolderError if the head does not fit the target."""
-        raw = read_json(folder, "config.json")
-        raw |= raw.get("transformer_layer_config", {})
+        raw = _read(folder)
         nested = raw.get("eagle_config") or {}
         for key, values in NEEDED.items():
             if (value := raw.get(key, nested.get(key))) not in values:
@@ -68,25 +68,31 @@ class Eagle3Config:
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
         layers, count = replace(ModelConfig.from_fields(raw, folder), keeps_all_kv=True), target.config.num_layers
         aux = read_aux_layers(folder, count)
-        hidden_size = raw.get("target_hidden_size") or layers.hidden_size
-        check_fits(folder, layers.vocab_size, target.config, hidden_size)
-        return cls(
-            layers=layers,
-            target_hidden_size=hidden_size,
-            draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
-            norm_before_residual=bool(raw.get("norm_before_residual")),
-            aux_layers=aux,
-        )
+        with reading(folder, "config.json"):
+            found = cls(
+                layers=layers,
+                target_hidden_size=raw.get("target_hidden_size") or layers.hidden_size,
+                draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
+                norm_before_residual=bool(raw.get("norm_before_residual")),
+                aux_layers=aux,
+            )
+        check_fits(folder, layers.vocab_size, target.config, found.target_hidden_size)
+        return found
+
+
+def _read(folder: Path) -> Fields:
+    raw = Fields(read_json(folder, "config.json"))
+    with reading(folder, "config.json"):
+        return Fields({**raw, **(raw.get("transformer_layer_config") or {}), "eagle_config": raw.get("eagle_config")})
 
 
 def read_aux_layers(folder: Path, count: int) -> tuple[int, ...]:
     """Return the layers of a target with `count` layers whose inputs a head reads. Raises ConfigError."""
-    raw = read_json(folder, "config.json")
-    raw |= raw.get("transformer_layer_config", {})
-    key = "eagle_aux_hidden_state_layer_ids"
-    # within `eagle_config` the ids mean layers whose outputs are read, as in SGLang
-    after = [number + 1 for number in (raw.get("eagle_config") or {}).get(key) or ()]
-    aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
+    raw, key = _read(folder), "eagle_aux_hidden_state_layer_ids"
+    with reading(folder, "config.json"):
+        # within `eagle_config` the ids mean layers whose outputs are read, as in SGLang
+        after = [number + 1 for number in (raw.get("eagle_config") or {}).get(key) or ()]
+        aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
     if aux != tuple(sorted(set(aux) & set(range(count)))):
         limit = f"made for a target of {count} layers, and must name three of them in rising order"
         raise ConfigError("speculative_config.model", f"{folder} (layers {aux})", limit)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.folder import read_json
 from engine.model.layers.embedding import LMHead
 from engine.model.layers.linear import ReplicatedLinear
@@ -74,12 +75,14 @@ class MedusaDrafter(ModelDrafter):
     def __init__(self, folder: Path, target: Target, num_tokens: int):
         """Load the heads in `folder`. num_tokens: tokens to draft per sequence. Raises ConfigError or ModelFolderError
         if the heads do not fit the target, or if there are fewer than `num_tokens`."""
-        raw, cfg = read_json(folder, "config.json"), target.config
-        num_heads = raw.get("num_heads") or raw.get("medusa_num_heads") or 5
-        num_layers = raw.get("num_hidden_layers") or raw.get("medusa_num_layers") or 1
-        vocab_size = raw.get("vocab_size", cfg.vocab_size)
-        check_fits(folder, vocab_size, cfg, raw.get("hidden_size"))
-        if (known := raw.get("truncated_vocab_size") or vocab_size) != vocab_size:
+        raw, cfg = Fields(read_json(folder, "config.json")), target.config
+        with reading(folder, "config.json"):
+            num_heads = raw.get("num_heads") or raw.get("medusa_num_heads") or 5
+            num_layers = raw.get("num_hidden_layers") or raw.get("medusa_num_layers") or 1
+            vocab_size, hidden_size = raw.get("vocab_size", cfg.vocab_size), raw.get("hidden_size", cfg.hidden_size)
+            known, shares = raw.get("truncated_vocab_size") or vocab_size, bool(raw.get("original_lm_head"))
+        check_fits(folder, vocab_size, cfg, hidden_size)
+        if known != vocab_size:
             raise ConfigError(
                 "speculative_config.model", str(folder), f"heads for all {vocab_size} tokens; these are for {known}"
             )
@@ -87,7 +90,6 @@ class MedusaDrafter(ModelDrafter):
             limit = f"at most {num_heads}, the number of heads in {folder}"
             raise ConfigError("speculative_config.num_speculative_tokens", num_tokens, limit)
         names = [] if target.dummy else [name for found in tensors_by_file(folder).values() for name in found]
-        shares = bool(raw.get("original_lm_head"))
         bias = any(name.endswith(".bias") for name in names)
         size = None if shares else vocab_size
         self._heads = build(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ import tokenizers
 
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.text.chat_renderer import render_all, render_as_is
+from engine.text.tokenizer_bounds import is_of_tokenizers
 from engine.text.tokenizer_files import chat_templates, decoder_steps, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
@@ -80,7 +82,8 @@ class Tokenizer:
 
     def count_before(self, text: str, offsets: Sequence[int], add_special_tokens: bool) -> list[int]:
         """Return how many tokens of a text end at or before each of these characters."""
-        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        with _failing():
+            encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ends = [end for _, end in encoding.offsets]
         return [bisect_right(ends, offset) for offset in offsets]
 
@@ -111,12 +114,9 @@ class Tokenizer:
         would be left.
         """
         if max_tokens is None:
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-            return [encoding.ids for encoding in found]
+            return [encoding.ids for encoding in self._encode_all(texts, add_special_tokens)]
         added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encodings = self._backend.encode_batch_fast(
-            [self._cut(text, max_tokens) for text in texts], add_special_tokens=False
-        )
+        encodings = self._encode_all([self._cut(text, max_tokens) for text in texts], add_special_tokens=False)
         for encoding in encodings:
             if len(encoding) + added > max_tokens:
                 encoding.truncate(_left_for_texts(max_tokens, 1, added))
@@ -125,8 +125,8 @@ class Tokenizer:
 
     def encode_parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
         """Tokenize texts for `join_pair`. max_tokens: limit of a pair; much longer texts are already cut here."""
-        cut = list(texts) if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(cut, add_special_tokens=False)]
+        cut = texts if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
+        return [encoding.ids for encoding in self._encode_all(cut, add_special_tokens=False)]
 
     def join_pair(
         self, first: list[int], second: list[int], max_tokens: int | None = None
@@ -160,7 +160,7 @@ class Tokenizer:
 
     @cached_property
     def _pair_frame(self) -> _PairFrame:
-        empty, first, second = self._backend.encode_batch_fast(["", "a", "b"], add_special_tokens=False)
+        empty, first, second = self._encode_all(["", "a", "b"], add_special_tokens=False)
         special = self._backend.post_process(empty, empty).ids
 
         def num_before(encoding: tokenizers.Encoding, joined: list[int]) -> int:
@@ -180,7 +180,8 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         # a batch, because only batch calls release the GIL
-        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
+        with _failing():
+            return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
@@ -217,7 +218,7 @@ class Tokenizer:
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
         """Tokenize each word as at the start of a text, and also as after a space if that differs."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encode_all(texts, add_special_tokens=False)
         return [list(token_ids) for token_ids in dict.fromkeys(tuple(encoding.ids) for encoding in encodings)]
 
     def is_special(self, token_id: int) -> bool:
@@ -250,8 +251,12 @@ class Tokenizer:
         return longest * (NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        return self._encode_all([text], add_special_tokens)[0]
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         # a batch, because only batch calls release the GIL: `encode` holds it for seconds if the text is long
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        with _failing():
+            return self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
 
     @cached_property
     def _decoder_steps(self) -> list[str]:
@@ -286,6 +291,20 @@ class Tokenizer:
         decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
         before = decode(["a"])
         return decode, before, decode(["a", "a"]).removeprefix(before)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Raise RequestError where the model's tokenizer fails with a text, for instance since a pattern takes too long."""
+    try:
+        yield
+    except BaseException as error:  # of which panics of Rust derive
+        if not is_of_tokenizers(error):
+            raise
+        reason = " ".join(str(error).split())
+    else:
+        return
+    raise RequestError(f"the model's tokenizer fails with this text: {reason}", "prompt")
 
 
 def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, decoders
 
 from engine.errors import ModelFolderError
 from engine.json_file import read_object
+from engine.text.tokenizer_bounds import read_bounded, try_out
 from engine.wire.model_identity import VOCABULARY_FILES
 
 MAX_REASON = 300  # characters shown of an error message of transformers
@@ -59,16 +60,14 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """Read the tokenizer of a model folder, without truncation and padding. Raises ModelFolderError."""
     config = read_config(folder)
     if (folder / "tokenizer.json").is_file():
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # `tokenizers` raises plain Exception
-            raise ModelFolderError(str(folder), f"tokenizer.json cannot be read: {error}") from error
+        tokenizer = read_bounded(folder / "tokenizer.json")
         _add_tokens(folder, tokenizer, config)
     else:
         tokenizer = _convert(folder, config)
     # files of embedding models enable both, to bring all texts to one length
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    try_out(tokenizer, folder)
     if decoder_steps(tokenizer)[-1:] == ["ByteLevel"]:
         # when transformers saves a tokenizer from llama.cpp it puts steps of sentencepiece before this one. With a
         # byte-level vocabulary they do nothing, unless one token outside it turns all the others into text.
@@ -125,7 +124,7 @@ def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str,
             tokenizer.add_tokens([token])
             if (got := tokenizer.token_to_id(token.content)) != token_id:
                 problem = (
-                    f"added token {token.content!r} has the id {token_id}, but would get {got} after "
+                    f"added token {token.content[:100]!r} has the id {token_id}, but would get {got} after "
                     "the tokens of tokenizer.json"
                 )
                 raise ModelFolderError(str(folder), problem)
@@ -139,6 +138,8 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]
     if (listed := config.get("added_tokens_decoder")) is None:
         named = special_tokens(config).values()
         ids = _read_json(folder / "added_tokens.json").items()
+        if not all(isinstance(i, int) for _, i in ids):
+            raise ModelFolderError(str(folder), "added_tokens.json is not an object of ids")
         listed = {i: {"content": t, "special": t in named, "normalized": t not in named} for t, i in ids}
     try:
         return {int(i): AddedToken(**fields) for i, fields in listed.items()}

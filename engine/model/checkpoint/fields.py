@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from engine.errors import ModelFolderError
 
 MAX_NUMBER = 1e30
 MAX_SHOWN = 100  # characters of a value
@@ -23,6 +27,22 @@ class Unsupported(Exception):
         shown = repr(self.value)
         shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "…"
         return f"{self.field} = {shown} is not supported{limit}"
+
+
+@contextmanager
+def reading(folder: Path, name: str) -> Iterator[None]:
+    """Raise ModelFolderError with the name of the file that is read, for a field of it that is missing or wrong."""
+    try:
+        yield
+    except KeyError as error:
+        problem = f"{name} has no {error.args[0]!r}"
+    except Unsupported as error:
+        problem = f"{name}: {error}"
+    except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        problem = f"{name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    else:
+        return
+    raise ModelFolderError(str(folder), problem)
 
 
 class Fields(dict[str, Any]):
@@ -144,20 +164,24 @@ KINDS: dict[str, Kind] = {
             "hidden_size vocab_size global_head_dim index_head_dim max_position_embeddings model_max_length "
             "linear_key_head_dim linear_value_head_dim mamba_d_state mamba_head_dim ssm_state_size qk_nope_head_dim "
             "qk_rope_head_dim v_head_dim local_attention vocab_size_per_layer_input laurel_rank block_ff_dim "
-            "mm_tokens_per_image vision_soft_tokens_per_image target_hidden_size",
+            "mm_tokens_per_image vision_soft_tokens_per_image target_hidden_size in_features out_features",
         ),
-        _whole(1, SIZE, "head_dim original_max_position_embeddings dim_model_base draft_vocab_size", **NULL),
+        _whole(1, SIZE, "head_dim original_max_position_embeddings dim_model_base draft_vocab_size "
+               "truncated_vocab_size max_seq_length", **NULL),
         _whole(
             0, SIZE,
             "shared_expert_intermediate_size shared_intermediate_size moe_latent_size "
             "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank hidden_size_per_layer_input sliding_window "
             "mamba_d_ssm index_topk image_token_id image_token_index", **NULL,
         ),
-        _whole(0, SIZE, "moe_intermediate_size"),
+        _whole(1, LAYERS, "medusa_num_heads medusa_num_layers", **NULL),
+        _whole(0, SIZE, "moe_intermediate_size idx true_token_id"),
+        _whole(0, SIZE, "false_token_id", **NULL),
         _whole(0, SIZE, "intermediate_size", lists=True),
         _whole(0, SIZE, "eos_token_id", lists=True, null=True),
         _whole(0, SIZE, "matryoshka_dimensions mrope_section deepstack_visual_indexes", **LIST),
-        _whole(0, LAYERS, "mlp_only_layers attn_layer_indices full_attn_idxs full_attn_layers", **LIST),
+        _whole(0, LAYERS, "mlp_only_layers attn_layer_indices full_attn_idxs full_attn_layers "
+               "eagle_aux_hidden_state_layer_ids", **LIST),
         _number(TINY, MAX_NUMBER, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps rope_theta "
                 "rope_local_base_freq global_rope_theta factor low_freq_factor high_freq_factor logits_scaling "
                 "block_ffn_dim_multiplier"),
@@ -174,14 +198,16 @@ KINDS: dict[str, Kind] = {
         _number(TINY, MAX_NUMBER, "short_factor long_factor", **LIST),
         _other(bool, "true or false", "use_sliding_window enable_moe_block mamba_conv_bias use_conv_bias conv_bias "
                "mamba_rms_norm mamba_norm_before_gate use_bias rope_interleave norm_topk_prob moe_renormalize "
-               "norm_bias classifier_bias tie_embedding truncate altup_correct_scale is_decoder"),
+               "norm_bias classifier_bias tie_embedding truncate altup_correct_scale is_decoder bias include_prompt "
+               "use_residual"),
         _other(bool, "true or false", "attention_bias mlp_bias qkv_bias tie_word_embeddings use_qk_norm "
                "mamba_proj_bias projectors_bias use_double_wide_mlp attention_k_eq_v block_auto_adjust_ff_dim "
-               "norm_before_residual", **NULL),
+               "norm_before_residual original_lm_head", **NULL),
         _other((bool, str), "true, false or 'vision'", "use_bidirectional_attention", **NULL),
-        _other(str, "a text", "hidden_act model_type classifier_pooling"),
+        _other(str, "a text", "hidden_act model_type classifier_pooling path activation_function module_input_name"),
         _other(str, "a text", "hidden_activation dtype torch_dtype position_embedding_type topk_method rope_type type "
-               "hybrid_override_pattern activation_fn sbert_ce_default_activation_function", **NULL),
+               "hybrid_override_pattern activation_fn sbert_ce_default_activation_function "
+               "default_prompt_name", **NULL),
         _other((int, str), "'auto' or a whole number", "mamba_d_head"),
         _other(str, "a list of texts", "architectures", **LIST),
         _other(str, "a list of texts, one for each layer", "layer_types layers_block_type mlp_layer_types "
@@ -189,7 +215,7 @@ KINDS: dict[str, Kind] = {
         _other(str, "a text or a list of texts, one for each layer", "index_topk_pattern", lists=True, null=True),
         _other(dict, "an object", "rope_parameters rope_scaling linear_attn_config per_layer_config text_config "
                "vision_config quantization_config compression_config full_attention sliding_attention id2label "
-               "sentence_transformers transformer_layer_config eagle_config", **NULL),
+               "sentence_transformers transformer_layer_config eagle_config prompts", **NULL),
     )
     for name in kind.names
 }  # fmt: skip

@@ -12,6 +12,7 @@ from engine import pocket
 from engine.errors import ModelFolderError
 from engine.json_file import MAX_INDEX_BYTES, read_object
 from engine.model.checkpoint import smollm2
+from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
 from engine.model.checkpoint.gguf.folder import gguf_folder, parts_of
 from engine.safetensors_header import read_header
@@ -146,7 +147,8 @@ def _indexed_files(folder: Path) -> list[Path]:
 def eos_token_ids(folder: Path) -> frozenset[int]:
     """Return the tokens that end a generation. They come from generation_config.json, or, if it names none, from
     config.json, which may lack the token that ends a chat turn."""
-    named = _generation_config(folder).get("eos_token_id")
+    with reading(folder, "generation_config.json"):
+        named = _generation_config(folder).get("eos_token_id")
     return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
 
 
@@ -164,12 +166,12 @@ def default_sampling(folder: Path) -> dict[str, float]:
     return {name: fields[name] for name in RECOMMENDED_FIELDS if fields.get(name) is not None}
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
+def _generation_config(folder: Path) -> Fields:
     """Return the contents of generation_config.json, empty if it is missing. Some tools write `null` into it."""
     file = folder / "generation_config.json"
     if not file.exists() or file.read_bytes().strip() == b"null":
-        return {}
-    return read_json(folder, file.name)
+        return Fields({})
+    return Fields(read_json(folder, file.name))
 
 
 def _download(model: str, revision: str | None, files: list[str], ignored: list[str] = HUB_IGNORED) -> Path:

@@ -5,12 +5,13 @@ https://sbert.net/docs/package_reference/sentence_transformer/modules.html descr
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelFolderError
+from engine.json_file import read_json as read_any
+from engine.model.checkpoint.fields import Fields, Unsupported, reading
 from engine.model.checkpoint.folder import read_json
 
 PoolingType = Literal["cls", "last", "mean"]
@@ -66,7 +67,7 @@ class PoolingConfig:
     @classmethod
     def from_folder(cls, folder: Path, default: PoolingType) -> PoolingConfig:
         """Read a model's modules. default: type of pooling if the folder names none. Raises ModelFolderError."""
-        sizes = read_json(folder, "config.json").get("matryoshka_dimensions") or ()
+        sizes = Fields(read_json(folder, "config.json")).get("matryoshka_dimensions") or ()
         fields: dict[str, Any] = {
             "type": default,
             "sigmoid": _sigmoid(folder),
@@ -80,77 +81,80 @@ class PoolingConfig:
         return cls(**fields)
 
 
-def _modules(folder: Path) -> list[dict[str, Any]]:
-    try:
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-        return sorted(modules, key=lambda module: module["idx"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelFolderError(str(folder), f"modules.json is not a list of modules: {error!r}") from error
+def _modules(folder: Path) -> list[Fields]:
+    modules = read_any(folder / "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelFolderError(str(folder), "modules.json is not a list of modules")
+    with reading(folder, "modules.json"):
+        return sorted(map(Fields, modules), key=lambda module: module["idx"])
 
 
-def _read_module(folder: Path, module: dict[str, Any], fields: dict[str, Any]) -> None:
-    path = module.get("path", "")
-    kind = module.get("type", "").rpartition(".")[2]
-    try:
-        match kind:
-            case "Transformer":
-                if (folder / path / "sentence_bert_config.json").is_file():
-                    config = read_json(folder / path, "sentence_bert_config.json")
+def _read_module(folder: Path, module: Fields, fields: dict[str, Any]) -> None:
+    with reading(folder, "modules.json"):
+        path, kind = module.get("path", ""), (module.get("type") or "").rpartition(".")[2]
+        if path != "" and (Path(path).name != path or path == ".." or len(path) > 100):
+            raise Unsupported("path", path, "the name of a folder in the model's folder")
+    match kind:
+        case "Transformer":
+            if (folder / path / "sentence_bert_config.json").is_file():
+                with reading(folder, f"{path}/sentence_bert_config.json".lstrip("/")):
+                    config = Fields(read_json(folder / path, "sentence_bert_config.json"))
                     fields["max_seq_length"] = config.get("max_seq_length")
-            case "Pooling":
-                fields |= {"type": _pooling_type(folder, path), "is_embedding": True}
-            case "Dense" if not fields["normalize"]:
-                fields["dense"] = (*fields.get("dense", ()), _dense(folder, path))
-            case "Normalize":
-                fields["normalize"] = True
-            case "LogitScore":
-                config = read_json(folder / path, "config.json")
+        case "Pooling":
+            fields |= {"type": _pooling_type(folder, path), "is_embedding": True}
+        case "Dense" if not fields["normalize"]:
+            fields["dense"] = (*fields.get("dense", ()), _dense(folder, path))
+        case "Normalize":
+            fields["normalize"] = True
+        case "LogitScore":
+            with reading(folder, f"{path}/config.json"):
+                config = Fields(read_json(folder / path, "config.json"))
                 if config["false_token_id"] is None:
-                    raise ModelFolderError(str(folder), f"{path}/config.json: false_token_id = None is not supported")
+                    raise Unsupported("false_token_id", None)
                 fields["score_token_ids"] = (config["true_token_id"], config["false_token_id"])
-            case _:
-                problem = f"modules.json: {module.get('type')!r} is not supported at this place"
-                raise ModelFolderError(str(folder), problem)
-    except KeyError as error:
-        raise ModelFolderError(str(folder), f"{path}/config.json has no {error.args[0]!r}") from error
+        case _:
+            problem = f"modules.json: {module.get('type')!r} is not supported at this place"
+            raise ModelFolderError(str(folder), problem)
 
 
 def _pooling_type(folder: Path, path: str) -> PoolingType:
-    config = read_json(folder / path, "config.json")
-    modes = config.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if config.get(flag)]
-    modes = [modes] if isinstance(modes, str) else modes
-    if len(modes) != 1 or modes[0] not in MODES:
-        raise ModelFolderError(str(folder), f"{path}/config.json: pooling mode {modes} is not supported")
-    if not config.get("include_prompt", True):
-        raise ModelFolderError(str(folder), f"{path}/config.json: include_prompt = False is not supported")
-    return MODES[modes[0]]
+    with reading(folder, f"{path}/config.json"):
+        config = Fields(read_json(folder / path, "config.json"))
+        modes = config.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if config.get(flag)]
+        modes = [modes] if isinstance(modes, str) else modes
+        if len(modes) != 1 or modes[0] not in MODES:
+            raise Unsupported("pooling mode", modes)
+        if not config.get("include_prompt", True):
+            raise Unsupported("include_prompt", False)
+        return MODES[modes[0]]
 
 
 def _dense(folder: Path, path: str) -> DenseConfig:
-    config = read_json(folder / path, "config.json")
-    activation = config.get("activation_function", "Tanh").rpartition(".")[2]
-    if activation not in ACTIVATIONS:
-        raise ModelFolderError(str(folder), f"{path}/config.json: activation_function {activation} is not supported")
-    only = {"use_residual": False, "module_input_name": "sentence_embedding"}
-    for key, value in only.items():
-        if config.get(key, value) != value:
-            raise ModelFolderError(str(folder), f"{path}/config.json: {key} = {config[key]!r} is not supported")
-    return DenseConfig(
-        path=path,
-        inputs=config["in_features"],
-        outputs=config["out_features"],
-        bias=config.get("bias", True),
-        activation=activation,
-    )
+    with reading(folder, f"{path}/config.json"):
+        config = Fields(read_json(folder / path, "config.json"))
+        activation = config.get("activation_function", "Tanh").rpartition(".")[2]
+        if activation not in ACTIVATIONS:
+            raise Unsupported("activation_function", activation)
+        for key, value in (("use_residual", False), ("module_input_name", "sentence_embedding")):
+            if config.get(key, value) != value:
+                raise Unsupported(key, config[key])
+        return DenseConfig(
+            path=path,
+            inputs=config["in_features"],
+            outputs=config["out_features"],
+            bias=config.get("bias", True),
+            activation=activation,
+        )
 
 
 def _prompts(folder: Path) -> dict[str, Any]:
     """Return the fields of PoolingConfig for prompts, which are put in front of texts."""
     if not (folder / SENTENCE_TRANSFORMERS).is_file():
         return {}
-    config = read_json(folder, SENTENCE_TRANSFORMERS)
-    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+    with reading(folder, SENTENCE_TRANSFORMERS):
+        config = Fields(read_json(folder, SENTENCE_TRANSFORMERS))
+        prompts, default = dict(config.get("prompts") or {}), config.get("default_prompt_name")
+    if not all(isinstance(text, str) for text in prompts.values()):
         raise ModelFolderError(str(folder), f"{SENTENCE_TRANSFORMERS}: prompts is not an object of texts")
     if default is not None and default not in prompts:
         problem = f"{SENTENCE_TRANSFORMERS}: default_prompt_name {default!r} is not among its prompts"
@@ -160,11 +164,12 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 def _sigmoid(folder: Path) -> bool:
     """Return whether scores pass through a sigmoid, which is the default of sentence-transformers' CrossEncoder."""
-    config = read_json(folder, "config.json")
+    config = Fields(read_json(folder, "config.json"))
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function") or ""
     if not named and (folder / SENTENCE_TRANSFORMERS).is_file():
-        named = read_json(folder, SENTENCE_TRANSFORMERS).get("activation_fn") or ""
+        with reading(folder, SENTENCE_TRANSFORMERS):
+            named = Fields(read_json(folder, SENTENCE_TRANSFORMERS)).get("activation_fn") or ""
     kind = named.rpartition(".")[2]
     if kind not in ("", "Identity", "Sigmoid"):
         raise ModelFolderError(str(folder), f"activation_fn {named} of a score is not supported")

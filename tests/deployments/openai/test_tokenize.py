@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, tokenizer
@@ -55,3 +57,15 @@ async def test_tools_and_template_options_are_as_in_a_chat():
         await api.post("chat/completions", max_tokens=1, **body)
         assert response["tokens"] == api.engine.added[0].prompt
         assert response["count"] > plain["count"]
+
+
+async def test_a_tokenizer_that_stands_still_ends_requests_at_their_deadline(monkeypatch):
+    slow, ended = tokenizer(), Event()
+    monkeypatch.setattr(slow, "encode", lambda *_: ended.wait(60))
+    async with fake_api(text_model=slow, request_timeout_s=0.05) as api:
+        try:
+            response = await api.client.post("/tokenize", json={"prompt": "a"})
+        finally:
+            ended.set()
+        assert response.status_code == 408
+        assert "deadline of 0.1 s" in response.json()["error"]["message"]
