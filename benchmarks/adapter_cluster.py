@@ -41,7 +41,7 @@ EXTRA = 3  # further adapters, which come and go
 
 def start(folder: Path, adapters: Path, policy: PolicyName) -> ServeRun:
     engine = {
-        "device": "cpu", "num_threads": 1, "max_model_len": 512, "num_blocks": 4096, "enable_lora": True,
+        "device": "cpu", "num_threads": 1, "max_model_len": 512, "num_gpu_blocks_override": 4096, "enable_lora": True,
         "max_loras": SLOTS, "max_cpu_loras": ADAPTERS,
     }  # fmt: skip
     decode = {"num_replicas": REPLICAS, "num_cpus": 0.5, "routing": {"policy": policy}, "stall_timeout_s": 60}

@@ -92,7 +92,8 @@ def small_engine(dtype: str) -> Iterator[EngineCore]:
     with tempfile.TemporaryDirectory() as made:
         Path(made, "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 10}), encoding="utf-8")
         config = EngineConfig(
-            model=made, dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024, num_blocks=2048  # type: ignore[arg-type]
+            model=made, dtype=dtype, load_format="dummy", max_num_seqs=SEQUENCES, max_model_len=1024,  # type: ignore[arg-type]
+            num_gpu_blocks_override=2048
         )  # fmt: skip
         with closing(build_engine(config)) as core:
             yield core

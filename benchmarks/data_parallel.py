@@ -57,7 +57,12 @@ def measure(pool: RankPool) -> None:
     folder = make_folder()
     for layout in LAYOUTS:
         config = EngineConfig(
-            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024, **layout
+            model=str(folder),
+            dtype="bfloat16",
+            load_format="dummy",
+            num_threads=1,
+            num_gpu_blocks_override=1024,
+            **layout,
         )
         shown = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
         with running(pool, config) if config.data_parallel_size > 1 else pool.engine(config) as engine:
@@ -115,7 +120,7 @@ def measure_exchanges(pool: RankPool) -> None:
     folder = make_folder()
     for (size, shared, determinism), backend in product(CASES, EXCHANGES):
         config = EngineConfig(
-            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=512,
+            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_gpu_blocks_override=512,
             enable_expert_parallel=True, data_parallel_size=size, all2all_backend=backend, determinism=determinism,
         )  # fmt: skip
         formula = sent_bytes(size, backend, determinism is not None)

@@ -155,7 +155,7 @@ def scenarios(
         outputs = one_by_one(llm, prompts, params)
         yield Scenario("prefix cached", answers(outputs), alone, [output.num_cached_tokens > 0 for output in outputs])
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:BATCH])  # none is left for their answers
-    with engine(max_num_seqs=BATCH, num_blocks=blocks) as llm:
+    with engine(max_num_seqs=BATCH, num_gpu_blocks_override=blocks) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         yield Scenario(
             "preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs]

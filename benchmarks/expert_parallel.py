@@ -110,7 +110,7 @@ def measure_skew() -> None:
     for name, options in layouts.items():
         window = options or {"eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW)}
         config = EngineConfig(
-            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024,
+            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_gpu_blocks_override=1024,
             **WHOLE, **window,
         )  # fmt: skip
         with pool.engine(config) as core:
@@ -137,7 +137,12 @@ def main() -> None:
     pool, folder = RankPool(), make_folder()
     for layout in LAYOUTS:
         config = EngineConfig(
-            model=str(folder), dtype="bfloat16", load_format="dummy", num_threads=1, num_blocks=1024, **layout
+            model=str(folder),
+            dtype="bfloat16",
+            load_format="dummy",
+            num_threads=1,
+            num_gpu_blocks_override=1024,
+            **layout,
         )
         with pool.engine(config) as core:
             compute(core, 2, 1)

@@ -140,7 +140,8 @@ def measure_layout(pool: RankPool, folder: str, layout: dict[str, Any], rows: in
     """Measure steps of `rows` sequences on the first rank: each stage has as many, and each engine."""
     stages, engines = layout.get("pipeline_parallel_size", 1), layout.get("data_parallel_size", 1)
     config = EngineConfig(
-        model=folder, load_format="dummy", max_num_seqs=rows * stages, num_blocks=32 * rows * stages, block_size=64,
+        model=folder, load_format="dummy", max_num_seqs=rows * stages, num_gpu_blocks_override=32 * rows * stages,
+        block_size=64,
         max_num_batched_tokens=max(1024, 8 * rows), num_threads=1, **layout,
     )  # fmt: skip
     with running(pool, config) if engines > 1 else pool.engine(config) as engine:

@@ -40,7 +40,12 @@ class LinkedWorker(KVTransferWorker):
 def config(folder: Path, role: str) -> EngineConfig:
     handoff = HandoffConfig(role=role, transport="tcp", policy="always", progress_s=30.0)
     return EngineConfig(
-        model=str(folder), num_blocks=512, max_num_seqs=8, max_num_batched_tokens=CHUNK, num_threads=1, handoff=handoff
+        model=str(folder),
+        num_gpu_blocks_override=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        num_threads=1,
+        handoff=handoff,
     )
 
 

@@ -98,7 +98,8 @@ def decoding_core(sampling: str, sequences: int, **options: Any) -> EngineCore:
         }
         with idle_device():
             core = build_engine(EngineConfig(
-                model=folder, load_format="dummy", max_num_seqs=sequences, num_blocks=32 * sequences, block_size=64,
+                model=folder, load_format="dummy", max_num_seqs=sequences, num_gpu_blocks_override=32 * sequences,
+                block_size=64,
                 max_num_batched_tokens=max(1024, 8 * sequences), num_threads=1, enable_prefix_caching=True,
                 speculative_config=drafters.get(sampling), **options,
             ))  # fmt: skip

@@ -150,7 +150,7 @@ def measure(
     """model: None for QWEN3_VL with random weights. options: fields of EngineConfig."""
     with tempfile.TemporaryDirectory() as made:
         folder = str(resolve(model)) if model else make_model(Path(made))
-        options = {"num_blocks": 512, "load_format": "auto" if model else "dummy", **options}
+        options = {"num_gpu_blocks_override": 512, "load_format": "auto" if model else "dummy", **options}
         with LLM(folder, **options) as sees, LLM(folder, language_model_only=True, **options) as reads:
             questioner = Questioner(sees, reads, side, output_len, ModelConfig.from_folder(Path(folder)).vocab_size)
             questioner.ask_about(0)  # warms up

@@ -185,7 +185,8 @@ def measure(
         key_file.chmod(0o600)
         for tier in tiers:
             config = EngineConfig(
-                model=model, num_threads=threads, block_size=block_size, num_blocks=-(-tokens // block_size),
+                model=model, num_threads=threads, block_size=block_size,
+                num_gpu_blocks_override=-(-tokens // block_size),
                 max_num_seqs=4, max_model_len=load.longest + load.tool, **options_of(tier, Path(folder), cache_gib),
             )  # fmt: skip
             clock = Clock()

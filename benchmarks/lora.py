@@ -211,7 +211,8 @@ def measure(folder: Path, dtype: str, rank: int, tokens: int, repetitions: int, 
     large = [make_adapter(folder / f"large {i}", model, LOAD_RANK, i) for i in range(LOADS)]
     merging = merge_s(folder, dtype, rank)
     options = EngineConfig(
-        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512, num_blocks=2048  # type: ignore[arg-type]
+        model=str(folder), dtype=dtype, load_format="dummy", max_num_seqs=BATCH, max_model_len=512,  # type: ignore[arg-type]
+        num_gpu_blocks_override=2048
     )  # fmt: skip
     adapted = replace(options, enable_lora=True, max_loras=max(ADAPTERS), max_lora_rank=rank)
     with ExitStack() as engines:

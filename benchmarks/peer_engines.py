@@ -48,7 +48,7 @@ class Manta:
         given = json.loads(os.environ.get(OPTIONS, "{}"))
         self._llm = LLM(
             model, dtype="bfloat16", num_threads=threads, device="cpu", max_model_len=CONTEXT,
-            kv_cache_memory_gib=float(KV_GIB), **given,
+            kv_cache_memory_bytes=KV_GIB * 2**30, **given,
         )  # fmt: skip
         self._params = SamplingParams
 

@@ -54,7 +54,7 @@ class MantaServer(Server):
     def __init__(self, model: str, running: ExitStack):
         """running: ends the server."""
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="peers", dir="/tmp")))
-        engine = {"dtype": "bfloat16", "max_model_len": CONTEXT, "kv_cache_memory_gib": float(KV_GIB)}
+        engine = {"dtype": "bfloat16", "max_model_len": CONTEXT, "kv_cache_memory_bytes": KV_GIB * 2**30}
         args: dict[str, Any] = {"models": [{"name": MODEL, "model": str(Path(model).absolute()), "engine": engine}]}
         server = ServeRun(folder, args, manta=True)
         running.callback(server.stop)

@@ -112,10 +112,11 @@ def sh(command: str) -> None:
 
 def links() -> None:
     options = {
-        "model": str(wide_model()), "device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024,
+        "model": str(wide_model()), "device": "cpu", "dtype": "bfloat16", "num_threads": 1,
+        "num_gpu_blocks_override": 1024,
         "max_num_batched_tokens": 256,
     }  # fmt: skip
-    core = build_engine(EngineConfig(**options, overlap=True))
+    core = build_engine(EngineConfig(**options, async_scheduling=True))
     measure(core, "one rank")
     core.close()
     other = SecondNode()
@@ -165,7 +166,13 @@ def add_prompts(core: EngineCore, count: int) -> None:
 
 def chunks() -> None:
     pool = RankPool()
-    options = {"model": str(wide_model()), "device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024}
+    options = {
+        "model": str(wide_model()),
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "num_threads": 1,
+        "num_gpu_blocks_override": 1024,
+    }
     with pool.engine(EngineConfig(**options, pipeline_parallel_size=2)) as core:
         compute(core, 1, 1)
         for least in CHUNKS:

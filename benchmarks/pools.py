@@ -21,7 +21,13 @@ from tests.models import make_model
 from tests.serve.serve_run import ServeRun, wait_until
 
 PROMPTS, CLIENTS, TOKENS = 100, 32, 20
-ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, "max_num_batched_tokens": 256}
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "num_gpu_blocks_override": 2048,
+    "max_num_batched_tokens": 256,
+}
 LAYOUTS = {  # replicas and ranks of prefill, then of decode
     "1P + 1D": (1, 1, 1, 1),
     "2P + 2D": (2, 1, 2, 1),

@@ -163,7 +163,8 @@ async def measure(
 ) -> FetchReport:
     handoff = HandoffConfig(role="replica", enable_prefix_fetching=True, transport="tcp")
     config = EngineConfig(
-        model=model, num_threads=1, block_size=block_size, num_blocks=2 * load.agents * -(-load.longest // block_size),
+        model=model, num_threads=1, block_size=block_size,
+        num_gpu_blocks_override=2 * load.agents * -(-load.longest // block_size),
         max_num_seqs=8, max_model_len=load.longest + load.tool, handoff=handoff,
     )  # fmt: skip
     names, cores = [f"replica {i}" for i in range(num_replicas)], sorted(os.sched_getaffinity(0))

@@ -55,7 +55,7 @@ def measure(
     *, model: str = "pocket", words: int = 100, rounds: int = 5, threads: int = 1, **options: Any
 ) -> QuantizationReport:
     """words: how many are asked for; 0 leaves accuracy out, as for random weights. options: fields of EngineConfig."""
-    options = {"num_threads": threads, "enable_prefix_caching": False, "kv_cache_memory_gib": 0.25, **options}
+    options = {"num_threads": threads, "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**28, **options}
     vocab_size = ModelConfig.from_folder(resolve(model)).vocab_size
     engines = {method: LLM(model, quantization=method, **options) for method in METHODS}
     short, long = ([random_ids(random.Random(0), length, vocab_size)] for length in (16, PROMPT_LEN))

@@ -107,7 +107,14 @@ def steps(pool: RankPool) -> None:
     folder = make_model(Path(tempfile.mkdtemp()), "llama", num_hidden_layers=1, max_position_embeddings=2048)
     for overlap in (True, False):
         for size in (1, 2):
-            decode(pool, model=str(folder), dtype="float32", num_threads=1, tensor_parallel_size=size, overlap=overlap)
+            decode(
+                pool,
+                model=str(folder),
+                dtype="float32",
+                num_threads=1,
+                tensor_parallel_size=size,
+                async_scheduling=overlap,
+            )
 
 
 def pocket(pool: RankPool) -> None:
@@ -116,10 +123,10 @@ def pocket(pool: RankPool) -> None:
 
 
 def decode(pool: RankPool, **options: Any) -> None:
-    config = EngineConfig(num_blocks=4096, **options)
+    config = EngineConfig(num_gpu_blocks_override=4096, **options)
     with pool.engine(config) as core:
         times = [step_us(core, seqs) for seqs in (1, 8, 64)]
-    name = f"overlap={config.overlap!s:6} ranks={config.tensor_parallel_size} threads={config.num_threads}"
+    name = f"overlap={config.async_scheduling!s:6} ranks={config.tensor_parallel_size} threads={config.num_threads}"
     print(name, "".join(f"{t:9.0f}" for t in times), flush=True)
 
 

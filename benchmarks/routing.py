@@ -58,7 +58,7 @@ async def ask_all(url: str) -> list[RequestResult]:
 
 
 def run(policy: PolicyName) -> Result:
-    engine = {"device": "cpu", "num_threads": 1, "num_blocks": NUM_BLOCKS, "max_model_len": 1024}
+    engine = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1024}
     decode = {"num_replicas": REPLICAS, "num_cpus": 0.25, "routing": {"policy": policy}, "stall_timeout_s": 60}
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
     with tempfile.TemporaryDirectory() as folder, ServeRun(Path(folder), {"models": [model]}) as server:

@@ -218,7 +218,8 @@ def main(
     which the schema forces most tokens.
     """
     config = EngineConfig(
-        model=model, dtype=dtype, num_threads=threads, max_num_seqs=MANY, max_model_len=2048, kv_cache_memory_gib=2.0,
+        model=model, dtype=dtype, num_threads=threads, max_num_seqs=MANY, max_model_len=2048,
+        kv_cache_memory_bytes=2**31,
     )  # fmt: skip
     folder = resolve(model)
     bench = Bench(config, SpeculativeConfig.parse(json_object(speculative_config)))

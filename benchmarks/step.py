@@ -1,7 +1,7 @@
 """Breakdown of a decode step's time, in microseconds, beside the time that reading weights and KV must take.
 
 The methods of one ordinary engine are wrapped on its objects, so nothing is slower elsewhere. Its steps run one after
-another (`overlap=False`), so the parts add up to the whole.
+another (`async_scheduling=False`), so the parts add up to the whole.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def config_for(
         model=model,
         max_model_len=longest,
         max_num_seqs=batch_size,
-        num_blocks=batch_size * (-(-longest // block_size) + 1),
-        overlap=False,
+        num_gpu_blocks_override=batch_size * (-(-longest // block_size) + 1),
+        async_scheduling=False,
         **options | {"block_size": block_size, "enforce_eager": eager},
     )
 

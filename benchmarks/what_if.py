@@ -51,7 +51,8 @@ SECONDS = 24.0  # of each load
 VOCABULARY = 4000
 START_S = 120.0
 REQUEST_S = 60.0
-ENGINE = {"num_threads": 1, "num_blocks": 512, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 64,
+ENGINE = {"num_threads": 1, "num_gpu_blocks_override": 512, "block_size": 16, "max_num_batched_tokens": 512,
+          "max_num_seqs": 64,
           "dtype": "bfloat16", "tape_mib": 8}  # fmt: skip
 AS_IT_IS, AGAIN = "as it is", "again"
 CHANGES: dict[str, dict[str, Any]] = {

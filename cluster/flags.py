@@ -19,7 +19,6 @@ from engine.offline.vllm_flags import SHORT_FLAGS
 
 PANEL, SWITCHES = "Engine", "Engine: switches"  # separate panels, because together the names would be too wide
 WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
-SHORT = SHORT_FLAGS | {"num_threads": "--threads"}
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a model folder, a GGUF file, or a Hub id.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")]
@@ -92,7 +91,10 @@ def engine_flags() -> list[inspect.Parameter]:
         if f.name in WITHOUT:
             continue
         kind, dashed = _without_none(hints[f.name]), f.name.replace("_", "-")
-        names = [f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}", *filter(None, [SHORT.get(f.name)])]
+        names = [
+            f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
+            *filter(None, [SHORT_FLAGS.get(f.name)]),
+        ]
         panel, shown = SWITCHES if kind is bool else PANEL, False if f.default is None else str(f.default)
         details = {"rich_help_panel": panel, "help": f.metadata["help"], "show_default": shown}
         if is_dataclass(kind):

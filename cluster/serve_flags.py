@@ -86,9 +86,7 @@ class ServerFlags:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFlags:
     PANEL: ClassVar = "Replicas"
-    num_replicas: int | None = flag(
-        None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
-    )
+    num_replicas: int | None = flag(None, "Replicas that answer requests.", show_default="1")
     max_replicas: int | None = flag(None, "Scale with the load, up to this number of replicas (docs/autoscaling.md).")
     min_replicas: int | None = flag(None, "Minimum number of replicas with --max-replicas.", show_default="1")
     prefill_replicas: int | None = flag(None, "Replicas that only compute prompts (docs/handoff.md).")

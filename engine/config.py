@@ -16,19 +16,15 @@ GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 MAX_LORA_RANK = 256
 
-# former names of fields, which are refused with the new ones
-RENAMED = {f"{kind}_parallel": f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")} | {
-    "expert_parallel": "enable_expert_parallel", "speculative": "speculative_config",
-}  # fmt: skip
-
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "flashinfer_nvlink_one_sided"]
 ONE_SIDED = "flashinfer_nvlink_one_sided"
 
 ENGINE_LIMITS = {
     "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size pipeline_parallel_size "
-    "data_parallel_size encoder_cache_size max_loras block_size num_blocks max_model_len num_threads max_kept_tapes",
+    "data_parallel_size encoder_cache_size max_loras block_size num_gpu_blocks_override max_model_len num_threads "
+    "max_kept_tapes kv_cache_memory_bytes",
     "at least 0": "prefix_cache_retention_interval tape_mib cuda_graph_memory_gib",
-    "above 0": "max_hold_s kv_cache_memory_gib kv_offloading_size kv_offloading_disk_size kv_offloading_store_size "
+    "above 0": "max_hold_s kv_offloading_size kv_offloading_disk_size kv_offloading_store_size "
     "kv_offloading_ttl_s kv_offloading_timeout_s",
     "between 0 and 1": "max_held_share max_held_share_per_client",
     "above 0 and at most 1": "gpu_memory_utilization",
@@ -56,10 +52,10 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` uses a GPU if torch finds one.")
     block_size: int | None = option(None, "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.")
-    kv_cache_memory_gib: float | None = option(
+    kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV cache. Default: 2 GiB on a CPU, or half of the memory that is available within the container's "
-        "limits if that is less; on a GPU, the rest of `gpu_memory_utilization` after a profiling run.",
+        "Size of the KV cache; as a flag also `4G`. Default: 2 GiB on a CPU, or half of the memory that is available "
+        "in the container's limits if that is less; on a GPU, the rest of `gpu_memory_utilization` after profiling.",
     )
     gpu_memory_utilization: float = option(
         0.9, "Fraction of a GPU's memory for weights, KV cache and activations together."
@@ -90,7 +86,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option(
         "auto", "`auto` reads the model's weights; `dummy` uses random ones of the same shapes, for measurements."
     )
-    num_blocks: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
     max_model_len: int | None = option(
         None, "Maximum number of tokens of prompt and answer together. Default: the model's own context."
     )
@@ -174,7 +170,7 @@ class EngineConfig:
     kv_events_config: KVEventsConfig | None = option(
         None, "KV events for other routers, as a JSON object of vLLM's keys (docs/routing.md)."
     )
-    overlap: bool | None = option(
+    async_scheduling: bool | None = option(
         None,
         "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both would use the same "
         "cores (docs/measurements/performance.md).",

@@ -56,7 +56,7 @@ def generate(
 
 
 def small_config(folder: Path, **options: Any) -> EngineConfig:
-    defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
+    defaults = {"block_size": 4, "max_num_seqs": 8, "num_gpu_blocks_override": 64, "num_threads": 1, "dtype": "float32",
                 "max_num_batched_tokens": 20}  # fmt: skip
     return EngineConfig(model=str(folder), **{**defaults, **options})
 

@@ -21,7 +21,7 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 from tools.gguf_numbers import write_numbers
 
 Row = tuple[str, ...]
-OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_gib": 1.0, "seed": 0}
+OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 2**30, "seed": 0}
 WINDOW = 512  # tokens of a text whose perplexity is measured at a time
 DRAFT_TOKENS = 96  # of an answer
 HEAD_TOKENS = 3  # that heads guess at a time
@@ -132,7 +132,7 @@ def chats(model: str, number: int) -> Iterator[Row]:
     yield compared(f"in batches of {BATCH}, prefixes cached", among_others())
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:CHUNK])  # none is left for their answers
     outputs = among_others(
-        num_blocks=blocks, kv_cache_memory_gib=None, max_num_seqs=CHUNK, max_num_batched_tokens=CHUNK
+        num_gpu_blocks_override=blocks, kv_cache_memory_bytes=None, max_num_seqs=CHUNK, max_num_batched_tokens=CHUNK
     )
     preempted = sum(output.outputs[0].num_preemptions > 0 for output in outputs)
     yield compared(f"in steps of {CHUNK} tokens; {preempted} preempted", outputs)

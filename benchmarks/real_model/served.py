@@ -30,7 +30,7 @@ from benchmarks.real_model.texts import (
 )
 from tests.serve.serve_run import ServeRun
 
-ENGINE = {"max_model_len": 2048, "kv_cache_memory_gib": 0.5, "num_threads": 1}
+ENGINE = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**29, "num_threads": 1}
 TEMPLATE = Path(__file__).with_name("tools.jinja")
 CLIENTS = 8
 MAX_TOKENS = 200  # of an answer that does not end by itself

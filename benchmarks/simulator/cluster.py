@@ -41,8 +41,14 @@ REPEATS, REQUESTS = 3, 100
 GROUPS = 16  # of prompts that begin alike
 VOCABULARY = 4000
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-ENGINE = {"num_threads": 1, "num_blocks": 512, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 64}
-CONFIG = EngineConfig(**ENGINE, overlap=False, max_waiting=10**9)  # type: ignore[arg-type]
+ENGINE = {
+    "num_threads": 1,
+    "num_gpu_blocks_override": 512,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 64,
+}
+CONFIG = EngineConfig(**ENGINE, async_scheduling=False, max_waiting=10**9)  # type: ignore[arg-type]
 MAX_MODEL_LEN = 2048
 START_S = 180.0
 
@@ -208,7 +214,7 @@ def simulation(layout: PoolSizes, found: HttpFit, request_s: float, trace: Trace
         engine=CONFIG,
         cost=found.cost,
         contention=found.contention,
-        num_blocks=ENGINE["num_blocks"],
+        num_blocks=ENGINE["num_gpu_blocks_override"],
         kv_bytes=layout.kv_bytes,
         max_model_len=MAX_MODEL_LEN,
         call_s=way_s,

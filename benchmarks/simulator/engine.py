@@ -25,9 +25,9 @@ from engine.core.engine import EngineCore
 ENGINES = 2
 CONFIG = EngineConfig(
     block_size=16,
-    num_blocks=4096,
+    num_gpu_blocks_override=4096,
     num_threads=1,
-    overlap=False,
+    async_scheduling=False,
     max_num_seqs=64,
     max_num_batched_tokens=512,
     enable_prefix_caching=False,

@@ -111,7 +111,7 @@ def main(
     """Fit the steps of this machine's engine."""
     config = EngineConfig(
         model=model, dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,  # type: ignore[arg-type]
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, overlap=False, enable_prefix_caching=False,
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, async_scheduling=False, enable_prefix_caching=False,
     )  # fmt: skip
     core = build_engine(config)
     try:

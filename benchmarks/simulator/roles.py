@@ -51,8 +51,14 @@ SIZES: dict[str, int] = {"hidden_size": 768, "intermediate_size": 2048, "num_hid
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
     "max_position_embeddings": 2048}  # fmt: skip
 KV_BYTES = 2 * 10 * 4 * 64 * 2.0
-ENGINE = {"num_threads": 1, "num_blocks": 1024, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": SLOTS}
-CONFIG = EngineConfig(**ENGINE, overlap=False, max_waiting=10**9)  # type: ignore[arg-type]
+ENGINE = {
+    "num_threads": 1,
+    "num_gpu_blocks_override": 1024,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": SLOTS,
+}
+CONFIG = EngineConfig(**ENGINE, async_scheduling=False, max_waiting=10**9)  # type: ignore[arg-type]
 START_S, STARTUP_S = 180.0, 12.0
 
 
@@ -189,7 +195,7 @@ def simulate(layout: RolePools, found: HttpFit, trace: Trace) -> list[float]:
         engine=CONFIG,
         cost=found.cost,
         contention=found.contention,
-        num_blocks=ENGINE["num_blocks"],
+        num_blocks=ENGINE["num_gpu_blocks_override"],
         kv_bytes=KV_BYTES,
         router="prefix_aware",
         max_model_len=SIZES["max_position_embeddings"],

@@ -28,7 +28,7 @@ STARTUP_S, WHOLE_S, IDLE_S = 900.0, 600.0, 120.0
 LOOK_S = 5.0  # between two looks at all processes
 SETTLE_S = 20.0  # after the last request, before a look that counts
 ENGINE = {
-    "device": "cpu", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 32, "determinism": "strict",
+    "device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 2048, "max_num_seqs": 32, "determinism": "strict",
     "kv_offloading_size": 0.02, "kv_offloading_disk_size": 0.1, "max_loras": 2,
 }  # fmt: skip
 PIRATE = Path(pocket.__file__).with_name("pirate")

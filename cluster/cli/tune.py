@@ -46,7 +46,8 @@ def tune(
     try_: Annotated[
         list[str] | None,
         typer.Option(
-            "--try", help="Values of an option to try, such as `num_blocks=500,1000`, in place of the usual ones."
+            "--try",
+            help="Values of an option to try, such as `num_gpu_blocks_override=500,1000`, in place of the usual ones.",
         ),
     ] = None,
     as_json: JsonOption = False,

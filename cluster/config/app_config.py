@@ -14,8 +14,8 @@ from cluster.config.section import Section, section_of
 from deployments.console.config import ConsoleConfig
 from deployments.http.validation import expected
 from deployments.observability.tracing import TracingConfig
-from engine.config import RENAMED
 from engine.errors import ConfigError, without_credentials
+from engine.offline.vllm_flags import RENAMED
 from placement.console_log import LogConfig, LogFormat, LogLevel
 
 TracingSection = section_of(TracingConfig, without=set())

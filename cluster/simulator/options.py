@@ -89,7 +89,9 @@ class SimulationOptions:
         exists=True,
         dir_okay=False,
     )
-    num_blocks: int | None = option(None, "KV blocks of a replica. Default: the number that fits.", **ENGINE, min=1)
+    num_gpu_blocks_override: int | None = option(
+        None, "KV blocks of a replica. Default: the number that fits.", **ENGINE, min=1
+    )
     kv_offloading_size: float | None = option(
         None, "GiB of host memory of a replica for KV blocks that its cards may evict. Default: none.", **ENGINE
     )

@@ -168,10 +168,15 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     kv_layers = None
     if model.config is not None and differs(model.config):
         handoff = HandoffConfig(role="decode") if options.prefill_replicas else None
-        kv_layers, longest = divide(model, card, ranks, replace(engine, num_blocks=options.num_blocks, handoff=handoff))
+        kv_layers, longest = divide(
+            model,
+            card,
+            ranks,
+            replace(engine, num_gpu_blocks_override=options.num_gpu_blocks_override, handoff=handoff),
+        )
         num_blocks = kv_layers.blocks[0]
     else:
-        num_blocks = options.num_blocks or kv_tokens(model, card, ranks) // options.block_size
+        num_blocks = options.num_gpu_blocks_override or kv_tokens(model, card, ranks) // options.block_size
         longest = num_blocks * options.block_size
     if trace.longest >= longest:
         raise _too_small(options, trace.longest, longest)
@@ -284,10 +289,10 @@ def _check_ranks(ranks: int, heads: int, kv_heads: int, model: str) -> None:
 def _too_small(options: SimulationOptions, longest: int, capacity: int) -> InvalidParameter:
     """Return the error for a KV cache that is too small. longest: tokens of the longest request. capacity: tokens whose
     KV a replica can hold."""
-    if options.num_blocks is not None:
+    if options.num_gpu_blocks_override is not None:
         blocks, size = longest // options.block_size + 1, options.block_size
         limit = f"at least {blocks}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"
-        return InvalidParameter("--num-blocks", options.num_blocks, limit)
+        return InvalidParameter("--num-gpu-blocks-override", options.num_gpu_blocks_override, limit)
     limit = (
         f"enough cards for the weights and the KV of the longest request of --trace ({longest} tokens; "
         f"{capacity} fit on {options.tensor_parallel_size or 1} {options.card})"

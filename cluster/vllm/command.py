@@ -11,15 +11,15 @@ from typing import Any
 
 import yaml
 
-from engine.config import RENAMED
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.offline.vllm_flags import ALL2ALL, NAMES, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import ALL2ALL, NAMES, RENAMED, VALUES, Row, draft_options, find, takes
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
     "--limit-mm-per-prompt", "--kv-events-config", "--eplb-config",
 )  # fmt: skip
+SIZES = ("--max-model-len", "--max-num-batched-tokens", "--max-num-queued-tokens", "--kv-cache-memory-bytes")
 NOT_BALANCED = ("use_async", "policy", "communicator", "log_balancedness_interval")
 
 
@@ -97,7 +97,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
         raise RequestError(f"{name} must be written {_flag(renamed)}")
     if base not in NAMES and base not in OBJECTS:
         command.args.append(name if value is None else f"{name}={value}")
-        if base in VALUES:
+        if base in VALUES or base in SIZES:
             _translate_value(command, base, value, rest)
         return
     several = base in NAMES and takes(base) == "*"
@@ -105,6 +105,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
         value = _next(rest, several)
     elif value is not None and several and not value.startswith("["):
         value = json.dumps([value])
+    value = value and _number(base, value)
     command.seen[base] = value
     row = find(base, value)
     if base in OBJECTS and (row is None or row.effect == "other name"):
@@ -143,11 +144,23 @@ def _translate_value(command: Command, flag: str, value: str | None, rest: list[
     """Translate the value of a flag in VALUES, the command's newest word; without an equivalent, drop the flag."""
     command.args.pop()
     value = rest.pop(0) if value is None and rest else value
-    ours = VALUES[flag].get(value or "", value)
+    ours = VALUES.get(flag, {}).get(value or "", value and _number(flag, value))
     if ours is not None:
         command.args += [flag, ours]
     elif value is None:
         command.args.append(flag)
+
+
+def _number(flag: str, text: str) -> str:
+    """Return the value of a flag in SIZES without its unit: 8k is 8000 and 8K is 8192, up to T. Raises
+    InvalidParameter for a fraction of a binary unit, as in 1.5G."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text.strip(), re.IGNORECASE)
+    if flag not in SIZES or match is None:
+        return text
+    number, unit = match.groups()
+    if unit.isupper() and "." in number:
+        raise InvalidParameter(flag, text, f"a whole number, or written {number}{unit.lower()} for powers of 1000")
+    return str(int(float(number) * (1000 if unit.islower() else 1024) ** (1 + "kmgt".index(unit.lower()))))
 
 
 def _merge(command: Command, flag: str, path: str, value: str | None) -> None:

@@ -11,9 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from engine.config import RENAMED, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.offline.vllm_flags import NAMES, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import NAMES, RENAMED, VALUES, Row, draft_options, find, takes
 
 logger = logging.getLogger(__name__)
 

@@ -46,8 +46,6 @@ def refused(flags: str, instead: str) -> Row:
 
 TABLE = (
     same("--data-parallel-size= -dp=", "--num-replicas"),  # unless --enable-expert-parallel is given too
-    same("--num-gpu-blocks-override=", "--num-blocks"),
-    same("--async-scheduling", "--overlap"),
     same("--uvicorn-log-level=", "--log-level"),
     same("-q=", "--quantization"),
     same("-sc=", "--speculative-config"),
@@ -246,7 +244,6 @@ TABLE = (
     ),
     refused("--kv-transfer-config=", "--prefill-replicas N starts replicas that compute prompts for the others"),
     # KV cache and memory
-    refused("--kv-cache-memory-bytes=", "--kv-cache-memory-gib has the same meaning, in GiB"),
     ignored(
         "--prefix-caching-hash-algo= --prefix-match-unit=",
         "the hash of a block is fixed (docs/routing.md)",
@@ -312,6 +309,16 @@ VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the
     "--log-level": {"trace": "debug", "critical": "error"},
     "--max-model-len": {"auto": None, "-1": None},  # the default is the model's own length, or what fits
     "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4", "None": None},
+}
+RENAMED = {  # former names of fields of EngineConfig, which are refused with the new ones
+    "tensor_parallel": "tensor_parallel_size",
+    "pipeline_parallel": "pipeline_parallel_size",
+    "data_parallel": "data_parallel_size",
+    "expert_parallel": "enable_expert_parallel",
+    "speculative": "speculative_config",
+    "num_blocks": "num_gpu_blocks_override",
+    "overlap": "async_scheduling",
+    "kv_cache_memory_gib": "kv_cache_memory_bytes",
 }
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "enable_expert_parallel": "-ep", "pipeline_parallel_size": "-pp"}
 NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs

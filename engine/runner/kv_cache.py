@@ -111,13 +111,13 @@ def choose_num_blocks(
     if not any(need.block_bytes for need in needs):
         logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)
         return desired, longest
-    if config.num_blocks is not None:
-        first, *others = config.num_blocks, *desired[1:]
-        blocks, limit = [first, *(min(first, other) for other in others)], "num_blocks"
+    if config.num_gpu_blocks_override is not None:
+        first, *others = config.num_gpu_blocks_override, *desired[1:]
+        blocks, limit = [first, *(min(first, other) for other in others)], "num_gpu_blocks_override"
         if (used := total_bytes(needs, blocks) + state_bytes) > free.size:
-            fit, more = max(0, config.num_blocks * free.size // used), " and states" if state_bytes else ""
+            fit, more = max(0, first * free.size // used), " and states" if state_bytes else ""
             raise OutOfMemory(
-                f"num_blocks={config.num_blocks} needs {used / GIB:.2f} GiB of KV cache{more}, but only {free}; "
+                f"num_gpu_blocks_override={first} needs {used / GIB:.2f} GiB of KV cache{more}, but only {free}; "
                 f"at most {fit} blocks fit"
             )
     else:
@@ -130,9 +130,9 @@ def choose_num_blocks(
     if tokens < shortest:
         needed = [need.of(shortest) for need in needs]
         total = total_bytes(needs, needed) + state_bytes
-        more = f"kv_cache_memory_gib to at least {math.ceil(total / GIB * 1000) / 1000}"
-        if config.num_blocks is not None:
-            more = f"num_blocks to at least {needed[0]}"
+        more = f"kv_cache_memory_bytes to at least {total}"
+        if config.num_gpu_blocks_override is not None:
+            more = f"num_gpu_blocks_override to at least {needed[0]}"
         less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""
         raise OutOfMemory(
             f"the KV cache holds {tokens} tokens (limited by {limit}), but one request of {shortest} tokens "
@@ -222,11 +222,10 @@ def full_requests(needs: list[GroupNeed], blocks: list[int], length: int) -> flo
 def kv_budget(config: EngineConfig, device: torch.device, free: FreeMemory) -> tuple[int, str]:
     """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if a configured
     size is not free."""
-    if config.kv_cache_memory_gib is not None:
-        requested = int(config.kv_cache_memory_gib * GIB)
+    if (requested := config.kv_cache_memory_bytes) is not None:
         if requested > free.size:
-            raise OutOfMemory(f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: only {free}")
-        return requested, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
+            raise OutOfMemory(f"kv_cache_memory_bytes={requested} does not fit: only {free}")
+        return requested, f"kv_cache_memory_bytes ({requested})"
     if device.type == "cuda":
         return free.size, free.limit
     default = int(CPU_DEFAULT_GIB * GIB)

@@ -163,8 +163,8 @@ def choose_num_snapshots(
     """Return the number of snapshots of recurrent states.
 
     They get 1 / SHARE of the KV cache's memory, but no more than all sequences at full length could use. If
-    `num_blocks` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype: the KV
-    cache's dtype. Raises OutOfMemory as `kv_budget` does.
+    `num_gpu_blocks_override` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype:
+    the KV cache's dtype. Raises OutOfMemory as `kv_budget` does.
     """
     if not (specs or model.recurrent) or not (config.enable_prefix_caching or config.handoff):
         return 0
@@ -172,8 +172,8 @@ def choose_num_snapshots(
     if not specs:
         return useful  # a stage without recurrent layers, where a snapshot takes no memory
     needs = kv_cache.group_needs(config, block_size, model, dtype, tp)
-    if config.num_blocks is None:
+    if config.num_gpu_blocks_override is None:
         budget = max(0, kv_cache.kv_budget(config, device, free)[0])
     else:
-        budget = config.num_blocks * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
+        budget = config.num_gpu_blocks_override * sum(need.block_bytes for need in needs) * SHARE // (SHARE - 1)
     return min(useful, max(LEAST, budget // SHARE // snapshot_bytes(specs)))

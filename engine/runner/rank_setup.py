@@ -57,7 +57,9 @@ class RankSetup:
             dtype=dtype,
             kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
             block_size=config.block_size or BLOCK_SIZES[device.torch_device.type],
-            overlap=(device.asynchronous or not model.stage.is_whole) if config.overlap is None else config.overlap,
+            overlap=(device.asynchronous or not model.stage.is_whole)
+            if config.async_scheduling is None
+            else config.async_scheduling,
         )
 
     @property

@@ -85,7 +85,9 @@ def rehearsal(monkeypatch, request) -> None:
         monkeypatch.setattr(module, "OP", module.OP._replace(ours=module.OP.plain))
     monkeypatch.setattr(library_attention.attention, "paged_attention", attention_plain.paged_attention)
     build = engines.EngineConfig
-    monkeypatch.setattr(engines, "EngineConfig", lambda **options: build(**options, num_blocks=2000, num_threads=1))
+    monkeypatch.setattr(
+        engines, "EngineConfig", lambda **options: build(**options, num_gpu_blocks_override=2000, num_threads=1)
+    )
     for name, stand_in in {
         "Event": FakeEvent, "synchronize": lambda: None, "graph": lambda graph: nullcontext(),
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "get_device_name": lambda: "a card",

@@ -21,7 +21,9 @@ from tests.models import make_model
 @torch.inference_mode()
 def test_every_kernel_of_a_step_is_timed(tmp_path, monkeypatch, family, kernels):
     folder = make_model(tmp_path, family)
-    core = build_engine(EngineConfig(model=str(folder), num_blocks=64, block_size=4, num_threads=1, dtype="float32"))
+    core = build_engine(
+        EngineConfig(model=str(folder), num_gpu_blocks_override=64, block_size=4, num_threads=1, dtype="float32")
+    )
     monkeypatch.setattr(Kernel, "launch", Kernel.launch)  # undone after the test
     fill(core.runner)
     watch = Watch(time.perf_counter)

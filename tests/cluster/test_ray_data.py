@@ -26,7 +26,13 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("ray.data")  # sets a variable of the environment
 
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river"]
-ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512, "tensor_parallel_size": 1}
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "num_gpu_blocks_override": 512,
+    "tensor_parallel_size": 1,
+}
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,7 +46,7 @@ def ask(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """What the engine says by itself."""
-    with LLM("pocket", dtype="float32", num_threads=1, num_blocks=512) as llm:
+    with LLM("pocket", dtype="float32", num_threads=1, num_gpu_blocks_override=512) as llm:
         found = llm.generate([f"The {word} is" for word in WORDS], SamplingParams(**PARAMS), use_tqdm=False)
         return {word: output.outputs[0].text for word, output in zip(WORDS, found, strict=True)}
 
@@ -145,7 +151,7 @@ ray.init(num_cpus=3, logging_level="ERROR", include_dashboard=False)
 context = ray.data.DataContext.get_current()
 context.enable_progress_bars = False
 context.checkpoint_config = CheckpointConfig("id", checkpoint, delete_checkpoint_on_success=False)
-engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512}
+engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 512}
 processor = build_processor(
     ProcessorConfig(engine_kwargs=engine, batch_size=4, concurrency=1, id_column="id"),
     preprocess=lambda row: {

@@ -126,7 +126,7 @@ async def running_engine(
     config = EngineConfig(
         model=str(folder),
         block_size=BLOCK_SIZE,
-        num_blocks=512,
+        num_gpu_blocks_override=512,
         max_num_seqs=MAX_NUM_SEQS,
         num_threads=1,
         handoff=handoff,

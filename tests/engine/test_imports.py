@@ -29,7 +29,7 @@ def find_spec(name, package=None):
 importlib.util.find_spec = find_spec
 
 from engine import LLM, SamplingParams
-with LLM({model!r}, device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=64, num_threads=1) as llm:
+with LLM({model!r}, device="cpu", num_gpu_blocks_override=64, max_num_seqs=4, max_model_len=64, num_threads=1) as llm:
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
 print("tokens", output.outputs[0].token_ids)
 """

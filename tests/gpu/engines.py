@@ -40,7 +40,7 @@ def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest
 
 
 def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
-    defaults = {"num_blocks": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
+    defaults = {"num_gpu_blocks_override": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
     return build_engine(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
 
 

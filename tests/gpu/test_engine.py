@@ -129,7 +129,7 @@ def test_torch_compile_changes_no_token_in_prompts_and_in_graphs(family, folder_
 
 def test_overlap_changes_nothing_at_all(folder_of):
     wanted = requests(16, VOCAB, temperature=0.8, top_p=0.9, logprobs=2)
-    runs = [generate(folder_of("llama"), "cuda", wanted, overlap=overlap) for overlap in (True, False)]
+    runs = [generate(folder_of("llama"), "cuda", wanted, async_scheduling=overlap) for overlap in (True, False)]
     assert tokens(runs[0]) == tokens(runs[1])
 
 
@@ -149,7 +149,7 @@ def test_penalties_and_grammar_free_extras_work_on_the_card(folder_of):
 
 def test_sequences_that_are_preempted_and_resumed_say_the_same(folder_of):
     wanted = requests(16, VOCAB, logprobs=2)
-    tight = {"block_size": 16, "num_blocks": 40, "max_num_seqs": 6, "max_model_len": 130}
+    tight = {"block_size": 16, "num_gpu_blocks_override": 40, "max_num_seqs": 6, "max_model_len": 130}
     expected = generate(folder_of("llama"), "cpu", wanted, **tight)
     check_same(generate(folder_of("llama"), "cuda", wanted, **tight), expected, EXACT)
 

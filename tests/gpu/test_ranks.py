@@ -32,7 +32,7 @@ def test_ranks_say_what_one_says(ranks, enforce_eager, tmp_path):
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(1, 60))] for _ in range(12)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
-    options = {"dtype": "float32", "num_blocks": 256, "max_num_seqs": 16, "device": "cuda"}
+    options = {"dtype": "float32", "num_gpu_blocks_override": 256, "max_num_seqs": 16, "device": "cuda"}
     outputs = []
     for size in (1, ranks):
         with LLM(str(folder), tensor_parallel_size=size, enforce_eager=enforce_eager, **options) as llm:
@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_while_it_decodes_ends_the_others_at_once(tmp_path
         tmp_path, "llama", tokenizer=True, num_attention_heads=8, num_key_value_heads=8, intermediate_size=128
     )
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    llm = LLM(str(folder), tensor_parallel_size=2, num_blocks=256, device="cuda")
+    llm = LLM(str(folder), tensor_parallel_size=2, num_gpu_blocks_override=256, device="cuda")
     (rank_1,) = llm._ranks.processes
     threading.Timer(0.3, rank_1.kill).start()
     started = time.monotonic()

@@ -22,7 +22,7 @@ QUESTIONS = (
 )  # fmt: skip
 CHATS = [[{"role": "user", "content": question.format(subject)}] for subject in SUBJECTS for question in QUESTIONS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
-OPTIONS = {"model": "smollm2", "max_model_len": 512, "kv_cache_memory_gib": 0.25}
+OPTIONS = {"model": "smollm2", "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
 
 
 def answers(llm: LLM, chats: list[list[dict[str, str]]], params: SamplingParams = GREEDY) -> list[list[int]]:

@@ -35,7 +35,7 @@ SCALING = {
 SLOTS = 4
 MODEL = {
     "name": "m",
-    "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048},
+    "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 2048},
     "prefill": SCALING,
     "decode": {**SCALING, "engine": {"max_num_seqs": SLOTS}},
     "handoff": {"transport": "tcp", "policy": "always"},

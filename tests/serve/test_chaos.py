@@ -56,7 +56,7 @@ def args(folder: Path, **engine: Any) -> dict[str, Any]:
     model = {
         "name": MODEL,
         "model": str(folder),
-        "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, **engine},
+        "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 2048, **engine},
         "prefill": pool("prefill", max_num_batched_tokens=128),
         "decode": pool("decode"),
         "handoff": {"transport": "tcp", "policy": "always"},

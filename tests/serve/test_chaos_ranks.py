@@ -53,7 +53,7 @@ def serving(tmp_path_factory) -> Iterator[ChaosCluster]:
             "device": "cpu",
             "dtype": "float32",
             "num_threads": 1,
-            "num_blocks": 2048,
+            "num_gpu_blocks_override": 2048,
             "tensor_parallel_size": 2,
         },
         **pools,

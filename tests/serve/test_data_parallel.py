@@ -49,7 +49,7 @@ def test_engines_on_several_nodes_answer_as_one_does_and_both_take_requests(serv
     racks = re.findall(r"rack (\w+)", placed)
     assert racks in (["r0", "r1"], ["r1", "r0"], ["r0"] * 2 + ["r1"] * 2, ["r1"] * 2 + ["r0"] * 2), "an engine in each"
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(str(folder), num_blocks=64, num_threads=1, **OPTIONS) as one:
+    with LLM(str(folder), num_gpu_blocks_override=64, num_threads=1, **OPTIONS) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, use_tqdm=False)]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert [text(answer) for answer in pool.map(lambda p: serving.ask(MODEL, p), PROMPTS * 4)] == alone * 4

@@ -30,7 +30,7 @@ def server(tmp_path_factory, folders) -> Iterator[ServeRun]:
         {
             "name": name,
             "model": str(folder),
-            "engine": {"num_blocks": 128, "max_num_seqs": 8},
+            "engine": {"num_gpu_blocks_override": 128, "max_num_seqs": 8},
             "decode": {"num_cpus": 0.3, "num_replicas": replicas},
         }
         for (name, folder), replicas in zip(folders.items(), (2, 1), strict=True)
@@ -42,7 +42,7 @@ def server(tmp_path_factory, folders) -> Iterator[ServeRun]:
 
 @pytest.mark.parametrize("name", ["qwen3_embedding", "minilm"])
 def test_embeddings_are_those_of_the_offline_api(server, folders, name):
-    with LLM(str(folders[name]), num_blocks=128) as llm:
+    with LLM(str(folders[name]), num_gpu_blocks_override=128) as llm:
         expected = [output.outputs.embedding for output in llm.embed(SHORT, use_tqdm=False)]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         found = [entry.embedding for entry in client.embeddings.create(model=name, input=SHORT).data]

@@ -21,7 +21,7 @@ from tests.vision_models import make_vision_chat_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-ENGINE = {"dtype": "float32", "num_threads": 1, "num_blocks": 512, "block_size": 4}
+ENGINE = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 512, "block_size": 4}
 STARTED = re.compile(r"encode-sees-\w+/rank0 placement\.rank_actor rank starts pid=(\d+)")
 HEARD_OF = re.compile(r"prefill-sees-\w+ .* encode engines: (encode-sees-\w+)")
 ENCODED = "manta_images_encoded_total"

@@ -39,7 +39,7 @@ def talk(server: ServeRun, client: int) -> tuple[list[str], int, int]:
 def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
     """Replicas take turns, so each prompt comes to a replica that has at most an earlier turn."""
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3000, "max_num_seqs": 8}
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 3000, "max_num_seqs": 8}
 
     def args(fetching: bool) -> dict[str, Any]:
         decode = {"num_replicas": 3, "num_cpus": 0.2, "routing": {"policy": "round_robin"}}
@@ -67,7 +67,7 @@ def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
 
 def test_a_new_replica_has_the_most_used_prefix_before_its_first_request(tmp_path):
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3000, "max_num_seqs": 8}
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 3000, "max_num_seqs": 8}
     decode = {"num_replicas": 1, "num_cpus": 0.2, "routing": {"policy": "round_robin"}}
     handoff = {"enable_prefix_fetching": True, "enable_warm_start": True, "fetch_timeout_s": 20}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode, "handoff": handoff}

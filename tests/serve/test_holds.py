@@ -33,7 +33,7 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
     """Its replicas take turns, so only the hold brings a conversation back."""
     folder = tmp_path_factory.mktemp("serve")
     model = make_model(folder, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3000, "max_num_seqs": 8}
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 3000, "max_num_seqs": 8}
     decode = {"num_replicas": REPLICAS, "num_cpus": 0.2, "routing": {"policy": "round_robin"}}
     args = {"models": [{"name": "tiny", "model": str(model), "engine": engine, "decode": decode}]}
     with ServeRun(folder, {**args, "ingress": {"num_replicas": INGRESSES}}) as server:

@@ -25,7 +25,7 @@ from tests.vision_models import make_vision_chat_model
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 DOCS = Path(__file__).parents[2] / "docs" / "images.md"
-ENGINE = {"dtype": "float32", "num_threads": 1, "num_blocks": 512, "block_size": 4}
+ENGINE = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 512, "block_size": 4}
 STARTED = re.compile(r"(decode-sees-\w+)/rank0 placement\.rank_actor rank starts pid=(\d+)")
 QUESTIONS = ["What is this?", "Where was it?", "Who is there?", "How many are there?"]
 MAX_TOKENS = 300

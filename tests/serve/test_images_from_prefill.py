@@ -31,7 +31,13 @@ def server(tmp_path_factory) -> Iterator[ServeRun]:
     model = {
         "name": "sees",
         "model": str(make_vision_chat_model(tmp_path_factory.mktemp("model"))),
-        "engine": {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512, "max_num_seqs": 16},
+        "engine": {
+            "device": "cpu",
+            "dtype": "float32",
+            "num_threads": 1,
+            "num_gpu_blocks_override": 512,
+            "max_num_seqs": 16,
+        },
         "decode": {"num_cpus": 0.2, "num_replicas": 2},
         "prefill": {"num_cpus": 0.2, "engine": {"max_num_batched_tokens": 32}},
         "handoff": {"transport": "tcp", "policy": "always"},

@@ -44,7 +44,7 @@ def impatient_client(url: str) -> Iterator[None]:
     ("manta", "model", "message"),
     [
         (False, {"engine": {"block_sise": 16}}, "models[0].engine.block_sise must be one of the known keys"),
-        (True, {"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
+        (True, {"engine": {"kv_cache_memory_bytes": 1000}}, "raise kv_cache_memory_bytes"),
     ],
     ids=["serve run", "manta serve"],
 )
@@ -77,8 +77,8 @@ def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_pat
         server.put(models(block_sise=16))
         wait_until(lambda: server.status() == "DEPLOY_FAILED", timeout_s=60)
         assert answers(), "what the builder refuses changes nothing"
-        server.put(models(kv_cache_memory_gib=1e-6))
-        server.wait_for_line("raise kv_cache_memory_gib")  # the engine, which has taken the place of the only one
+        server.put(models(kv_cache_memory_bytes=1000))
+        server.wait_for_line("raise kv_cache_memory_bytes")  # the engine, which has taken the place of the only one
         wait_until(lambda: server.status() == "DEPLOY_FAILED", timeout_s=60)
         server.put(models())
         wait_until(answers, timeout_s=120)

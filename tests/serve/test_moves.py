@@ -38,7 +38,13 @@ REPLAYED = re.compile(r"request replayed .*received_tokens=(\d+) reason=(\S+)")
 @contextmanager
 def serving(tmp_path: Path, num_replicas: int) -> Iterator[ServeRun]:
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 3500, "max_num_seqs": 32}
+    engine = {
+        "device": "cpu",
+        "dtype": "float32",
+        "num_threads": 1,
+        "num_gpu_blocks_override": 3500,
+        "max_num_seqs": 32,
+    }
     decode = {"num_replicas": num_replicas, "num_cpus": 0.2, "drain_s": 120.0}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode}
     with ServeRun(tmp_path, {"models": [model]}) as server:

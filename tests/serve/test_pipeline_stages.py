@@ -44,7 +44,7 @@ def served(
     model = {
         "name": MODEL,
         "model": str(folder),
-        "engine": {"device": "cpu", "num_blocks": 2048, **engine},
+        "engine": {"device": "cpu", "num_gpu_blocks_override": 2048, **engine},
         "decode": {
             "num_cpus": 0.25,
             "label_selector": POOL,
@@ -75,7 +75,7 @@ def check_answers(serving: Serving, folder: Path, num_ranks: int) -> None:
     (replica,) = serving.replicas(MODEL)
     assert len({rank.node for rank in replica.ranks}) == num_ranks
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
+    with LLM(str(folder), device="cpu", num_gpu_blocks_override=64, num_threads=1) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, use_tqdm=False)]
     assert [text(serving.ask(MODEL, prompt)) for prompt in PROMPTS] == alone
 

@@ -54,7 +54,7 @@ def server(tmp_path_factory, model_folder, adapters, killing) -> Iterator[ServeR
     engine = {
         "dtype": "bfloat16",
         "block_size": 4,
-        "num_blocks": 8192,
+        "num_gpu_blocks_override": 8192,
         "num_threads": 1,
         "enable_lora": True,
         "tape_mib": 0,

@@ -178,7 +178,7 @@ def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
         {
             "name": name,
             "model": str(folder),
-            "engine": {"tensor_parallel_size": RANKS[name], "device": "cpu", "num_blocks": 2048},
+            "engine": {"tensor_parallel_size": RANKS[name], "device": "cpu", "num_gpu_blocks_override": 2048},
             "decode": {"num_cpus": 0.25, "label_selector": POOL, **DECODE[name]},
         }
         for name in names
@@ -206,7 +206,7 @@ def test_ranks_across_nodes_answer_as_one_rank_does(serving, folder):
         (replica,) = serving.replicas(model)
         assert len({rank.node for rank in replica.ranks}) == 2
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
+    with LLM(str(folder), device="cpu", num_gpu_blocks_override=64, num_threads=1) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, use_tqdm=False)]
     assert len(set(alone)) == len(PROMPTS)
     for model in serving.models:

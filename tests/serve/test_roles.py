@@ -75,7 +75,13 @@ def roles(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Roles]:
     folder = make_model(
         tmp_path, "llama" if engines == 1 else "qwen3_moe", tokenizer=True, max_position_embeddings=4096
     )
-    options = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048, "max_num_seqs": 8 // engines}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "num_threads": 1,
+        "num_gpu_blocks_override": 2048,
+        "max_num_seqs": 8 // engines,
+    }
     engine = options | ({"data_parallel_size": engines, "enable_expert_parallel": True} if engines > 1 else {})
     handoff = {"switch_roles": True, "move_requests": True, "policy": "always", "transport": "tcp"}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "slo": {"ttft_ms": 100, "itl_ms": 1000},

@@ -40,7 +40,12 @@ class Serving:
 
     def __init__(self, cluster: ChaosCluster, folders: list[Path], what: str):
         self.cluster, self.folders, self.what = cluster, folders, what
-        self.engine: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 2048}
+        self.engine: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "num_threads": 1,
+            "num_gpu_blocks_override": 2048,
+        }
         self.folder = folders[0]
         self.replicas = 2
         self.ingress_cpus = 0.1

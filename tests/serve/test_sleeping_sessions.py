@@ -35,7 +35,7 @@ def test_held_conversations_survive_a_kill_of_the_whole_cluster(tmp_path, place)
     where = {"kv_offloading_disk_size": 0.2, "kv_offloading_dir": str(files)}
     if place == "store":
         where = {"kv_offloading_store_size": 0.2, "kv_offloading_store": str(files)}
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 1000, "max_num_seqs": 8}
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 1000, "max_num_seqs": 8}
     decode = {"num_replicas": 2, "num_cpus": 0.2}
     tiers = {**engine, **where, "kv_offloading_key_file": str(key)}
     args = {"models": [{"name": "tiny", "model": str(folder), "engine": tiers, "decode": decode}]}

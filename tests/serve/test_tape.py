@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600 + 3 *
 @contextmanager
 def serving(tmp_path: Path) -> Iterator[ServeRun]:
     folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=1024)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 400, "max_num_seqs": 8,
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 8,
               "tape_mib": 16, "tape_dir": str(tmp_path / "kept"), "max_kept_tapes": 400}  # fmt: skip
     pool = {"num_cpus": 0.2, "drain_s": 20.0}
     model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": {**pool, "num_replicas": 2},

@@ -17,7 +17,7 @@ from tests.serve.serve_run import STARTUP_S, ServeRun
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 256}
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_gpu_blocks_override": 256}
 REQUESTS = {
     "v1/chat/completions": {
         "messages": [{"role": "user", "content": "What is an ocean?"}],

@@ -31,7 +31,7 @@ Row = tuple[list[int], int]
 def ask(model: str, prompts: list[str], max_tokens: int, threads: int) -> list[Row]:
     """Return the token ids of each prompt with its greedy answer, and how many of them are the prompt."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    with LLM(model, num_threads=threads, max_num_seqs=64, max_model_len=2048, kv_cache_memory_gib=1.0) as llm:
+    with LLM(model, num_threads=threads, max_num_seqs=64, max_model_len=2048, kv_cache_memory_bytes=2**30) as llm:
         outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=max_tokens), use_tqdm=True)
     return [([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids)) for o in outputs]
 

@@ -151,7 +151,7 @@ def check_kv_cache(
     message = f"KV cache for {blocks[0] * size:,} tokens{less}: {requests:.1f} requests of max_model_len {longest:,}"
     message = "; ".join([message, *kv_cache.describe_groups(needs, blocks), *describe_states(engine, specs, snapshots)])
     if longest < (engine.max_model_len or shape.max_position_embeddings):
-        return Finding("warning", topic, message, "The context is cut to fit; raise kv_cache_memory_gib for more")
+        return Finding("warning", topic, message, "The context is cut to fit; raise kv_cache_memory_bytes for more")
     return Finding("ok", topic, message)
 
 

@@ -71,8 +71,8 @@ def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
         for model in AppConfig.of(application).models:
             weights = sum(file.stat().st_size for file in resolve(model.model).iterdir() if file.suffix in WEIGHTS)
             for role, pool in model.pools.items():
-                kv_gib = model.engine_config(role).kv_cache_memory_gib or KV_CACHE_GIB
-                needed += pool.bounds[0] * (weights + kv_gib * 2**30)
+                kv_bytes = model.engine_config(role).kv_cache_memory_bytes or KV_CACHE_GIB * 2**30
+                needed += pool.bounds[0] * (weights + kv_bytes)
     return needed > free_host_memory().size / 2
 
 

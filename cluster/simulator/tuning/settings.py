@@ -54,7 +54,7 @@ SETTINGS = {
     "enable_prefix_caching": _one_of(
         "engine.enable_prefix_caching", "enable_prefix_caching", {"true": True, "false": False}, of_engine=True
     ),
-    "num_blocks": _whole("engine.num_blocks", "num_blocks"),
+    "num_gpu_blocks_override": _whole("engine.num_gpu_blocks_override", "num_blocks"),
     "decode.num_replicas": _whole("decode.num_replicas", "replicas"),
     "routing.policy": _one_of("decode.routing.policy", "router", _names(RouterName)),
     "prefill.num_replicas": _whole("prefill.num_replicas", "prefill_replicas", least=0),
@@ -78,8 +78,8 @@ def with_settings(spec: ClusterSpec, values: Mapping[str, Any]) -> ClusterSpec:
     """Return the cluster with other values of these settings. Raises ConfigError if an engine cannot have them."""
     engine = {SETTINGS[name].field: value for name, value in values.items() if SETTINGS[name].of_engine}
     own = {SETTINGS[name].field: value for name, value in values.items() if not SETTINGS[name].of_engine}
-    if "num_blocks" in values:
-        own["max_model_len"] = min(spec.max_model_len, values["num_blocks"] * spec.engine.known_block_size)
+    if "num_gpu_blocks_override" in values:
+        own["max_model_len"] = min(spec.max_model_len, values["num_gpu_blocks_override"] * spec.engine.known_block_size)
     return replace(spec, engine=replace(spec.engine, **engine), **own)
 
 

@@ -46,7 +46,11 @@ def test_no_part_of_a_fitted_cost_is_negative_however_noisy_the_steps():
 
 def test_steps_of_a_real_engine_are_recorded_while_it_is_watched_and_not_after(tmp_path):
     folder = make_model(tmp_path, "llama", num_hidden_layers=1)
-    core = build_engine(EngineConfig(model=str(folder), dtype="float32", num_blocks=64, num_threads=1, overlap=False))
+    core = build_engine(
+        EngineConfig(
+            model=str(folder), dtype="float32", num_gpu_blocks_override=64, num_threads=1, async_scheduling=False
+        )
+    )
     ticks = count()
     with StepRecorder(core, clock=lambda: float(next(ticks))) as recorder:
         run_one(core, prompt=[5] * 20, output=3)

@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM(str(model), max_num_seqs=4, kv_cache_memory_gib=0.01, num_threads=1) as llm:
+    with LLM(str(model), max_num_seqs=4, kv_cache_memory_bytes=10_000_000, num_threads=1) as llm:
         yield llm
 
 
@@ -44,7 +44,7 @@ def prompts() -> list[dict]:
 @contextmanager
 def generating(model: Path, source: Path, target: Path) -> Iterator[BaseProcess]:
     """OutputLine the file in a process of its own, which may be killed."""
-    load = partial(LLM, str(model), kv_cache_memory_gib=0.01, num_threads=1)
+    load = partial(LLM, str(model), kv_cache_memory_bytes=10_000_000, num_threads=1)
     process = with_engine().Process(target=generate_file, args=(load, source, target, {}), kwargs={"progress": False})
     process.start()
     try:

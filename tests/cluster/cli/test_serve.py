@@ -82,10 +82,10 @@ def test_every_field_of_the_engine_has_a_flag_that_sets_it_and_a_help_text():
     flags = {flag.name: flag for flag in engine_flags()}
     assert set(flags) == names - WITHOUT
     assert all(field.metadata["help"] for field in fields(EngineConfig))
-    engine = args("-tp", "2", "--dtype", "float32", "--no-enable-prefix-caching", "--kv-cache-memory-gib", "0.5")
+    engine = args("-tp", "2", "--dtype", "float32", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "1G")
     assert engine["models"][0]["engine"] == {
         "dtype": "float32",
-        "kv_cache_memory_gib": 0.5,
+        "kv_cache_memory_bytes": 2**30,
         "enable_prefix_caching": False,
         "tensor_parallel_size": 2,
     }
@@ -94,7 +94,7 @@ def test_every_field_of_the_engine_has_a_flag_that_sets_it_and_a_help_text():
 def test_flags_beside_the_engine_go_where_the_configuration_has_them():
     found = printed(
         "/models/Qwen3-8B", "--host", "0.0.0.0", "--port", "9000", "--api-keys-file", "keys", "--num-gpus", "1",
-        "--accelerator-type", "L4", "--decode-replicas", "3", "--reasoning-parser", "none", "--log-level", "debug",
+        "--accelerator-type", "L4", "--num-replicas", "3", "--reasoning-parser", "none", "--log-level", "debug",
     )  # fmt: skip
     assert found["http_options"] == {"host": "0.0.0.0", "port": 9000}
     assert found["applications"][0]["args"] == {
@@ -119,10 +119,10 @@ def test_load_may_decide_the_number_of_replicas():
 
 def test_any_key_can_be_set_and_the_last_word_counts():
     found = args("--set", "ingress.num_replicas=2", "--set", "decode.routing.policy=round_robin", "--port", "1",
-                 "--set", "engine.num_blocks=10", "--num-blocks", "20")  # fmt: skip
+                 "--set", "engine.num_gpu_blocks_override=10", "--num-gpu-blocks-override", "20")  # fmt: skip
     assert found["ingress"] == {"num_replicas": 2}
     assert found["models"][0]["decode"] == {"routing": {"policy": "round_robin"}}
-    assert found["models"][0]["engine"] == {"num_blocks": 10}
+    assert found["models"][0]["engine"] == {"num_gpu_blocks_override": 10}
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monke
 
 
 def test_a_model_that_needs_little_is_served_without_a_closer_look():
-    assert not memory_may_be_short(printed("--kv-cache-memory-gib", "0.001"))
+    assert not memory_may_be_short(printed("--kv-cache-memory-bytes", "1M"))
 
 
 def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
@@ -261,9 +261,9 @@ def test_what_is_served_is_the_configuration_that_is_printed_in_an_environment_t
     monkeypatch, served
 ):
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "what the user wants")
-    CliRunner().invoke(app, ["serve", "--num-blocks", "64", "--address", "auto"], catch_exceptions=False)
+    CliRunner().invoke(app, ["serve", "--num-gpu-blocks-override", "64", "--address", "auto"], catch_exceptions=False)
     (found,) = served
-    assert (found.config, found.address) == (printed("--num-blocks", "64"), "auto")
+    assert (found.config, found.address) == (printed("--num-gpu-blocks-override", "64"), "auto")
     assert found.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "what the user wants"
 
 

@@ -50,7 +50,7 @@ def test_memory_is_divided_as_an_engine_does(tmp_path: Path, family: str):
     model = find_model(str(make_model(tmp_path, family)))
     assert model.config is not None
     assert differs(model.config) == (family != "llama")
-    engine = small_engine(num_blocks=64)
+    engine = small_engine(num_gpu_blocks_override=64)
     layers, longest = divide(model, CARDS["l4"], 1, engine)
     assert layers.blocks[0] == 64 and longest == 512
     assert len(layers.specs) == (2 if family == "gemma3" else 1)

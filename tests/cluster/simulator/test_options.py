@@ -52,9 +52,9 @@ def refusal(*options: str) -> str:
         ("--tensor-parallel-size 3", "--tensor-parallel-size must be a divisor of the 32 heads of llama-3.1-8b, got 3"),
         ("--network-gbit 0", "--network-gbit must be above 0 and finite, got 0.0"),
         (
-            "--num-blocks 9",
-            "--num-blocks must be at least 10, so that blocks of 64 tokens hold the longest request of --trace (576), "
-            "got 9",
+            "--num-gpu-blocks-override 9",
+            "--num-gpu-blocks-override must be at least 10, so that blocks of 64 tokens hold the longest request of "
+            "--trace (576), got 9",
         ),
     ],
 )
@@ -63,7 +63,7 @@ def test_an_option_is_refused_by_its_flag_with_value_and_limit(options, said):
 
 
 def test_the_blocks_that_a_refusal_asks_for_are_enough():
-    assert CliRunner().invoke(cli.app, ["simulate", *FEW, "--num-blocks", "10"]).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["simulate", *FEW, "--num-gpu-blocks-override", "10"]).exit_code == 0
 
 
 def test_a_card_that_holds_too_little_kv_is_refused_by_what_would_help(tmp_path):

@@ -18,8 +18,8 @@ def test_settings_that_need_each_other_change_together():
 
 def test_fewer_blocks_hold_shorter_requests():
     spec = small_cluster(num_blocks=100)
-    assert with_settings(spec, {"num_blocks": 10}).max_model_len == 160
-    assert with_settings(spec, {"num_blocks": 200}).max_model_len == spec.max_model_len
+    assert with_settings(spec, {"num_gpu_blocks_override": 10}).max_model_len == 160
+    assert with_settings(spec, {"num_gpu_blocks_override": 200}).max_model_len == spec.max_model_len
 
 
 def test_a_setting_has_the_name_and_the_values_of_serve_config():

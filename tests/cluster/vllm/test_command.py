@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app, main
 from cluster.vllm.command import arguments, translated
-from engine.config import RENAMED
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.offline.vllm_flags import TABLE
+from engine.offline.vllm_flags import RENAMED, TABLE
 
 FLAGS = [(row, name, values) for row in TABLE for name, values in row.named()]
 
@@ -65,7 +64,7 @@ def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
     found = configured("pocket", *given, "--no-async-scheduling", "--max-num-queued-reqs", "9")
     (model,) = found["models"]
     assert model["decode"]["num_replicas"] == 3
-    assert model["engine"] == {"num_blocks": 64, "max_model_len": 128, "overlap": False}
+    assert model["engine"] == {"num_gpu_blocks_override": 64, "max_model_len": 128, "async_scheduling": False}
     assert found["ingress"] == {"num_replicas": 2, "max_waiting": 9}
 
 
@@ -77,6 +76,23 @@ def test_a_former_name_is_refused_with_the_new_one_in_a_command_and_a_file_of_fl
     for given in (["pocket", f"--{old}=2"], ["pocket", f"--{old.replace('_', '-')}", "2"], ["--config", str(file)]):
         with pytest.raises(RequestError, match=written):
             translated(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [("8k", 8000), ("8K", 8192), ("25.6k", 25_600), ("2m", 2_000_000), ("1M", 2**20), ("300", 300)],
+)
+def test_sizes_may_have_a_unit_as_in_vllm(given, number):
+    flags = ["--max-model-len", given, f"--max-num-batched-tokens={given}", "--kv-cache-memory-bytes", given]
+    found = configured("pocket", *flags, "--max-num-queued-tokens", given)
+    sizes = {"max_model_len": number, "max_num_batched_tokens": number, "kv_cache_memory_bytes": number}
+    assert found["models"][0]["engine"] == sizes
+    assert found["ingress"] == {"max_waiting_tokens": number}
+
+
+def test_a_fraction_of_a_binary_unit_is_refused_as_in_vllm():
+    with pytest.raises(InvalidParameter, match=r"--max-model-len must be a whole number, or written 1\.5k"):
+        translated(["pocket", "--max-model-len", "1.5K"])
 
 
 def test_values_of_vllms_mean_what_they_mean_there():

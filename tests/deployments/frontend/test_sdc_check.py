@@ -104,7 +104,14 @@ async def serving(
     telemetry = Telemetry("ingress-1", None)
     channel, servers, threads = TokenChannel("127.0.0.1", telemetry.stats), {}, []
     tasks = [asyncio.create_task(channel.run())]
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, overlap=False)
+    config = EngineConfig(
+        model=str(folder),
+        block_size=4,
+        num_gpu_blocks_override=64,
+        max_num_seqs=4,
+        num_threads=1,
+        async_scheduling=False,
+    )
     for name in names:
         replica = EngineReplica("127.0.0.1", stall_timeout_s=60)
         server = EngineServer(config, engine_id=name, status_to=replica.status_to)

@@ -43,7 +43,7 @@ def offline(folder):
         "swapped": ["First", OTHER, "then", IMAGE, "what?"],
         "text": ["What is this?"],
     }
-    with LLM(str(folder), block_size=4, num_blocks=256, num_threads=1) as llm:
+    with LLM(str(folder), block_size=4, num_gpu_blocks_override=256, num_threads=1) as llm:
         found = llm.chat(
             [user(*map(part, parts)) for parts in conversations.values()],
             SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),

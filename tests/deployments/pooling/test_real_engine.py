@@ -20,7 +20,7 @@ from tests.deployments.real_api import BLOCK_SIZE, MAX_NUM_SEQS, real_api
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, make, poison, write_json
 
 PROMPTS = {"prompts": {"query": "what was ", "document": ""}, "default_prompt_name": "query"}
-OPTIONS = {"block_size": BLOCK_SIZE, "num_blocks": 512, "max_num_seqs": MAX_NUM_SEQS, "num_threads": 1}
+OPTIONS = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 512, "max_num_seqs": MAX_NUM_SEQS, "num_threads": 1}
 
 
 @pytest.fixture

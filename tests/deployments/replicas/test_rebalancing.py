@@ -106,7 +106,7 @@ def test_requests_leave_after_each_period_with_preemptions_to_engines_of_the_sam
 
 def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts():
     """The engine is asked after its first step with preemptions, in its own thread: later, too few may be left."""
-    small, large = (make_config("pocket", num_blocks=blocks, max_model_len=256) for blocks in (20, 200))
+    small, large = (make_config("pocket", num_gpu_blocks_override=blocks, max_model_len=256) for blocks in (20, 200))
     with Movers(small, large, (RankPool(), RankPool())) as movers:
         full, idle, moved = movers.decode.server._core, movers.prefill.server._core.stats(), 0
         step = full.step

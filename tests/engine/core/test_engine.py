@@ -96,7 +96,13 @@ def make_engine(folder, overlap):
     cores = []
 
     def make(wake=lambda: None, **options) -> Engine:
-        defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "overlap": overlap}
+        defaults = {
+            "block_size": 4,
+            "num_gpu_blocks_override": 64,
+            "max_num_seqs": 4,
+            "num_threads": 1,
+            "async_scheduling": overlap,
+        }
         clock = FakeClock()
         config = EngineConfig(**{"model": str(folder), **defaults, **options})
         cores.append(build_engine(config, wake=wake, clock=Clock(clock.monotonic)))
@@ -254,7 +260,13 @@ def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_wh
     and a cached prefix must not spread it."""
     folder = make_model(tmp_path, "llama")
     config = EngineConfig(
-        model=str(folder), dtype="float32", num_blocks=6, max_num_seqs=2, block_size=4, num_threads=1, overlap=overlap
+        model=str(folder),
+        dtype="float32",
+        num_gpu_blocks_override=6,
+        max_num_seqs=2,
+        block_size=4,
+        num_threads=1,
+        async_scheduling=overlap,
     )
     engine = Engine(build_engine(config), FakeClock())
     cache = engine.core.runner.kv_caches[0]
@@ -299,7 +311,7 @@ def test_a_refused_request_raises_and_leaves_nothing(make_engine):
 
 
 def test_stats_add_up_on_the_way_and_return_to_zero(make_engine):
-    engine = make_engine(num_blocks=20, max_num_seqs=3)
+    engine = make_engine(num_gpu_blocks_override=20, max_num_seqs=3)
     lengths = {"a": 20, "b": 9, "c": 30, "d": 1, "e": 13}
     for i, (name, length) in enumerate(lengths.items()):
         engine.add(name, [(7 * i + j) % 97 for j in range(length)], max_tokens=20)
@@ -492,7 +504,7 @@ def test_closing_twice_is_fine_also_with_handoffs_under_way(make_engine, handoff
 
 def test_an_engine_learns_what_its_steps_cost(make_engine):
     # in turn: with overlap the fake clock would move in one thread while another reads it
-    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=False)
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), async_scheduling=False)
     engine.add("first", max_tokens=4)
     engine.go()
     assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
@@ -514,7 +526,7 @@ def test_an_engine_learns_what_its_steps_cost(make_engine):
 def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_engine, monkeypatch, overlap):
     """That step may compute one token too many for a sequence that has just ended and given its blocks back; if they
     are to receive KV from elsewhere, the other engine is asked only once the step has ended."""
-    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=overlap)
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), async_scheduling=overlap)
     core, runner = engine.core, engine.core.runner
     launched: list[int] = []
     planned_during: list[int] = []  # steps that had not ended when the newest plan was made
@@ -548,7 +560,7 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_pause_without_a_lost_engine_is_neither_a_steps_time_nor_a_requests_cost(make_engine, monkeypatch, overlap):
-    engine = make_engine(overlap=overlap)
+    engine = make_engine(async_scheduling=overlap)
     launcher, launch = engine.core._launcher, engine.core._launcher.launch
 
     def paused_once(inputs):

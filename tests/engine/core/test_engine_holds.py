@@ -34,7 +34,11 @@ SLOW = {"qwen3_next"}
 def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tmp_path):
     folder = make_model(tmp_path, family)
     config = EngineConfig(
-        model=str(folder), num_blocks=BLOCKS[family], block_size=4, max_model_len=200, max_held_share_per_client=0.5
+        model=str(folder),
+        num_gpu_blocks_override=BLOCKS[family],
+        block_size=4,
+        max_model_len=200,
+        max_held_share_per_client=0.5,
     )
     core = build_engine(config)
     try:
@@ -61,7 +65,7 @@ def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tm
 def test_request_that_bans_all_tokens_ends_no_hold_and_costs_no_cached_block(tmp_path):
     """Else one client could end the holds of all others that begin as its own prompt does."""
     folder = make_model(tmp_path, "llama")
-    core = build_engine(EngineConfig(model=str(folder), num_blocks=128, block_size=4, max_model_len=100))
+    core = build_engine(EngineConfig(model=str(folder), num_gpu_blocks_override=128, block_size=4, max_model_len=100))
     try:
         prompt = random.Random(1).choices(range(3, 97), k=50)
         answer(core, "held", prompt, [HoldMark(50, 60.0)])

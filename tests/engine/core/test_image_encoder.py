@@ -18,7 +18,7 @@ from tests.vision_models import IMAGE, Prompt, make_vision_model
 @pytest.mark.parametrize("budget", [5, 64])
 def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bit(tmp_path, name, budget):
     folder = make_vision_model(tmp_path, name)
-    options = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+    options = {"block_size": 4, "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
     local = build_engine(EngineConfig(model=str(folder), **options))
     handoff = HandoffConfig(role="encode", transport="tcp")
     options |= {

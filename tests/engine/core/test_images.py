@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def engine(folder: Path, **options) -> EngineCore:
-    sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+    sizes = {"block_size": 4, "num_gpu_blocks_override": 128, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
     return build_engine(EngineConfig(model=str(folder), **{**sizes, **options}))
 
 
@@ -177,7 +177,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "qwen3_vl"])
 def test_a_request_with_images_goes_on_after_preemption(folder, name):
-    core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=9)
+    core = engine(folder(name), num_gpu_blocks_override=9, max_model_len=36, encoder_cache_size=9)
     wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
     assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
     assert core.scheduler.totals.preemptions > 0
@@ -219,7 +219,9 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
 def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
     path, wanted = make_vision_model(tmp_path, name), prompts(name)
     make_tokenizer().save_pretrained(path)
-    with LLM(str(path), tensor_parallel_size=2, dtype="float32", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
+    with LLM(
+        str(path), tensor_parallel_size=2, dtype="float32", block_size=4, num_gpu_blocks_override=64, max_num_seqs=4
+    ) as llm:
         assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
 
 

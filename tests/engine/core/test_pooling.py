@@ -34,8 +34,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def core(request, folder):
-    options = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 5, "num_threads": 1, "max_num_batched_tokens": 9}
-    core = build_engine(EngineConfig(model=str(folder), overlap=request.param, **options))
+    options = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 40,
+        "max_num_seqs": 5,
+        "num_threads": 1,
+        "max_num_batched_tokens": 9,
+    }
+    core = build_engine(EngineConfig(model=str(folder), async_scheduling=request.param, **options))
     yield core
     core.close()
 

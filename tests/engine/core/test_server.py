@@ -56,7 +56,12 @@ def control(context) -> Inbox:
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def thread(request, folder, control):
     config = EngineConfig(
-        model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, overlap=request.param
+        model=str(folder),
+        block_size=4,
+        num_gpu_blocks_override=64,
+        max_num_seqs=4,
+        num_threads=1,
+        async_scheduling=request.param,
     )
     thread = ServerThread(EngineServer(config, engine_id="engine-7", status_to=control.address))
     yield thread
@@ -194,7 +199,7 @@ def test_a_malformed_command_is_dropped_and_the_server_lives_on(ingress, message
 
 def test_a_stranger_gets_no_tokens_and_is_counted_in_the_status(folder, context, control):
     key = ClusterKey.generate()
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1)
+    config = EngineConfig(model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1)
     notices = PullSocket(context, "127.0.0.1", EngineStatus, name="test", key=key)
     server = EngineServer(config, engine_id="e", status_to=notices.address, group=TPGroup.single(key))
     thread = ServerThread(server)
@@ -235,7 +240,7 @@ def raw_request(address: str, **params) -> dict:
 def test_a_request_that_no_ingress_of_ours_would_send_is_dropped_and_the_server_lives_on(
     folder, context, control, reply_to, params
 ):
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1)
+    config = EngineConfig(model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1)
     thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
     ingress = Ingress(context, thread.server)
     address = ingress.address if reply_to is None else reply_to
@@ -303,7 +308,7 @@ def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):
 
 def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, control, monkeypatch):
     monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_model_len=64, num_threads=1)
+    config = EngineConfig(model=str(folder), block_size=4, num_gpu_blocks_override=64, max_model_len=64, num_threads=1)
     thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
     ingress = Ingress(context, thread.server)
     asked = GenerateRequest(
@@ -341,7 +346,7 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
     control = Inbox(context, Notice)
     handoff = HandoffConfig(role="decode", policy="always", transport="tcp", max_attempts=2)
     config = EngineConfig(
-        model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, handoff=handoff
+        model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1, handoff=handoff
     )
     server = EngineServer(config, engine_id="e", status_to=control.address)
     ingress = Ingress(context, server)
@@ -364,7 +369,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     control = Inbox(context, Notice)
     handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=0.4, heartbeat_s=0.1)
     config = EngineConfig(
-        model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, handoff=handoff
+        model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1, handoff=handoff
     )
     thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
     ingress = Ingress(context, thread.server)
@@ -405,7 +410,7 @@ def test_an_engine_without_handoffs_drops_commands_for_them(ingress, command):
 
 
 def test_stop_ends_run_and_closes_the_sockets_while_requests_are_running(folder, context, control):
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=128, num_threads=1, max_num_seqs=4)
+    config = EngineConfig(model=str(folder), block_size=4, num_gpu_blocks_override=128, num_threads=1, max_num_seqs=4)
     server = EngineServer(config, engine_id="e", status_to=control.address)
     ingress = Ingress(context, server)
     thread = ServerThread(server)

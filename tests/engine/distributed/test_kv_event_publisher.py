@@ -32,7 +32,12 @@ def options(addresses, **more) -> KVEventsConfig:
 def test_a_subscriber_mirrors_the_prefix_cache_of_an_engine_through_evictions_a_gap_and_a_reset(addresses):
     events = {"enable_kv_cache_events": True, "topic": "kv@me@pocket", "use_int_block_hashes": False, **addresses}
     config = EngineConfig(
-        block_size=4, num_blocks=24, max_model_len=80, max_num_seqs=2, num_threads=1, kv_events_config=events
+        block_size=4,
+        num_gpu_blocks_override=24,
+        max_model_len=80,
+        max_num_seqs=2,
+        num_threads=1,
+        kv_events_config=events,
     )
     core = build_engine(config)
     subscriber = Subscriber(**addresses, topic="kv@me@pocket")

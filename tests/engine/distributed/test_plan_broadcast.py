@@ -200,7 +200,13 @@ def compute(core: EngineCore) -> None:
 
 
 def make_config(folder, **options) -> EngineConfig:
-    defaults = {"dtype": "float32", "num_blocks": 64, "tensor_parallel_size": 2, "num_threads": 1, "max_num_seqs": 8}
+    defaults = {
+        "dtype": "float32",
+        "num_gpu_blocks_override": 64,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "max_num_seqs": 8,
+    }
     return EngineConfig(**{"model": str(folder), **defaults, **options})
 
 
@@ -220,7 +226,7 @@ def in_thread(function: Callable[[], None]) -> tuple[threading.Thread, list[Exce
 
 def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(folder):
     config = make_config(folder)
-    core, worker = start(config, connect(2), replace(config, num_blocks=20))
+    core, worker = start(config, connect(2), replace(config, num_gpu_blocks_override=20))
     assert core.runner.num_blocks == worker._runner.num_blocks == [20]
     assert core.max_model_len == worker._runner.max_model_len == 20 * 16
     thread, errors = in_thread(worker.run)
@@ -231,7 +237,7 @@ def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(folder):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_rank_that_samples_other_tokens_than_rank_0_stops_the_engine(folder, overlap):
-    config = make_config(folder, overlap=overlap)
+    config = make_config(folder, async_scheduling=overlap)
     core, worker = start(config, connect(2), config)
     worker._runner._inputs._uniform.draw = lambda seed, position: 0.999
     thread, errors = in_thread(worker.run)

@@ -42,7 +42,13 @@ def make(folder: Path, name: str) -> Path:
 
 def make_config(folder: Path, role: str | None = None, tensor_parallel_size: int = 1, **options: Any) -> EngineConfig:
     handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
-    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1}
+    sizes = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "num_threads": 1,
+    }
     options = {"dtype": "float32", **sizes, **options}
     return EngineConfig(model=str(folder), tensor_parallel_size=tensor_parallel_size, handoff=handoff, **options)
 
@@ -160,7 +166,7 @@ STAGES = {
     ],
 )
 def test_engines_with_other_stages_hand_over_the_layers_that_both_hold(tmp_path, ranks, family, decode, prefill):
-    options = {"determinism": "strict", "num_blocks": 400, "block_size": 16}
+    options = {"determinism": "strict", "num_gpu_blocks_override": 400, "block_size": 16}
     folder = make_model(tmp_path, family)
     expected = alone(folder, BORDERS, **options)
     configs = (
@@ -194,7 +200,7 @@ def test_an_engine_with_whole_experts_and_one_with_slices_give_the_bits_of_one_e
 )
 def test_states_and_windows_are_handed_over_and_go_on_with_the_same_bits(tmp_path, ranks, family, dtype, size):
     """Also where prompts are cached on either side, and where prefill ends in the middle of them."""
-    options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_blocks": 400, "block_size": 16}
+    options = {"dtype": dtype, "max_num_batched_tokens": 48, "num_gpu_blocks_override": 400, "block_size": 16}
     options["determinism"] = "strict" if size > 1 else None  # so that ranks have the bits of one
     folder = make_model(tmp_path, family)
     expected = alone(folder, BORDERS, **options)
@@ -235,7 +241,7 @@ def test_states_and_windows_are_handed_over_and_go_on_with_the_same_bits(tmp_pat
 @pytest.mark.slow
 def test_states_of_another_number_of_ranks_are_refused_and_the_prompt_computed_here(tmp_path, ranks):
     folder = make_model(tmp_path, "qwen3_5")
-    options = {"num_blocks": 400, "block_size": 16}
+    options = {"num_gpu_blocks_override": 400, "block_size": 16}
     configs = make_config(folder, "decode", 1, **options), make_config(folder, "prefill", 2, **options)
     with Pair(*configs, ranks) as pair:
         pair.ingress.add("a", prompt(129), logprobs=0)

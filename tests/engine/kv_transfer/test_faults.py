@@ -40,7 +40,7 @@ def make_config(role: str | None, **options: int) -> EngineConfig:
     if role is not None:
         times = {"lease_s": LEASE_S, "heartbeat_s": 0.2, "progress_s": 1.2, "accept_s": 2.0, "quarantine_s": 0.3}
         handoff = HandoffConfig(role=role, policy="always", transport="tcp", **times)
-    defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 128, "num_threads": 1}
+    defaults = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": 128, "num_threads": 1}
     return EngineConfig(**{**defaults, **options}, handoff=handoff)
 
 

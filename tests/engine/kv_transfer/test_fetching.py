@@ -29,7 +29,13 @@ SHORT = {"lease_s": 1.0, "heartbeat_s": 0.2, "accept_s": 1.0, "progress_s": 1.0}
 def make_config(
     model: Path | str, fetching: bool = True, waits: dict[str, float] | None = None, **options: Any
 ) -> EngineConfig:
-    sizes = {"block_size": 16, "num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
+    sizes = {
+        "block_size": 16,
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "num_threads": 1,
+    }
     handoff = HandoffConfig(role="replica", transport="tcp", enable_prefix_fetching=True, **(waits or {}))
     return EngineConfig(
         **{"model": str(model), "dtype": "float32", **sizes, **options, "handoff": handoff if fetching else None}

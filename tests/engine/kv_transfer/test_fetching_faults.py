@@ -23,7 +23,7 @@ __all__ = ["alone"]
 def make_config() -> EngineConfig:
     times = {"lease_s": LEASE_S, "heartbeat_s": 0.2, "progress_s": 1.2, "accept_s": 2.0, "quarantine_s": 0.3}
     handoff = HandoffConfig(role="replica", transport="tcp", enable_prefix_fetching=True, fetch_timeout_s=30.0, **times)
-    return EngineConfig(dtype="float32", block_size=BLOCK, num_blocks=128, num_threads=1, handoff=handoff)
+    return EngineConfig(dtype="float32", block_size=BLOCK, num_gpu_blocks_override=128, num_threads=1, handoff=handoff)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.engine.kv_transfer.pair import Pair
 from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, WHOLE_IMAGES, Prompt, expected_tokens, make_vision_model
 
-SIZES = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
+SIZES = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "num_threads": 1}
 PREFILL_CACHE = 12  # embeddings
 MAX_TOKENS = 8
 

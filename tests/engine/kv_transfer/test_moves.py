@@ -38,7 +38,13 @@ def prompt(length: int) -> list[int]:
 def make_config(
     model: Path | str, moves: bool = True, waits: dict[str, float] | None = None, **options: Any
 ) -> EngineConfig:
-    sizes = {"block_size": 16, "num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
+    sizes = {
+        "block_size": 16,
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "num_threads": 1,
+    }
     handoff = HandoffConfig(role="replica", transport="tcp", **(waits or {})) if moves else None
     return EngineConfig(**{"model": str(model), "dtype": "float32", **sizes, **options, "handoff": handoff})
 
@@ -84,7 +90,10 @@ def check(movers: Movers, config: EngineConfig) -> None:
 def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_path, ranks, family, dtype):
     """There and back, so that tokens which came by a move move on, and find what they left behind in the cache."""
     folder = make_model(tmp_path, family)
-    options = {"dtype": dtype, "num_blocks": 512}  # room for a recurrent state at each border, also beside small KV
+    options = {
+        "dtype": dtype,
+        "num_gpu_blocks_override": 512,
+    }  # room for a recurrent state at each border, also beside small KV
     with Movers(make_config(folder, **options), make_config(folder, **options), ranks) as movers:
         start_all(movers)
         computed = movers.prefill.scheduler.metrics.histograms["iteration_tokens_total"]

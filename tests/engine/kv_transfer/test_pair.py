@@ -32,7 +32,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def make_config(role: str | None, *, handoff: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
-    defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 128, "max_num_seqs": 8, "num_threads": 1}
+    defaults = {
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": 128,
+        "max_num_seqs": 8,
+        "num_threads": 1,
+    }
     config = HandoffConfig(role=role, policy="always", **(handoff or {})) if role else None
     return EngineConfig(**{**defaults, **options, "handoff": config})
 
@@ -340,7 +346,7 @@ def test_engines_of_different_size_hand_over_the_heads_and_layers_of_each_rank(r
 
 @pytest.mark.slow
 def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
-    small = {"num_blocks": 16, "max_model_len": 200, "max_num_seqs": 3}
+    small = {"num_gpu_blocks_override": 16, "max_model_len": 200, "max_num_seqs": 3}
     configs = make_config("decode", **small), make_config("prefill", **small, max_num_batched_tokens=32)
     with Pair(*configs, ranks) as pair:
         lengths = [20 + 23 * i % 100 for i in range(8)]
@@ -432,7 +438,7 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
 @pytest.mark.slow
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
     model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
-    options = {"model": str(model), "num_blocks": 1040}
+    options = {"model": str(model), "num_gpu_blocks_override": 1040}
     core = build_engine(make_config(None, **options))
     tokens = random.Random(16).choices(range(3, 90), k=16_384)
     core.add(GenerateRequest(request_id="a", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=4)))

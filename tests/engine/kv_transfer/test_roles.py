@@ -149,7 +149,9 @@ def test_prompts_that_arrive_after_the_roles_have_changed_are_computed(ranks, al
 def test_engines_whose_blocks_wait_for_each_others_prompts_refuse_them(ranks, alone, monkeypatch):
     """Both became prefill engines while their own prompts were on the way to each other."""
     monkeypatch.setattr(handoffs, "STUCK_S", 0.3)
-    with SwitchedPair(switched(num_blocks=24, max_num_batched_tokens=CHUNK, max_num_seqs=8), ranks) as pair:
+    with SwitchedPair(
+        switched(num_gpu_blocks_override=24, max_num_batched_tokens=CHUNK, max_num_seqs=8), ranks
+    ) as pair:
         pair.forwards = False
         for where in ("decode", "prefill"):
             pair.ask(where, f"from {where}", length=300)  # 19 of 24 blocks

@@ -25,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def make_config(role: str | None) -> EngineConfig:
     handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
-    return EngineConfig(dtype="float32", num_blocks=128, max_num_seqs=8, num_threads=1, handoff=handoff)
+    return EngineConfig(dtype="float32", num_gpu_blocks_override=128, max_num_seqs=8, num_threads=1, handoff=handoff)
 
 
 def fields(form: str, **more: Any) -> dict[str, Any]:

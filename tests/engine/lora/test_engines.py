@@ -32,9 +32,15 @@ from tests.models import make_model, with_slow
 from tests.products import each_once, in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
-SIZES = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
+SIZES = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 200,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 40,
+    "num_threads": 1,
+}
 WAYS: dict[str, dict[str, Any]] = {
-    "chunks and preemption": {"num_blocks": 9, "max_num_seqs": 4, "max_num_batched_tokens": 13},
+    "chunks and preemption": {"num_gpu_blocks_override": 9, "max_num_seqs": 4, "max_num_batched_tokens": 13},
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram")},
     "two ranks": {"tensor_parallel_size": 2},
 }

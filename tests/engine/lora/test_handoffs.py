@@ -27,7 +27,7 @@ LORA = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
 
 def make_config(role: str | None, **options: Any) -> EngineConfig:
     handoff = None if role is None else HandoffConfig(role=role, policy="always", transport="tcp")
-    sizes = {"block_size": 16, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
+    sizes = {"block_size": 16, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "num_threads": 1}
     return EngineConfig(dtype="float32", handoff=handoff, enable_lora=True, **{**sizes, **options})
 
 
@@ -72,7 +72,13 @@ def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothi
 def test_tokens_are_those_of_peft_through_a_prefill_engine_and_after_a_kill_and_a_replay(family, adapted):
     """The decode engine dies in the middle of the answers; what replaces it goes on with them."""
     model = adapted(family)
-    sizes = {"model": str(model.folder), "max_loras": 2, "max_num_seqs": 8, "block_size": 4, "num_blocks": 200}
+    sizes = {
+        "model": str(model.folder),
+        "max_loras": 2,
+        "max_num_seqs": 8,
+        "block_size": 4,
+        "num_gpu_blocks_override": 200,
+    }
     pair = FaultyPair(make_config("decode", **sizes), make_config("prefill", **sizes, max_num_batched_tokens=16))
 
     def ask(adapted: bool) -> None:

@@ -253,7 +253,13 @@ def test_embeddings_are_those_of_the_merged_model(name, tmp_path):
     shutil.copytree(folder, merged)
     model = auto.from_pretrained(folder, dtype=torch.float32)
     with_adapter(model, lora.lora_path).merge_and_unload().save_pretrained(merged)
-    options = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
+    options = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_threads": 1,
+    }
     with LLM(folder, dtype="float32", enable_lora=True, **options) as llm:
         texts = [text for text in TEXTS[:4] for _ in range(2)]
         found = llm.embed(texts, lora_request=[None, lora] * 4, use_tqdm=False)

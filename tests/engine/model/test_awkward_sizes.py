@@ -45,7 +45,12 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(
     family: str, dtype: str, determinism: str | None, tmp_path: Path
 ) -> None:
     folder: Any = SimpleNamespace(folder=make_model(tmp_path, family, **MODELS[family]))
-    options = {"dtype": dtype, "determinism": determinism, "enable_prefix_caching": False, "num_blocks": 256}
+    options = {
+        "dtype": dtype,
+        "determinism": determinism,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 256,
+    }
 
     def answers(**more: Any) -> dict[str, Any]:
         with Run(folder, False, **options, **more) as run:

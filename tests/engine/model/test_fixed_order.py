@@ -78,7 +78,7 @@ def test_a_family_whose_bits_no_test_compares_is_refused_by_its_name(tmp_path: P
     else:
         make_transformers_model(tmp_path, architecture)
     with pytest.raises(ConfigError, match=f"model must be .*determinism left out.*got '{architecture}'"):
-        build_engine(EngineConfig(model=str(tmp_path), determinism="strict", num_blocks=16, num_threads=1))
+        build_engine(EngineConfig(model=str(tmp_path), determinism="strict", num_gpu_blocks_override=16, num_threads=1))
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_parts_is_refused() -> None:

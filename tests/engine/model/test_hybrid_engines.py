@@ -31,7 +31,11 @@ def reference(request, tmp_path_factory) -> Reference:
 
 @pytest.mark.parametrize(
     ("reference", "options", "overlap"),
-    pairwise(FAMILIES, [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"num_blocks": 46}], [False, True]),
+    pairwise(
+        FAMILIES,
+        [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"num_gpu_blocks_override": 46}],
+        [False, True],
+    ),
     indirect=["reference"],
 )
 def test_tokens_are_those_of_transformers(reference, options, overlap):
@@ -40,7 +44,7 @@ def test_tokens_are_those_of_transformers(reference, options, overlap):
         for name, prompt in prompts.items():
             run.add(name, prompt)
         stats = run.go()
-        assert (stats.preemptions > 0) == ("num_blocks" in options)
+        assert (stats.preemptions > 0) == ("num_gpu_blocks_override" in options)
         assert run.tokens == {name: reference.output(prompt) for name, prompt in prompts.items()}
         assert len(set(run.tokens["70"])) > 2, "output that repeats one token would prove nothing"
 
@@ -82,4 +86,4 @@ def test_drafts_change_no_bit(reference, dtype, monkeypatch):
 def test_what_does_not_go_with_recurrent_layers_is_refused_at_start(tmp_path):
     folder = make_model(tmp_path, "qwen3_5")
     with pytest.raises(ConfigError, match="torch_compile must be"):
-        build_engine(EngineConfig(model=str(folder), num_blocks=16, torch_compile=True))
+        build_engine(EngineConfig(model=str(folder), num_gpu_blocks_override=16, torch_compile=True))

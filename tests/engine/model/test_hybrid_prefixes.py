@@ -41,8 +41,8 @@ def folder(request, tmp_path_factory) -> Folder:
 
 
 def run_of(folder: Folder, dtype: str, **options) -> Run:
-    defaults = {"block_size": BLOCK, "num_blocks": 256, "kv_cache_memory_gib": None}
-    return Run(folder, **{"overlap": False, **defaults, "dtype": dtype, **options})
+    defaults = {"block_size": BLOCK, "num_gpu_blocks_override": 256, "kv_cache_memory_bytes": None}
+    return Run(folder, **{"async_scheduling": False, **defaults, "dtype": dtype, **options})
 
 
 def tokens(count: int, seed: object) -> list[int]:
@@ -105,7 +105,7 @@ def check_chunks(folder: Folder, dtype: str, budget: int, overlap: bool) -> None
     shared = tokens(2 * CHUNK + 9, "shared")
     prompts = {f"{i}": shared[: len(shared) - 11 * (i % 3)] + tokens(5 + 13 * i, i) for i in range(5)}
     alone = computed_alone(folder, dtype, prompts, 20)
-    options = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "overlap": overlap}
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "async_scheduling": overlap}
     with run_of(folder, dtype, **options, prefix_cache_retention_interval=CHUNK) as run:
         for name, prompt in prompts.items():
             run.add(name, prompt, max_tokens=20, logprobs=1)
@@ -135,7 +135,9 @@ def test_the_next_turn_of_a_conversation_goes_on_from_its_answer(folder, dtype):
 def test_who_is_preempted_has_the_same_bits(folder, dtype, overlap):
     prompts = {f"{i}": tokens(90 + 7 * i, ("preempted", i)) for i in range(3)}
     alone = computed_alone(folder, dtype, prompts, CHUNK + 9)
-    with run_of(folder, dtype, num_blocks=24, max_num_seqs=4, overlap=overlap, max_model_len=256) as run:
+    with run_of(
+        folder, dtype, num_gpu_blocks_override=24, max_num_seqs=4, async_scheduling=overlap, max_model_len=256
+    ) as run:
         for name, prompt in prompts.items():
             run.add(name, prompt, max_tokens=CHUNK + 9, logprobs=1)
         assert run.go().preemptions

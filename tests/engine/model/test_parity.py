@@ -133,9 +133,9 @@ class Run:
     """One engine, and everything that came out of it."""
 
     def __init__(self, reference: Reference, overlap: bool, **options):
-        defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 128, "num_threads": 1}
+        defaults = {"block_size": 4, "max_num_seqs": 8, "num_gpu_blocks_override": 128, "num_threads": 1}
         config = EngineConfig(
-            **{"model": str(reference.folder), "dtype": "float32", "overlap": overlap, **defaults, **options}
+            **{"model": str(reference.folder), "dtype": "float32", "async_scheduling": overlap, **defaults, **options}
         )
         self.core = build_engine(config)
         self.tokens: dict[str, list[int]] = {}
@@ -234,7 +234,7 @@ def test_requests_that_are_preempted_without_a_prefix_cache(reference, overlap):
 
 
 def check_preempted(reference: Reference, overlap: bool, **options) -> None:
-    with Run(reference, overlap, num_blocks=26, **options) as run:
+    with Run(reference, overlap, num_gpu_blocks_override=26, **options) as run:
         prompts = {str(n): reference.prompt(n, seed=n) for n in LENGTHS}
         for name, prompt in prompts.items():
             run.add(name, prompt)
@@ -246,7 +246,7 @@ def check_preempted(reference: Reference, overlap: bool, **options) -> None:
 
 def test_prompts_that_nearly_fill_the_context(reference, overlap):
     context = reference.context
-    options = {"max_num_batched_tokens": context // 3, "num_blocks": context // 4}
+    options = {"max_num_batched_tokens": context // 3, "num_gpu_blocks_override": context // 4}
     with Run(reference, overlap, **options) as run:
         whole, almost = reference.prompt(context - 1, seed=1), reference.prompt(context - 5, seed=2)
         run.add("one token left", whole, max_tokens=None)
@@ -261,7 +261,7 @@ def test_prompts_that_nearly_fill_the_context(reference, overlap):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"num_blocks": 26}],
+    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"num_gpu_blocks_override": 26}],
     ids=["whole prompts", "chunks", "preempted"],
 )
 def test_log_probabilities(reference, overlap, options):
@@ -270,7 +270,7 @@ def test_log_probabilities(reference, overlap, options):
         for name, prompt in prompts.items():
             run.add(name, prompt, logprobs=5, prompt_logprobs=3)
         stats = run.go()
-        assert (stats.preemptions > 0) == ("num_blocks" in options)
+        assert (stats.preemptions > 0) == ("num_gpu_blocks_override" in options)
         for name, prompt in prompts.items():
             assert run.tokens[name] == reference.output(prompt)
             tokens = prompt + run.tokens[name]

@@ -51,7 +51,13 @@ def opened() -> Iterator[list[EngineCore]]:
 
 
 def build(folder: Any, opened: list[EngineCore], **options: Any) -> EngineCore:
-    sizes = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 40, "num_threads": 1}
+    sizes = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 40,
+        "num_threads": 1,
+    }
     opened.append(core := build_engine(EngineConfig(model=str(folder), dtype="bfloat16", **{**sizes, **options})))
     return core
 

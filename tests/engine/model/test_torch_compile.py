@@ -157,7 +157,7 @@ def test_without_a_compiler_the_engine_does_not_start_and_says_what_is_missing(f
 def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
     caplog.set_level(logging.INFO, logger="engine.runner")
     core = build_engine(
-        EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8)
+        EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_gpu_blocks_override=8)
     )
     core.close()
     assert "torch_compile has no effect, because enforce_eager is set" in caplog.text

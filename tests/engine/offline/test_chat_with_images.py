@@ -16,7 +16,7 @@ from tests.engine.multimodal.images import QWEN, picture
 from tests.models import make_model
 from tests.vision_models import BREAK, IMAGE, Prompt, expected_tokens, make_vision_model
 
-SIZES = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+SIZES = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 TEMPLATE = (
     "{% for m in messages %}{% for p in m['content'] %}"

@@ -142,7 +142,7 @@ def answer_of_transformers(folder: Path, auto: Any = transformers.AutoModelForCa
 
 
 def answer_of_manta(folder: Path) -> tuple[list[int], list[int]]:
-    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 2, "num_threads": 1, "dtype": "float32"}
+    sizes = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 2, "num_threads": 1, "dtype": "float32"}
     with LLM(str(folder), **sizes) as llm:
         (output,) = llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), use_tqdm=False)
         return output.prompt_token_ids, output.outputs[0].token_ids
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_served_is_refused_in_one_line(tmp_path, name, k
 def test_a_token_behind_the_vocabulary_is_refused_where_it_is_used(tmp_path):
     folder = make(tmp_path, NATIVE)
     with_added_tokens(folder)
-    with LLM(str(folder), dtype="float32", num_blocks=16, num_threads=1) as llm:
+    with LLM(str(folder), dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm:
         with pytest.raises(InvalidParameter, match=f"prompt must be token ids from 0 to {len(TOKENIZER) - 1}, got"):
             llm.generate("one <|behind|> two", use_tqdm=False)
         assert llm.generate("one", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids

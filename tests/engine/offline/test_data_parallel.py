@@ -37,7 +37,7 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "glm
 PREEMPTS = {("qwen3_moe", 2), ("deepseek_v3", 2)}
 """Families and numbers of engines for which the first engine has too few blocks for its requests."""
 ALLTOALL = {"all2all_backend": "alltoall"}
-WAYS: list[dict[str, Any]] = [{"speculative_config": NGRAM}, {"overlap": True}]
+WAYS: list[dict[str, Any]] = [{"speculative_config": NGRAM}, {"async_scheduling": True}]
 KINDS = [("float32", "strict"), ("bfloat16", "strict"), ("float32", None)]
 
 
@@ -48,7 +48,7 @@ def shared(folder: Path, engines: int, **options: Any) -> EngineConfig:
         "data_parallel_size": engines,
     }
     if engines == 2:
-        defaults["num_blocks"] = 14  # too few for half of the requests
+        defaults["num_gpu_blocks_override"] = 14  # too few for half of the requests
     return make_config(folder, 1, **{**BUSY, **defaults, **options})
 
 
@@ -142,7 +142,7 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"dtype": "float32"}),
     ("qwen3_moe", {"dtype": "float32", "determinism": None}),
     ("qwen3_moe", {"dtype": "float32", "speculative_config": NGRAM}),
-    ("qwen3_moe", {"dtype": "float32", "overlap": False}),
+    ("qwen3_moe", {"dtype": "float32", "async_scheduling": False}),
     ("qwen3_moe", {"dtype": "float32", "tensor_parallel_size": 2, "all2all_backend": "alltoall"}),
     ("qwen3_moe", {"dtype": "float32", "pipeline_parallel_size": 3}),
     ("deepseek_v3", {"dtype": "bfloat16"}),
@@ -186,14 +186,15 @@ def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(
     pool, tmp_path, ranks, determinism, backend
 ):
     folder = make_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)  # two summands have only one order
-    options = {"determinism": determinism, "num_blocks": 300, "enable_eplb": True, "tensor_parallel_size": ranks,
+    options = {"determinism": determinism, "num_gpu_blocks_override": 300, "enable_eplb": True,
+               "tensor_parallel_size": ranks,
                "all2all_backend": backend}  # fmt: skip
     if determinism is None:  # the bits of engines whose experts have not moved
         with running(pool, shared(folder, 2, eplb_config=LATER, **options)) as group:
             expected = run_streams(group)
             assert not group.stats().experts
     else:
-        with pool.engine(shared(folder, 1, num_blocks=300)) as core:
+        with pool.engine(shared(folder, 1, num_gpu_blocks_override=300)) as core:
             expected = run_streams(core)
     with running(pool, shared(folder, 2, eplb_config=often(6, 2 * ranks), **options)) as group:
         check_streams(group, expected.bits())
@@ -204,9 +205,9 @@ def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(
 
 
 def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool, folder_of, monkeypatch):
-    with pool.engine(shared(folder_of("qwen3_moe"), 1, num_blocks=300)) as core:
+    with pool.engine(shared(folder_of("qwen3_moe"), 1, num_gpu_blocks_override=300)) as core:
         expected = run_streams(core).bits()
-    options = {"num_blocks": 300, "enable_eplb": True, "eplb_config": often()}
+    options = {"num_gpu_blocks_override": 300, "enable_eplb": True, "eplb_config": often()}
     with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
         monkeypatch.setattr(group.core.runner.experts, "_exchange", fail)
         check_stop(group, expected)
@@ -262,7 +263,7 @@ def run_with_little_memory(*args: Any) -> None:
 
 
 def test_all_engines_have_the_blocks_of_the_one_with_the_least_memory(pool, folder_of, monkeypatch):
-    options: dict[str, Any] = {"num_blocks": None}
+    options: dict[str, Any] = {"num_gpu_blocks_override": None}
     with pool.engine(shared(folder_of("qwen3_moe"), 1, **options)) as core:
         most = core.scheduler.kv_cache.groups[0].pool.num_blocks
     monkeypatch.setattr("tests.shared_engines.run_rank", run_with_little_memory)
@@ -307,7 +308,7 @@ def test_an_id_can_be_used_again_while_an_engine_still_answers_the_aborted_reque
 def test_the_death_of_an_engine_ends_the_group_with_an_error_and_a_new_group_replays_to_the_same_text(tmp_path):
     folder = str(make_model(tmp_path, "qwen3_moe", tokenizer=True))
     options = {"dtype": "float32", "determinism": "strict", "num_threads": 1, "device": "cpu", "block_size": 4,
-               "max_num_seqs": 8, "num_blocks": 256}  # fmt: skip
+               "max_num_seqs": 8, "num_gpu_blocks_override": 256}  # fmt: skip
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     prompts = [[5, 6, 7 + i] for i in range(16)]
     with LLM(folder, **options) as alone:

@@ -29,7 +29,8 @@ from tests.engine.spec_decode.draft_checkpoints import (
 from tests.models import make_model
 
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "num_threads": 1, "device": "cpu", "block_size": 4, "max_num_seqs": 8, "num_blocks": 256,
+    "dtype": "float32", "num_threads": 1, "device": "cpu", "block_size": 4, "max_num_seqs": 8,
+    "num_gpu_blocks_override": 256,
 }  # fmt: skip
 RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, logprobs=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -41,9 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "recurrent": {"family": "qwen3_next"},
     "latent": {"family": "deepseek_v3"},
     "windowed": {"family": "gpt_oss"},
-    "overlap": {"overlap": True},
+    "overlap": {"async_scheduling": True},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "preemption": {"num_blocks": 30},
+    "preemption": {"num_gpu_blocks_override": 30},
     "gloo": {"disable_custom_all_reduce": True},
     "bfloat16": {"dtype": "bfloat16"},
     "compiled": {"determinism": None},
@@ -153,7 +154,7 @@ def drafted(tmp_path_factory):
     [
         *((method, {}) for method in ("mtp", "draft_model", "eagle3", "medusa")),
         ("draft_model", {"tensor_parallel_size": 2}),
-        ("mtp", {"dtype": "bfloat16", "overlap": True}),
+        ("mtp", {"dtype": "bfloat16", "async_scheduling": True}),
     ],
 )
 def test_drafters_with_weights_go_on_without_a_lost_engine_and_change_no_text(drafted, method, options):

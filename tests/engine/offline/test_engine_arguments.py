@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import RENAMED, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.offline.engine_arguments import SERVED, engine_options, in_python
-from engine.offline.vllm_flags import SPECIAL, find
+from engine.offline.vllm_flags import RENAMED, SPECIAL, find
 
 FLAGS = {
     flag
@@ -34,7 +34,10 @@ OWN = {"chat_template", "revision", "served_model_name"}
             {"enable_expert_parallel": True, "data_parallel_size": 2},
             {"enable_expert_parallel": True, "data_parallel_size": 2},
         ),
-        ({"num_gpu_blocks_override": 64, "async_scheduling": True}, {"num_blocks": 64, "overlap": True}),
+        (
+            {"num_gpu_blocks_override": 64, "async_scheduling": True},
+            {"num_gpu_blocks_override": 64, "async_scheduling": True},
+        ),
         ({"seed": 5, "gpu_memory_utilization": 0.5}, {"seed": 5, "gpu_memory_utilization": 0.5}),
         ({"max_num_seqs": None, "quantization": None, "max_model_len": -1}, {}),
         ({"dtype": "half"}, {"dtype": "float16"}),
@@ -61,7 +64,6 @@ def test_arguments_of_vllm_become_fields_of_the_configuration(given, options):
         ({"blue": 1}, "blue must be left out, because LLM has no such option"),
         *(({old: 1}, f"{old} must be written {new}, got 1") for old, new in RENAMED.items()),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init must be left out, because it is not supported: prompts"),
-        ({"kv_cache_memory_bytes": 5}, "not supported: kv_cache_memory_gib has the same meaning, in GiB"),
         ({"cpu_offload_gb": 4}, "not supported: weights always stay on the device; use tensor_parallel_size or"),
         ({"hf_token": "x"}, "hf_token must be left out, because it is not supported: set HF_TOKEN"),
         ({"hf_overrides": print}, "hf_overrides must be a value, not a function"),

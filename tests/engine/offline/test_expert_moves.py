@@ -38,7 +38,9 @@ LATER = often(window_size=10_000, step_interval=10_000)  # than any request here
 
 def moving(folder: Path, size: int, **options: Any) -> EngineConfig:
     eplb = {"enable_eplb": True, "eplb_config": often(size=size), "enable_expert_parallel": True} if size > 1 else {}
-    return make_config(folder, size, **{**eplb, "num_blocks": 300, "max_num_batched_tokens": 40, **options})
+    return make_config(
+        folder, size, **{**eplb, "num_gpu_blocks_override": 300, "max_num_batched_tokens": 40, **options}
+    )
 
 
 def run_streams(core: EngineCore) -> Outcome:

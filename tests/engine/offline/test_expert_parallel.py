@@ -54,7 +54,7 @@ def spread(folder: Path, **options: Any) -> EngineConfig:
     + in_turns(slow(["qwen3_next"]), ["float32", "bfloat16"], WAYS[::2]),  # it has two heads to split
 )
 def test_ranks_with_whole_experts_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, way):
-    with pool.engine(spread(folder_of(family), dtype=dtype, num_blocks=30, **way)) as core:
+    with pool.engine(spread(folder_of(family), dtype=dtype, num_gpu_blocks_override=30, **way)) as core:
         outcome = run_mixed(core, preempts=False, hits=family != "qwen3_next")
     assert outcome.bits() == on_one_rank(family, dtype).bits()
 
@@ -71,7 +71,7 @@ def test_the_death_of_a_rank_ends_the_engine_with_its_name(folder_of):
     pool = RankPool()
     try:
         with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
-            kill_in_the_middle(pool, spread(folder_of("qwen3_moe"), num_blocks=64), 1)
+            kill_in_the_middle(pool, spread(folder_of("qwen3_moe"), num_gpu_blocks_override=64), 1)
     finally:
         pool.kill()
 

@@ -58,7 +58,7 @@ def engine(folder: Path, **options: Any) -> Iterator[EngineCore]:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    fixed = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "num_threads": 1}
+    fixed = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "num_threads": 1}
     return EngineConfig(**{"model": str(folder), "max_model_len": 200, **fixed, **options})
 
 
@@ -86,7 +86,7 @@ def plainly(folder_of):
 
     @cache
     def of(family: str) -> list[list[Any]]:
-        with engine(folder_of(family), num_blocks=128) as core:
+        with engine(folder_of(family), num_gpu_blocks_override=128) as core:
             first, _ = answer(core, PROMPT)
             core.scheduler.clear_cache()
             return [first, answer(core, next_turn(first))[0]]
@@ -251,7 +251,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
     if place == "disk":
         disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
         tiers = {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
-    with engine(folder, num_blocks=BLOCKS[family], **tiers) as core:
+    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         answer(core, PROMPT)
         flush(core)
         stats = core.stats().kv_offload
@@ -259,10 +259,10 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
         size = 1.5 * stats.tiers[place].used_bytes / 2**30
         core.scheduler.clear_cache()
     tiers |= {f"kv_offloading_{place}_size": size, "max_held_share": 1.0, "max_held_share_per_client": 1.0}
-    with engine(folder, num_blocks=BLOCKS[family], **tiers) as core:
+    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         tokens = granted(core, PROMPT)
     started_at = time.monotonic()
-    with engine(folder, num_blocks=BLOCKS[family], **tiers) as core:
+    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         assert restored(core) == 1
         kept = core.stats().kv_offload.tiers[place].gib_s
         assert 0 <= kept["holds"] <= sum(kept.values()) <= size * (time.monotonic() - started_at), (
@@ -283,7 +283,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
 def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of, tmp_path, shared, place):
     disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "store")}
     tiers = shared if place == "store" else {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
-    with engine(folder_of("llama"), num_blocks=128, **tiers) as core:
+    with engine(folder_of("llama"), num_gpu_blocks_override=128, **tiers) as core:
         granted(core, PROMPT, "the name of a session")
     files = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
     assert sum(file.parent.name == "holds" for file in files) == 1
@@ -291,7 +291,7 @@ def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of
         data = file.read_bytes()
         assert b"alice" not in data and b"session" not in data
         assert bytes(PROMPT[:8]) not in data and array("i", PROMPT[:8]).tobytes() not in data
-    with engine(folder_of("llama"), num_blocks=128, **tiers) as core:
+    with engine(folder_of("llama"), num_gpu_blocks_override=128, **tiers) as core:
         assert restored(core) == 1
         core.scheduler.holds.release("the name of a session", "alice")
         core.step()
@@ -395,9 +395,9 @@ def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
         "pipeline_parallel_size": 2,
         "tensor_parallel_size": ranks,
         "determinism": "strict",
-        "num_blocks": BLOCKS[family],
+        "num_gpu_blocks_override": BLOCKS[family],
     }
-    with engine(folder_of(family), num_blocks=BLOCKS[family], determinism="strict") as core:
+    with engine(folder_of(family), num_gpu_blocks_override=BLOCKS[family], determinism="strict") as core:
         first, _ = answer(core, PROMPT)
         core.scheduler.clear_cache()
         turn = next_turn(first)

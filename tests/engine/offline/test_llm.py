@@ -16,20 +16,20 @@ TEXTS = ["The quick brown fox", "A cache", "What is the meaning of this word? It
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(folder, num_blocks=128, **OPTIONS) as llm:
+    with LLM(folder, num_gpu_blocks_override=128, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain_llm(folder):
-    with LLM(folder, num_blocks=128, overlap=False, **OPTIONS) as llm:
+    with LLM(folder, num_gpu_blocks_override=128, async_scheduling=False, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def small_llm(folder):
     """Too small for its batch, so that it preempts."""
-    with LLM(folder, num_blocks=14, **OPTIONS) as llm:
+    with LLM(folder, num_gpu_blocks_override=14, **OPTIONS) as llm:
         yield llm
 
 
@@ -152,7 +152,9 @@ def test_a_priority_needs_the_policy_and_one_entry_for_each_prompt(llm):
 
 
 def test_the_smaller_priority_runs_first(folder):
-    with LLM(folder, num_blocks=64, scheduling_policy="priority", **{**OPTIONS, "max_num_seqs": 1}) as one_by_one:
+    with LLM(
+        folder, num_gpu_blocks_override=64, scheduling_policy="priority", **{**OPTIONS, "max_num_seqs": 1}
+    ) as one_by_one:
         results = one_by_one.generate(TEXTS, SamplingParams(**GREEDY), use_tqdm=False, priority=[3, 1, 4, 0, 2])
         waited = [result.outputs[0].times.scheduled_s for result in results]
     assert waited[1] < waited[4] < waited[0] < waited[2], "two at a time are in the engine"
@@ -171,7 +173,7 @@ def test_the_names_of_vllm_and_a_chat_template_start_an_engine(folder, tmp_path)
     options = {"model": folder, "tensor_parallel_size": 1, "num_gpu_blocks_override": 64, "trust_remote_code": True}
     with LLM(**options, **OPTIONS, chat_template=tmp_path / "template.jinja") as named:
         (answer,) = named.chat([{"role": "user", "content": TEXTS[0]}], SamplingParams(**GREEDY), use_tqdm=False)
-        assert named.config.num_blocks == 64
+        assert named.config.num_gpu_blocks_override == 64
     assert answer.prompt_token_ids == named.tokenizer.encode(TEXTS[0], add_special_tokens=False)
     with pytest.raises(ConfigError, match="tensor_paralel_size must be left out; did you mean tensor_parallel_size"):
         LLM(folder, tensor_paralel_size=2)
@@ -569,7 +571,7 @@ def test_top_logprobs_are_those_of_the_request_alone_whatever_others_ask_for(tmp
     prompts = [[5 + i, 6, 7] for i in range(4)]
     counts = [1, 3, 5, 20]
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=count) for count in counts]
-    with LLM(folder, dtype="bfloat16", num_threads=1, num_blocks=16) as llm:
+    with LLM(folder, dtype="bfloat16", num_threads=1, num_gpu_blocks_override=16) as llm:
         alone = [llm.generate([p], [q], use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)]
         together = llm.generate(prompts, params, use_tqdm=False)
     for count, one, other in zip(counts, alone, together, strict=True):

@@ -21,7 +21,13 @@ from tests.fake_drafter import draft_always
 from tests.models import with_slow
 from tests.products import in_turns, slow
 
-OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
+OPTIONS = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "num_threads": 1,
+    "num_gpu_blocks_override": 128,
+}
 PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
 PARAMS = {
     "greedy": {},
@@ -92,7 +98,7 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
 def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
     speculative = {**options, "num_speculative_tokens": HEADS}
-    with LLM(folder, dtype=dtype, speculative_config=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
+    with LLM(folder, dtype=dtype, speculative_config=speculative, **{**OPTIONS, "num_gpu_blocks_override": 18}) as llm:
         for name in ("greedy", "seeded", "grammar"):
             for _ in range(2):  # the second time prompts are cached
                 assert run(llm, name) == expected(folder, dtype)[name]
@@ -146,7 +152,7 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
     speculative = {**options, "num_speculative_tokens": HEADS}
     for waits in (False, True):
         drafted.clear()
-        with LLM(folder, speculative_config=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
+        with LLM(folder, speculative_config=speculative, **{**OPTIONS, "num_gpu_blocks_override": 18}) as llm:
             llm._core.runner.drafting.waits = waits
             results.clear()
             for name in PARAMS:

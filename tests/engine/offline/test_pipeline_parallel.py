@@ -58,7 +58,9 @@ def folder_of(tmp_path_factory):
 
 
 def staged(folder: Path, stages: int, ranks: int = 1, **options: Any) -> EngineConfig:
-    return make_config(folder, ranks, pipeline_parallel_size=stages, **{**BUSY, "num_blocks": 64, **options})
+    return make_config(
+        folder, ranks, pipeline_parallel_size=stages, **{**BUSY, "num_gpu_blocks_override": 64, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def on_one_rank(pool, folder_of):
     ],
 )
 def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, dtype, shape, overlap):
-    config = staged(folder_of(family), *shape, dtype=dtype, determinism="strict", overlap=overlap)
+    config = staged(folder_of(family), *shape, dtype=dtype, determinism="strict", async_scheduling=overlap)
     with pool.engine(config) as core:
         outcome = run_mixed(core, preempts=False, hits=family != "qwen3_next")
     assert outcome.bits() == on_one_rank(family, dtype).bits()
@@ -94,7 +96,7 @@ def test_stages_give_the_bits_of_one_rank(pool, folder_of, on_one_rank, family, 
 def test_preempted_requests_give_the_same_bits(pool, folder_of, family, stages):
     outcomes = []
     for count in (1, stages):
-        with pool.engine(staged(folder_of(family), count, num_blocks=20, determinism="strict")) as core:
+        with pool.engine(staged(folder_of(family), count, num_gpu_blocks_override=20, determinism="strict")) as core:
             outcomes.append(run_mixed(core, hits=False))
     assert outcomes[1].bits() == outcomes[0].bits()
 

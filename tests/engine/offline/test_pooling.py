@@ -49,7 +49,7 @@ def open_llm():
     opened = []
 
     def make_llm(folder, **options) -> LLM:
-        opened.append(LLM(folder, **{**OPTIONS, "num_blocks": 128, **options}))
+        opened.append(LLM(folder, **{**OPTIONS, "num_gpu_blocks_override": 128, **options}))
         return opened[-1]
 
     yield make_llm

@@ -31,7 +31,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 def start(folder: Path, size: int, **options) -> LLM:
-    defaults = {"dtype": "float32", "num_blocks": 256, "num_threads": 1, "device": "cpu"}
+    defaults = {"dtype": "float32", "num_gpu_blocks_override": 256, "num_threads": 1, "device": "cpu"}
     return LLM(str(folder), tensor_parallel_size=size, **{**defaults, **options})
 
 
@@ -98,8 +98,8 @@ def test_a_rank_ends_in_order_however_long_its_interpreter_would_take_to_end():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"overlap": True}, id="overlap"),
-        pytest.param({"overlap": False}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": True}, id="overlap"),
+        pytest.param({"async_scheduling": False}, id="plain", marks=pytest.mark.slow),
         pytest.param({"disable_custom_all_reduce": True}, id="gloo", marks=pytest.mark.slow),
     ],
 )
@@ -159,7 +159,7 @@ def sigint_ignored():
 def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
     code = f"""
 from engine import LLM
-llm = LLM({str(folder)!r}, tensor_parallel_size=2, num_blocks=64, num_threads=1, device="cpu")
+llm = LLM({str(folder)!r}, tensor_parallel_size=2, num_gpu_blocks_override=64, num_threads=1, device="cpu")
 print(llm._ranks.processes[0].pid, flush=True)
 while True:
     llm.generate([[5, 6, 7]], use_tqdm=False)

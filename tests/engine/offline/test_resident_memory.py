@@ -28,7 +28,7 @@ def ask(requests):
     return resident_mib()
 
 WORDS = "ocean lamp winter dog music river stone letter house tree cat water fire wind book".split()
-rng, llm = random.Random(0), LLM("pocket", num_blocks={num_blocks}, max_num_seqs=32)
+rng, llm = random.Random(0), LLM("pocket", num_gpu_blocks_override={num_blocks}, max_num_seqs=32)
 print(ask(300), ask(900))
 """
 KV_MIB = 4 * 2 * 4 * 32 * 2 * 16 / 2**20  # of a block: layers, keys and values, heads, their size, bytes, tokens

@@ -41,7 +41,7 @@ def sharing(folder: Any, **options: Any) -> EngineConfig:
     return small_config(folder, data_parallel_size=2, enable_expert_parallel=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}, {"overlap": False}])
+@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}, {"async_scheduling": False}])
 def test_engines_with_unequal_steps_replay_graphs_of_one_size_with_the_texts_of_one_engine_without_graphs(
     pool, tmp_path, monkeypatch, device, options
 ):

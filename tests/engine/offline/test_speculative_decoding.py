@@ -10,7 +10,13 @@ from engine.offline.outputs import CompletionOutput
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter, draft_always
 
-OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
+OPTIONS = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_threads": 1,
+    "num_gpu_blocks_override": 128,
+}
 TEXTS = ["The quick brown fox the quick brown", "A cache a cache a", "What is the meaning of this? What is", "dog dog"]
 SEEDED = {"temperature": 0.9, "seed": 3}
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}, "number": {"type": "boolean"}},
@@ -75,7 +81,7 @@ def test_over_pipeline_stages_the_texts_are_the_same_with_grammars_and_with_acce
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
 def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild, overlap):
-    with LLM(folder, overlap=overlap, speculative_config={"method": "ngram"}, **OPTIONS) as llm:
+    with LLM(folder, async_scheduling=overlap, speculative_config={"method": "ngram"}, **OPTIONS) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         for name, right in expected.items():
             wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
@@ -96,7 +102,7 @@ def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_o
     speculative, folder, expected, late, monkeypatch
 ):
     draft_always(monkeypatch)
-    options = {**OPTIONS, "num_blocks": 28, "speculative_config": speculative}
+    options = {**OPTIONS, "num_gpu_blocks_override": 28, "speculative_config": speculative}
     with LLM(folder, **options) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
@@ -139,7 +145,7 @@ def test_two_ranks_verify_the_same_drafts_of_the_scheduler(folder, expected, met
 
 
 def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
-    with LLM(folder, speculative_config={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
+    with LLM(folder, speculative_config={"method": "ngram"}, **{**OPTIONS, "num_gpu_blocks_override": 16}) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         wild.know_texts([prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)])
         check(run(llm, "seeded"), expected["seeded"])

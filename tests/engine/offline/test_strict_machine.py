@@ -27,9 +27,12 @@ from tests.rank_pool import RankPool
 
 SIZES = {"block_size": 4, "num_threads": 1, "determinism": "strict"}
 ENGINES: list[dict[str, Any]] = [
-    {"tensor_parallel_size": 1, "num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64, "overlap": True},
-    {"tensor_parallel_size": 2, "num_blocks": 22, "max_num_seqs": 4, "max_num_batched_tokens": 9},  # it preempts
-    {"tensor_parallel_size": 4, "num_blocks": 30, "max_num_seqs": 3, "max_num_batched_tokens": 16, "overlap": True,
+    {"tensor_parallel_size": 1, "num_gpu_blocks_override": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+     "async_scheduling": True},
+    {"tensor_parallel_size": 2, "num_gpu_blocks_override": 22, "max_num_seqs": 4,
+     "max_num_batched_tokens": 9},  # it preempts
+    {"tensor_parallel_size": 4, "num_gpu_blocks_override": 30, "max_num_seqs": 3, "max_num_batched_tokens": 16,
+     "async_scheduling": True,
      "speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
 ]  # fmt: skip
 PREFIX = [5 + 11 * i * i % 80 for i in range(24)]
@@ -174,7 +177,7 @@ def test_a_request_has_the_bits_that_it_has_alone_whatever_befalls_it(
     pools: list[RankPool], tmp_path: Path, family: str, dtype: str
 ) -> None:
     common = {"model": str(make_model(tmp_path, family)), "dtype": dtype, **SIZES}
-    single = {"tensor_parallel_size": 1, "num_blocks": 40, "enable_prefix_caching": False}
+    single = {"tensor_parallel_size": 1, "num_gpu_blocks_override": 40, "enable_prefix_caching": False}
     with ExitStack() as stack:
         configs = [EngineConfig(**common, **options) for options in (*ENGINES, single)]
         *cores, alone = (

@@ -36,7 +36,11 @@ POOLED: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS = tuple(family for family in FAMILIES if family not in ("qwen3_moe", "deepseek_v3"))
 """Their layers are compared on both numbers of ranks in model/models/test_tensor_parallel.py: engines are slow."""
 LIKE_OTHERS = [variant for variant in VARIANTS if variant not in ("llama", "qwen3_moe", "gemma3", "deepseek_v3")]
-BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
+BUSY = {
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 26,
+    "max_num_batched_tokens": 20,
+}  # preempts, and cuts prompts into chunks
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,13 @@ def on_one_rank(pool, folder_of):
 
 
 def make_config(folder: Path, size: int, **options: Any) -> EngineConfig:
-    defaults = {"dtype": "float32", "block_size": 4, "max_num_seqs": 8, "num_blocks": 128, "num_threads": 1}
+    defaults = {
+        "dtype": "float32",
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 128,
+        "num_threads": 1,
+    }
     return EngineConfig(**{"model": str(folder), "tensor_parallel_size": size, **defaults, **options})
 
 
@@ -138,7 +148,7 @@ def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     pool, folder_of, on_one_rank, variant, size, overlap
 ):
     expected = on_one_rank(variant)
-    with pool.engine(make_config(folder_of(variant), size, overlap=overlap, **BUSY)) as core:
+    with pool.engine(make_config(folder_of(variant), size, async_scheduling=overlap, **BUSY)) as core:
         outcome = run_mixed(core)
     assert outcome.tokens == expected.tokens
     assert len(set(outcome.tokens["greedy"])) > 2, "output that repeats one token would prove nothing"

@@ -70,7 +70,7 @@ def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of):
 def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eager, folder_of):
     folder, device = folder_of("llama"), TapedDevice()
     wanted = [*requests(temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.3)]
-    got = generate(folder, wanted, device, overlap=overlap, enforce_eager=enforce_eager)
+    got = generate(folder, wanted, device, async_scheduling=overlap, enforce_eager=enforce_eager)
     assert got == generate(folder, wanted, None)
     assert bool(device.replays) != enforce_eager
 
@@ -94,7 +94,7 @@ def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it
         ]
         return generate(folder_of("qwen3"), wanted, device, **options)
 
-    found, without = run(EDITS, TapedDevice(), overlap=overlap), run([{}], None)
+    found, without = run(EDITS, TapedDevice(), async_scheduling=overlap), run([{}], None)
     assert found == run(EDITS, None)
     for i, name in enumerate(found):
         assert (found[name] != without[name]) == bool(EDITS[i % len(EDITS)])
@@ -104,7 +104,7 @@ def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of):
     """Preempted and resumed sequences get other blocks and other slots, and the device's copy of the tables follows."""
     folder, device, cores = folder_of("qwen3"), TapedDevice(), []
     wanted = requests(8, max_tokens=20)
-    tight = {"num_blocks": 26, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
+    tight = {"num_gpu_blocks_override": 26, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
     assert generate(folder, wanted, device, cores, **tight) == generate(folder, wanted, None, **tight)
     assert cores[0].scheduler.totals.preemptions > 0
 
@@ -210,7 +210,7 @@ def test_padding_leaves_the_kv_cache_as_it_was(folder_of):
     cores: list[EngineCore] = []
     folder, wanted = folder_of("llama"), requests(3)
     for device in (TapedDevice(), None):
-        generate(folder, wanted, device, cores, enable_prefix_caching=False, overlap=False)
+        generate(folder, wanted, device, cores, enable_prefix_caching=False, async_scheduling=False)
     padded, plain = (core.runner.kv_caches[0] for core in cores)
     written = plain.abs().sum(dim=(1, 2, 3, 5)) > 0
     assert not padded.abs().sum(dim=(1, 2, 3, 5))[~written].any(), "only real tokens have KV"
@@ -329,7 +329,7 @@ def test_the_first_request_finds_everything_compiled_and_captured_and_its_steps_
     steps: list[str] = []
     for owner, name in ((ModelRunner, "launch"), (StepTimes, "observe_step"), (EngineCore, "add")):
         note_calls(monkeypatch, owner, name, steps)
-    generate(folder_of("llama"), wanted, device, overlap=False)
+    generate(folder_of("llama"), wanted, device, async_scheduling=False)
     before, after = steps[: steps.index("add")], steps[steps.index("add") + 1 :]
     assert set(before) == {"launch"} and after == ["launch", "observe_step"] * 2
     assert "graphs captured: 4 of decode steps, 1 of mixed steps, seconds=" in caplog.text

@@ -32,25 +32,25 @@ def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.fl
 
 
 def test_num_blocks_is_taken_as_it_is():
-    assert choose(num_blocks=100) == (100, 1024)
+    assert choose(num_gpu_blocks_override=100) == (100, 1024)
 
 
 def test_a_few_blocks_shorten_the_longest_request_to_what_they_hold():
-    assert choose(num_blocks=10) == (10, 160)
+    assert choose(num_gpu_blocks_override=10) == (10, 160)
 
 
 def test_a_size_in_memory_becomes_as_many_blocks_as_fit_into_it():
-    blocks, longest = choose(kv_cache_memory_gib=100.5 * BLOCK_BYTES / GIB)
+    blocks, longest = choose(kv_cache_memory_bytes=100 * BLOCK_BYTES + BLOCK_BYTES // 2)
     assert (blocks, longest) == (100, 1024)
 
 
 def test_half_the_width_of_a_number_is_twice_the_blocks():
-    assert choose(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB, dtype=torch.bfloat16)[0] == 200
+    assert choose(kv_cache_memory_bytes=100 * BLOCK_BYTES, dtype=torch.bfloat16)[0] == 200
 
 
 @pytest.mark.parametrize(("ranks", "blocks"), [(1, 100), (2, 200), (4, 200)])
 def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
-    config = EngineConfig(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB)
+    config = EngineConfig(kv_cache_memory_bytes=100 * BLOCK_BYTES)
     tp = TPGroup(rank=0, size=ranks)
     assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, PLENTY)[0] == [blocks]
 
@@ -58,7 +58,7 @@ def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
 def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
     assert choose(max_num_seqs=3) == (3 * 64, 1024)
     assert choose(max_num_seqs=3, max_model_len=100) == (3 * 7, 100)
-    assert choose(max_num_seqs=3, kv_cache_memory_gib=1.0) == (3 * 64, 1024)
+    assert choose(max_num_seqs=3, kv_cache_memory_bytes=GIB) == (3 * 64, 1024)
 
 
 def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
@@ -85,8 +85,8 @@ def test_a_gpu_leaves_room_for_the_buffers_that_kv_arrives_in(transport, buffers
 
 
 def test_a_request_of_max_model_len_that_fits_exactly_is_taken():
-    assert choose(max_model_len=160, num_blocks=10) == (10, 160)
-    assert choose(max_model_len=150, num_blocks=10) == (10, 150)
+    assert choose(max_model_len=160, num_gpu_blocks_override=10) == (10, 160)
+    assert choose(max_model_len=150, num_gpu_blocks_override=10) == (10, 150)
 
 
 def test_more_than_the_models_own_context_is_refused():
@@ -98,36 +98,41 @@ def test_more_than_the_models_own_context_is_refused():
 
 def test_num_blocks_that_memory_does_not_hold_are_refused_with_the_number_that_fits():
     with pytest.raises(OutOfMemory) as caught:
-        choose(num_blocks=16384, free=0.25 * GIB)
+        choose(num_gpu_blocks_override=16384, free=0.25 * GIB)
     fit = GIB // 4 // BLOCK_BYTES
-    message = "num_blocks=16384 needs 1.00 GiB of KV cache, but only 0.25 GiB are free (the box)"
+    message = "num_gpu_blocks_override=16384 needs 1.00 GiB of KV cache, but only 0.25 GiB are free (the box)"
     assert str(caught.value) == f"{message}; at most {fit} blocks fit"
 
 
 def test_a_size_that_is_not_free_is_refused_with_what_is():
-    with pytest.raises(OutOfMemory, match=r"kv_cache_memory_gib=4\.5 does not fit: only 1\.25 GiB are free"):
-        choose(kv_cache_memory_gib=4.5, free=1.25 * GIB)
+    with pytest.raises(OutOfMemory, match=r"kv_cache_memory_bytes=4831838208 does not fit: only 1\.25 GiB are free"):
+        choose(kv_cache_memory_bytes=9 * GIB // 2, free=1.25 * GIB)
 
 
 def test_num_blocks_too_few_for_max_model_len_are_refused_with_the_number_needed():
     with pytest.raises(OutOfMemory) as caught:
-        choose(num_blocks=10, max_model_len=161)
+        choose(num_gpu_blocks_override=10, max_model_len=161)
     message = str(caught.value)
-    assert "holds 160 tokens (limited by num_blocks), but one request of 161 tokens needs 11 blocks" in message
-    assert "raise num_blocks to at least 11, or lower max_model_len to 160 or less" in message
+    assert (
+        "holds 160 tokens (limited by num_gpu_blocks_override), but one request of 161 tokens needs 11 blocks"
+        in message
+    )
+    assert "raise num_gpu_blocks_override to at least 11, or lower max_model_len to 160 or less" in message
 
 
 def test_memory_too_small_for_max_model_len_is_refused_with_the_size_needed():
     with pytest.raises(OutOfMemory) as caught:
-        choose(kv_cache_memory_gib=10 * BLOCK_BYTES / GIB, max_model_len=1024)
+        choose(kv_cache_memory_bytes=10 * BLOCK_BYTES, max_model_len=1024)
     message = str(caught.value)
-    assert "holds 160 tokens (limited by kv_cache_memory_gib (0.0006103515625))" in message
+    assert f"holds 160 tokens (limited by kv_cache_memory_bytes ({10 * BLOCK_BYTES}))" in message
     assert "one request of 1024 tokens needs 64 blocks, 0.00391 GiB" in message
-    assert "raise kv_cache_memory_gib to at least 0.004, or lower max_model_len to 160 or less" in message
+    assert (
+        f"raise kv_cache_memory_bytes to at least {64 * BLOCK_BYTES}, or lower max_model_len to 160 or less" in message
+    )
 
 
 def test_the_size_that_a_refusal_asks_for_is_enough():
-    assert choose(kv_cache_memory_gib=0.004, max_model_len=1024) == (65, 1024)
+    assert choose(kv_cache_memory_bytes=64 * BLOCK_BYTES, max_model_len=1024) == (64, 1024)
 
 
 def test_memory_for_nothing_at_all_is_refused_without_advice_that_cannot_help():
@@ -139,9 +144,9 @@ def test_memory_for_nothing_at_all_is_refused_without_advice_that_cannot_help():
 
 def test_the_log_says_how_much_fits_and_what_limits_it(caplog):
     with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
-        choose(num_blocks=100)
+        choose(num_gpu_blocks_override=100)
     (record,) = caplog.records
-    assert "1600 tokens fit (100 blocks of 16, 0.01 GiB), limited by num_blocks" in record.message
+    assert "1600 tokens fit (100 blocks of 16, 0.01 GiB), limited by num_gpu_blocks_override" in record.message
     assert "max_model_len=1024, so 1.6 full requests" in record.message
 
 
@@ -217,8 +222,14 @@ def test_groups_share_a_budget_so_that_the_longest_sequence_fits_alone_if_it_can
     [
         ({}, r"limited by half of the free 0\.00 GiB \(the box\)"),
         ({"device": CUDA}, r"limited by gpu_memory_utilization"),
-        ({"kv_cache_memory_gib": 1.0}, r"kv_cache_memory_gib=1\.0 does not fit: only 0\.00 GiB are free \(the box\)"),
-        ({"num_blocks": 9}, r"num_blocks=9 .* only 0\.00 GiB are free \(the box\); at most 1 blocks fit"),
+        (
+            {"kv_cache_memory_bytes": GIB},
+            rf"kv_cache_memory_bytes={GIB} does not fit: only 0\.00 GiB are free \(the box\)",
+        ),
+        (
+            {"num_gpu_blocks_override": 9},
+            r"num_gpu_blocks_override=9 .* only 0\.00 GiB are free \(the box\); at most 1 blocks fit",
+        ),
     ],
 )
 def test_a_cache_that_does_not_fit_names_what_limits_it(options, limit):

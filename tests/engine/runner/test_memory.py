@@ -36,19 +36,19 @@ def snapshots(specs=SPECS, **options) -> int:
 
 def test_a_quarter_of_the_kv_cache_is_for_snapshots():
     size = snapshot_bytes(SPECS)
-    assert snapshots(kv_cache_memory_gib=1.0) == GIB // 4 // size
-    config = EngineConfig(max_num_seqs=8, kv_cache_memory_gib=1.0)
-    reserved = snapshots(kv_cache_memory_gib=1.0) * size
+    assert snapshots(kv_cache_memory_bytes=GIB) == GIB // 4 // size
+    config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=GIB)
+    reserved = snapshots(kv_cache_memory_bytes=GIB) * size
     (blocks,), _ = choose_num_blocks(config, 16, MODEL, torch.float32, CPU, ONE, PLENTY, state_bytes=reserved)
     assert blocks == (GIB - reserved) // (16 * TOKEN_BYTES)
 
 
 def test_beside_a_number_of_blocks_they_take_a_third_of_what_these_do():
-    assert snapshots(num_blocks=3000) == 1000 * 16 * TOKEN_BYTES // snapshot_bytes(SPECS)
+    assert snapshots(num_gpu_blocks_override=3000) == 1000 * 16 * TOKEN_BYTES // snapshot_bytes(SPECS)
 
 
 def test_there_are_never_fewer_than_a_handoff_needs_nor_more_than_all_sequences_use():
-    assert snapshots(kv_cache_memory_gib=1e-4) == 2
+    assert snapshots(kv_cache_memory_bytes=100_000) == 2
     assert snapshots(max_model_len=640) == 8 * (1 + 640 // CHUNK)
 
 

@@ -65,7 +65,8 @@ class Ranks:
         self.log = log
         self.devices = [LateDevice(), LateDevice()]
         config = EngineConfig(
-            model=folder, tensor_parallel_size=2, dtype="float32", block_size=4, max_num_seqs=4, num_blocks=64,
+            model=folder, tensor_parallel_size=2, dtype="float32", block_size=4, max_num_seqs=4,
+            num_gpu_blocks_override=64,
             max_num_batched_tokens=16, num_threads=1,
         )  # fmt: skip
         group = TPGroup.listen(2, device="cpu", shared_memory=False)

@@ -99,7 +99,7 @@ def engine(folder: Path, dtype: str, method: str | None = None, overlap: bool = 
     if method is not None:
         speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **folders()[1][method][1])
     blocks = 64 if method is None else 36  # so that requests are preempted
-    options = {"dtype": dtype, "overlap": overlap, "num_blocks": blocks, **SMALL}
+    options = {"dtype": dtype, "async_scheduling": overlap, "num_gpu_blocks_override": blocks, **SMALL}
     config = EngineConfig(model=str(folder), speculative_config=speculative, **options)
     built.append(build_engine(config))
     return built[-1]

@@ -58,7 +58,13 @@ def make_core(request, folder):
     cores = []
 
     def make(**options) -> EngineCore:
-        config = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 4, "num_threads": 1, "overlap": request.param}
+        config = {
+            "block_size": 4,
+            "num_gpu_blocks_override": 200,
+            "max_num_seqs": 4,
+            "num_threads": 1,
+            "async_scheduling": request.param,
+        }
         cores.append(build_engine(EngineConfig(model=str(folder), **{**config, **options})))
         return cores[-1]
 

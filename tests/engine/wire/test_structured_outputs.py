@@ -47,19 +47,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder) -> Iterator[LLM]:
-    with LLM(folder, num_blocks=8000, overlap=False, **OPTIONS) as llm:
+    with LLM(folder, num_gpu_blocks_override=8000, async_scheduling=False, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def overlapping_llm(folder) -> Iterator[LLM]:
-    with LLM(folder, num_blocks=8000, overlap=True, **OPTIONS) as llm:
+    with LLM(folder, num_gpu_blocks_override=8000, async_scheduling=True, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def pocket() -> Iterator[LLM]:
-    with LLM("pocket", num_blocks=8000, **OPTIONS) as llm:
+    with LLM("pocket", num_gpu_blocks_override=8000, **OPTIONS) as llm:
         yield llm
 
 
@@ -303,7 +303,7 @@ def test_overlap_changes_nothing(llm, overlapping_llm):
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_preemption_changes_nothing(llm, folder, overlap):
-    with LLM(folder, num_blocks=40, max_model_len=160, overlap=overlap, **OPTIONS) as small:
+    with LLM(folder, num_gpu_blocks_override=40, max_model_len=160, async_scheduling=overlap, **OPTIONS) as small:
         tokens = tokens_of(small)
         assert small.stats().preemptions > 0
     assert tokens == tokens_of(llm)
@@ -330,7 +330,7 @@ def test_two_ranks_give_the_same_as_one(folder, ranks, llm, overlap):
     requests = [
         GenerateRequest(request_id=str(i), prompt=[5 + i, 6, 7] * 3, params=params) for i, params in enumerate(mixed())
     ]
-    config = {"model": str(folder), "num_blocks": 2000, "overlap": overlap, **OPTIONS}
+    config = {"model": str(folder), "num_gpu_blocks_override": 2000, "async_scheduling": overlap, **OPTIONS}
     with ranks.engine(EngineConfig(**config, tensor_parallel_size=2)) as core:
         assert list(run(core, requests).values()) == tokens_of(llm)
 
@@ -394,7 +394,9 @@ def test_a_grammar_that_other_parameters_contradict_ends_its_own_request(llm):
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_path):
-    core = build_engine(EngineConfig(model=str(make_model(tmp_path, "llama")), num_blocks=64, num_threads=1))
+    core = build_engine(
+        EngineConfig(model=str(make_model(tmp_path, "llama")), num_gpu_blocks_override=64, num_threads=1)
+    )
     bound = SamplingParams(structured_outputs=structured(regex="a"))
     with pytest.raises(InvalidParameter, match="must be left out: this model's tokenizer cannot be used for it"):
         core.check(GenerateRequest(request_id="a", prompt=[1], params=bound))

@@ -22,7 +22,7 @@ from tests.serve.serve_run import ServeRun, wait_until
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 DECODE = {"num_cpus": 0.2}
 APART = {
-    "engine": {**ENGINE, "num_blocks": 512},
+    "engine": {**ENGINE, "num_gpu_blocks_override": 512},
     "prefill": {"num_cpus": 0.2, "engine": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128}},
     "decode": DECODE,
     "handoff": {"transport": "tcp", "policy": "always"},

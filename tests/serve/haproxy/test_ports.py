@@ -32,7 +32,7 @@ OURS = ("ray::RankActor", "ray::ServeReplica")  # processes in which sockets of 
 SERVE_GRPC = "::"  # where Serve's own server between deployments listens, always (docs/security.md)
 NODES = [{"num_cpus": 1}, {"num_cpus": 1}, {"num_cpus": 1}]  # a replica fits a node once
 TWO_POOLS = {
-    "engine": {"num_threads": 1, "num_blocks": 64, "tensor_parallel_size": 2},
+    "engine": {"num_threads": 1, "num_gpu_blocks_override": 64, "tensor_parallel_size": 2},
     "decode": {"num_cpus": 0.3},
     "prefill": {"num_cpus": 0.3},
     "handoff": {"policy": "always", "transport": "tcp"},

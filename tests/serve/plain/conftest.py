@@ -13,7 +13,7 @@ from tests.serve.serve_run import ServeRun
 
 REPLICAS = 2
 DECODE = {"num_cpus": 0.3, "num_replicas": REPLICAS}
-ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 8192, "num_threads": 1, "enable_lora": True}
+ENGINE = {"dtype": "bfloat16", "block_size": 4, "num_gpu_blocks_override": 8192, "num_threads": 1, "enable_lora": True}
 
 
 @pytest.fixture(scope="package")

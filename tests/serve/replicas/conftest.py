@@ -24,7 +24,7 @@ def adapters_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="package")
 def started(tmp_path_factory, adapters_folder) -> Iterator[ServeRun]:
-    engine = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024, "block_size": 4}
+    engine = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_gpu_blocks_override": 1024, "block_size": 4}
     decode = {"num_cpus": 0.3, "num_replicas": REPLICAS}
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
     model |= {"lora_modules": {"pirate": "pocket-pirate"}, "lora": {"dynamic_folder": str(adapters_folder)}}

@@ -14,7 +14,7 @@ from engine.errors import PromptTooLong
 from engine.offline.llm import LLM
 from tests.models import make_model
 
-SMALL = ["--requests", "3", "--input-len", "20", "--output-len", "6", "--repetitions", "2", "--threads", "1"]
+SMALL = ["--requests", "3", "--input-len", "20", "--output-len", "6", "--repetitions", "2", "--num-threads", "1"]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_every_repetition_and_the_warm_up_have_prompts_of_their_own(folder, batc
 @pytest.mark.slow
 def test_a_preset_runs_with_the_token_ids_that_every_engine_gets(tmp_path, batches):
     make_model(tmp_path, "llama", tokenizer=True, vocab_size=31000)
-    fields = report(tmp_path, "--workload", "W2", "--repetitions", "2", "--threads", "1")
+    fields = report(tmp_path, "--workload", "W2", "--repetitions", "2", "--num-threads", "1")
     assert (fields["workload"], fields["requests"], fields["output_len"]) == ("W2", 1, 128)
     expected = [preset("W2", "", number) for number in (WARM_UP, 0, 1)]
     assert batches == [[(job.prompt, job.max_tokens) for job in jobs] for jobs in expected]

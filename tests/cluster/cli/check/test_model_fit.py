@@ -106,7 +106,7 @@ def told(config: AppConfig) -> list[str]:
 
 
 def test_the_kv_cache_of_the_stage_with_most_layers_sets_its_size(folder: Path):
-    sizes = {"kv_cache_memory_gib": 0.001, "max_model_len": 100, "max_num_seqs": 256}
+    sizes = {"kv_cache_memory_bytes": 2**20, "max_model_len": 100, "max_num_seqs": 256}
     whole, staged = (told(config(folder, engine={**sizes, "pipeline_parallel_size": n})) for n in (1, 3))
     (stages,) = (line for line in staged if "pipeline stages" in line)
     assert re.fullmatch(r"3 pipeline stages, of which a rank has (1 layers with 0\.00 GiB(, )?){3} of weights", stages)
@@ -128,12 +128,12 @@ def test_stages_have_the_weights_of_the_model_and_a_tied_embedding_twice(tmp_pat
 
 
 def test_kv_cache_is_what_a_rank_would_choose_at_its_start(folder: Path):
-    found = told(config(folder, engine={"num_blocks": 50, "max_model_len": 100}))
+    found = told(config(folder, engine={"num_gpu_blocks_override": 50, "max_model_len": 100}))
     assert "KV cache for 800 tokens: 8.0 requests of max_model_len 100" in found
 
 
 def test_memory_is_told_of_each_kv_cache_group_and_of_states(tmp_path_factory):
-    engine = {"num_blocks": 50, "max_model_len": 100, "max_num_seqs": 8}
+    engine = {"num_gpu_blocks_override": 50, "max_model_len": 100, "max_num_seqs": 8}
     windowed, hybrid = (make_model(tmp_path_factory.mktemp(name), name, tokenizer=True) for name in ("gemma3", "lfm2"))
     (windows,) = (line for line in told(config(windowed, engine=engine)) if "KV cache" in line)
     assert "8.0 requests of max_model_len 100; 1 layers that keep all tokens: 50 blocks" in windows
@@ -145,8 +145,8 @@ def test_memory_is_told_of_each_kv_cache_group_and_of_states(tmp_path_factory):
 def test_model_or_cache_that_does_not_fit_into_memory_is_a_problem(folder: Path, monkeypatch):
     monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(10 * GIB, "the box"))
     assert any(
-        "kv_cache_memory_gib=11.0 does not fit: only 10.00 GiB are free (the box)" in line
-        for line in told(config(folder, engine={"kv_cache_memory_gib": 11}))
+        "kv_cache_memory_bytes=11811160064 does not fit: only 10.00 GiB are free (the box)" in line
+        for line in told(config(folder, engine={"kv_cache_memory_bytes": 11 * 2**30}))
     )
     monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(0, "the box"))
     assert any("do not fit into memory" in line for line in told(config(folder)))

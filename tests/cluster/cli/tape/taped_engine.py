@@ -29,7 +29,9 @@ def record(folder: Path, engine_id: str) -> Path:
     The engine's clock goes on only when it is read, so that steps take the same time on any machine, however busy."""
     model = make_model(folder / "model", "llama")
     core = build_engine(
-        EngineConfig(model=str(model), block_size=4, num_blocks=40, max_num_seqs=3, num_threads=1, tape_mib=16),
+        EngineConfig(
+            model=str(model), block_size=4, num_gpu_blocks_override=40, max_num_seqs=3, num_threads=1, tape_mib=16
+        ),
         engine_id=engine_id,
         clock=Clock(monotonic=(READING_S * reading for reading in itertools.count()).__next__),
     )

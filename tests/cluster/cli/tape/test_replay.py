@@ -112,7 +112,7 @@ def test_what_if_speaks_of_money_if_there_are_prices(file):
 @pytest.mark.parametrize(
     "setting",
     ["max_num_seqs", "max_num_seqs=x", "nothing=3", "routing.policy=best", "enable_prefix_caching=1",
-     "decode.num_replicas=0", "handoff.policy=never", "num_blocks=2"],
+     "decode.num_replicas=0", "handoff.policy=never", "num_gpu_blocks_override=2"],
 )  # fmt: skip
 def test_an_unknown_setting_is_refused(file, setting):
     assert CliRunner().invoke(app, ["replay", str(file), "--set", setting]).exit_code != 0

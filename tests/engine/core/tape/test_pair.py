@@ -18,7 +18,7 @@ def make_config(role: str, **options) -> EngineConfig:
     defaults = {
         "dtype": "float32",
         "block_size": 16,
-        "num_blocks": 64,
+        "num_gpu_blocks_override": 64,
         "max_num_seqs": 3,
         "num_threads": 1,
         "tape_mib": 16,

@@ -33,7 +33,7 @@ def make_core(folder):
     cores = []
 
     def make(**options) -> EngineCore:
-        defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "tape_mib": 16}
+        defaults = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "num_threads": 1, "tape_mib": 16}
         cores.append(build_engine(EngineConfig(**{"model": str(folder), **defaults, **options})))
         return cores[-1]
 
@@ -62,7 +62,7 @@ def replayed(core: EngineCore) -> Replay:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_hits_preemptions_and_aborts_are_decided_again(make_core, overlap):
-    core = make_core(overlap=overlap, num_blocks=14, max_num_seqs=3)
+    core = make_core(async_scheduling=overlap, num_gpu_blocks_override=14, max_num_seqs=3)
     first = list(range(5, 25))
     add(core, "first", first)
     go(core)

@@ -165,7 +165,13 @@ def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
         "architectures": [f"{architecture.removesuffix('MoE')}ForCausalLM"],
     } | config
     (folder / "config.json").write_text(json.dumps(config))
-    defaults = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 4, "num_blocks": 64, "num_threads": 2}
+    defaults = {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "block_size": 4,
+        "num_gpu_blocks_override": 64,
+        "num_threads": 2,
+    }
     return build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
 
 
@@ -197,7 +203,7 @@ def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
     cases(*FAST),
 )
 def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
-    options = {"quantization": quantization, "num_blocks": 128}
+    options = {"quantization": quantization, "num_gpu_blocks_override": 128}
     core = make_core(tmp_path, architecture, enable_prefix_caching=False, **options)
     tokens = 60 if architecture in HYBRIDS else 7  # so that states move
     first, second = generate(core, tokens), generate(core, tokens)
@@ -239,7 +245,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 @pytest.mark.parametrize(("architecture", "quantization"), cases(*FAST, "Qwen3Next"))
 @torch.inference_mode()
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
-    core = make_core(tmp_path, architecture, quantization=quantization, num_blocks=1100)
+    core = make_core(tmp_path, architecture, quantization=quantization, num_gpu_blocks_override=1100)
     forward, graph, caches = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches
     assert graph is not None
     caches = [*caches, *(tensor for states in core.runner.states.layers for tensor in states.values())]

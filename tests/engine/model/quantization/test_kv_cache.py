@@ -126,7 +126,13 @@ def test_unknown_options_are_refused_by_their_key():
 
 def make_config(role: str | None = None, **options) -> EngineConfig:
     handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
-    defaults = {"dtype": "float32", "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "kv_cache_dtype": "fp8"}
+    defaults = {
+        "dtype": "float32",
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 4,
+        "num_threads": 1,
+        "kv_cache_dtype": "fp8",
+    }
     return EngineConfig(**{**defaults, **options, "handoff": handoff})
 
 

@@ -22,7 +22,13 @@ from tests.transformers_models import make_transformers_model
 
 
 def make_config(folder, **options) -> EngineConfig:
-    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "max_num_batched_tokens": 64}
+    sizes = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 4,
+        "num_threads": 1,
+        "max_num_batched_tokens": 64,
+    }
     return EngineConfig(model=str(folder), dtype="float32", **{**sizes, **options})
 
 

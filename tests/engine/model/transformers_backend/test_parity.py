@@ -74,7 +74,7 @@ def random_prompt(length: int) -> list[int]:
 
 def build(folder: Path) -> EngineCore:
     """An engine that cuts prompts into chunks and mixes them with decodes."""
-    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3, "max_num_batched_tokens": 13}
+    sizes = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 3, "max_num_batched_tokens": 13}
     return build_engine(EngineConfig(model=str(folder), dtype="float32", num_threads=1, **sizes))
 
 

@@ -34,7 +34,7 @@ from tests.rank_pool import RankPool
 from tests.vision_models import Prompt, expected_tokens, make_vision_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-SIZES = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+SIZES = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
 LIMIT_S = 60.0
 IMAGE, BLOCK, NUM_BLOCKS = 90, 4, 6
 
