@@ -42,7 +42,7 @@ def folder(request, tmp_path_factory) -> Folder:
 
 def run_of(folder: Folder, dtype: str, **options) -> Run:
     defaults = {"block_size": BLOCK, "num_gpu_blocks_override": 256, "kv_cache_memory_bytes": None}
-    return Run(folder, **{"async_scheduling": False, **defaults, "dtype": dtype, **options})
+    return Run(folder, **{"overlap": False, **defaults, "dtype": dtype, **options})
 
 
 def tokens(count: int, seed: object) -> list[int]:
