@@ -62,9 +62,9 @@ class ChatResponse:
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        context, tier = self.context, self.output.service_tier
+        context = self.context
         answer = ChatCompletion(context.response_id, context.created, self.output.model, choices, self._usage())
-        answer.system_fingerprint, answer.service_tier = self.output.fingerprint, UNSET if tier is None else tier
+        answer.system_fingerprint, answer.service_tier = self.output.fingerprint, self.output.service_tier
         if body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(self.output.tokenizer, prompt_entries, body.prompt_logprobs)
         if body.return_token_ids:
@@ -82,8 +82,8 @@ class ChatResponse:
                 if index not in started:
                     started.add(index)
                     first = self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
-                    if with_ids and len(started) == 1:
-                        first.prompt_token_ids = self.output.prompt
+                    first.prompt_token_ids = self.output.prompt if with_ids and len(started) == 1 else None
+                    first.prompt_text = None
                     yield first
                     if echoed := self.body.echoed:
                         yield self._chunk([ChatChunkChoice(index, ChatDelta(content=echoed))])
@@ -147,5 +147,5 @@ def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
                 if not calls:
                     calls.append(ToolCallDelta(num_tool_calls - 1, CalledFunctionDelta("")))
                 calls[-1].function.arguments += text
-    delta.tool_calls = calls or None
+    delta.tool_calls = calls or UNSET
     return delta

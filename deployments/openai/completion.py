@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
 from deployments.http.context import RequestContext
 from deployments.http.text_chunks import TextChunks
@@ -16,6 +16,7 @@ from deployments.openai.logprobs import prompt_logprobs, token_name
 from deployments.openai.response_bodies import (
     Completion,
     CompletionChoice,
+    CompletionChunk,
     CompletionLogprobs,
     UsageBody,
 )
@@ -54,19 +55,22 @@ class CompletionResponse:
                 more = self._choice(chunk)
                 choice.text += more.text
                 choice.finish_reason, choice.stop_reason = more.finish_reason, more.stop_reason
-                if more.prompt_logprobs is not UNSET:
+                if more.prompt_logprobs is not None:
                     choice.prompt_logprobs = more.prompt_logprobs
-                if more.prompt_token_ids is not UNSET:
-                    choice.prompt_token_ids, choice.token_ids = more.prompt_token_ids, []
-                if more.token_ids is not UNSET and choice.token_ids is not UNSET:
-                    choice.token_ids += more.token_ids
+                if more.prompt_token_ids is not None:
+                    choice.prompt_token_ids = more.prompt_token_ids
+                if more.token_ids is not None:
+                    choice.token_ids = [*(choice.token_ids or []), *more.token_ids]
                 if choice.logprobs is None:
                     choice.logprobs = more.logprobs
                 elif more.logprobs is not None:
                     _extend(choice.logprobs, more.logprobs)
-        return self._completion(choices, with_usage=True)
+        context = self.context
+        answer = Completion(context.response_id, context.created, self.model, choices, self._usage())
+        answer.system_fingerprint, answer.service_tier = self.fingerprint, self.service_tier
+        return answer
 
-    async def chunks(self) -> AsyncGenerator[Completion | Raw]:
+    async def chunks(self) -> AsyncGenerator[CompletionChunk | Raw]:
         options = self.body.stream_options
         with_usage = bool(options and options.continuous_usage_stats)
         more = with_usage or self.body.echo or self.body.return_token_ids or self.body.logprobs is not None
@@ -78,10 +82,10 @@ class CompletionResponse:
                         yield texts.encoded(chunk.index, chunk.text)
                     continue
                 choice = self._choice(chunk)
-                if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not UNSET:
-                    yield self._completion([choice], with_usage=with_usage)
+                if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not None:
+                    yield self._chunk([choice], with_usage=with_usage)
         if (options and options.include_usage) or self.body.reports_cost:
-            yield self._completion([], with_usage=True)
+            yield self._chunk([], with_usage=True)
 
     def _choice(self, chunk: TextChunk) -> CompletionChoice:
         index, logprobs = chunk.index, None
@@ -105,7 +109,7 @@ class CompletionResponse:
             )
         if self.body.return_token_ids:
             choice.token_ids = [] if self.body.echo_only else chunk.token_ids
-            choice.prompt_token_ids = prompt if first else UNSET
+            choice.prompt_token_ids = prompt if first else None
         return choice
 
     def _echoed_logprobs(self, prompt: list[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
@@ -129,20 +133,23 @@ class CompletionResponse:
     def _name(self, token_id: int) -> str:
         return token_name(self.tokenizer, token_id, self.body.return_tokens_as_token_ids)
 
-    def _text_chunk(self, index: int, text: str) -> Completion:
-        return self._completion([CompletionChoice(index, text, None, None, None)], with_usage=False)
+    def _text_chunk(self, index: int, text: str) -> CompletionChunk:
+        return self._chunk([CompletionChoice(index, text, None, None, None)], with_usage=False)
 
-    def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
+    def _chunk(self, choices: list[CompletionChoice], *, with_usage: bool) -> CompletionChunk:
         context = self.context
-        completion = Completion(context.response_id, context.created, self.model, choices, "text_completion")
+        chunk = CompletionChunk(context.response_id, context.created, self.model, choices, "text_completion")
         if choices and choices[-1].finish_reason:
-            completion.system_fingerprint, completion.service_tier = self.fingerprint, self.service_tier
+            chunk.system_fingerprint, chunk.service_tier = self.fingerprint, self.service_tier
         if with_usage:
-            completion.usage = UsageBody.of(self.generation.usage, with_cost=self.body.reports_cost)
-            if self.body.echo_only:  # a token had to be computed, but is not part of the response
-                completion.usage.completion_tokens = 0
-                completion.usage.total_tokens = completion.usage.prompt_tokens
-        return completion
+            chunk.usage = self._usage()
+        return chunk
+
+    def _usage(self) -> UsageBody:
+        usage = UsageBody.of(self.generation.usage, with_cost=self.body.reports_cost)
+        if self.body.echo_only:  # a token had to be computed, but is not part of the response
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
 
 
 def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> CompletionLogprobs:

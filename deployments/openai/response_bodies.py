@@ -1,4 +1,8 @@
-"""Response bodies with OpenAI's field names. They are msgspec structs, because a stream makes one per token."""
+"""Response bodies with OpenAI's field names. They are msgspec structs, because a stream makes one per token.
+
+Bodies have all keys that vLLM's have, because clients written for it read them without asking whether they are there
+(`if message.reasoning:`). What Manta does not know is null.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,8 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Computed tokens that are held; UNSET unless the request asks for holds."""
+    created_cache_tokens: None = None
+    multimodal_tokens: None = None
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -80,7 +86,7 @@ class UsageBody(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: CompletionTokensDetails | None = None
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
     cost: float | msgspec.UnsetType = msgspec.UNSET
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
@@ -88,7 +94,7 @@ class UsageBody(msgspec.Struct):
     @classmethod
     def of(cls, usage: RequestUsage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
         """Return the usage of a response. reasoning_tokens: None unless the model is known to reason."""
-        details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+        details: CompletionTokensDetails | None = None
         if reasoning_tokens is not None or usage.has_prediction:
             reasoned = msgspec.UNSET if reasoning_tokens is None else reasoning_tokens
             details = CompletionTokensDetails(
@@ -150,7 +156,10 @@ class ChatMessage(msgspec.Struct):
     """None in a response of only reasoning or tool calls."""
     role: str = "assistant"
     refusal: str | None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallBody] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -160,7 +169,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -171,9 +181,13 @@ class ChatCompletion(msgspec.Struct):
     usage: UsageBody
     object: str = "chat.completion"
     system_fingerprint: str | None = None
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    service_tier: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
 
 
 class CalledFunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -190,11 +204,11 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     type: str | None = None
 
 
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
+class ChatDelta(msgspec.Struct):
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -203,10 +217,10 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
 
 
-class ChatChunk(msgspec.Struct, omit_defaults=True):
+class ChatChunk(msgspec.Struct):
     """A chunk of a stream. The last chunk of each choice has the fingerprint and the service tier."""
 
     id: str
@@ -214,11 +228,12 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[ChatChunkChoice]
     object: str
-    usage: UsageBody | None = None
-    system_fingerprint: str | None = None
-    service_tier: str | None = None
-    prompt_token_ids: list[int] | None = None
-    """Set in the first chunk, if requested."""
+    usage: UsageBody | msgspec.UnsetType = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: str | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    """In the first chunk of a choice; None unless requested."""
+    prompt_text: msgspec.UnsetType | None = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -231,29 +246,44 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One completion, or the part of it in a chunk. Fields that the client did not ask for are UNSET."""
+    """One completion, or the part of it in a chunk. What the client did not ask for is None."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
-class Completion(msgspec.Struct, omit_defaults=True):
-    """A complete response, or a chunk of a stream."""
+class CompletionChunk(msgspec.Struct):
+    """A chunk of a stream. The last chunk of each choice has the fingerprint and the service tier."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
     object: str
-    usage: UsageBody | None = None
+    usage: UsageBody | msgspec.UnsetType = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType | None = msgspec.UNSET
+    service_tier: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    object: str = "text_completion"
     system_fingerprint: str | None = None
     service_tier: str | None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
 
 
 class ModelCard(msgspec.Struct):
@@ -265,6 +295,7 @@ class ModelCard(msgspec.Struct):
     object: Literal["model"] = "model"
     owned_by: str = "manta"
     parent: str | None = None
+    permission: list[None] = []
 
 
 class ModelList(msgspec.Struct):

@@ -11,13 +11,16 @@ from deployments.openai.response_bodies import CostDetails, CostFields
 class PoolingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: None = None
+    completion_tokens_details: None = None
     cost: float | msgspec.UnsetType = msgspec.UNSET
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, usage: RequestUsage, *, with_cost: bool) -> PoolingUsage:
         cost = CostFields.of(usage, asked=with_cost)
-        return cls(usage.prompt_tokens, usage.prompt_tokens, cost.cost, cost.details)
+        return cls(usage.prompt_tokens, usage.prompt_tokens, cost=cost.cost, cost_details=cost.details)
 
 
 class EmbeddingObject(msgspec.Struct):
@@ -53,6 +56,7 @@ class ScoreList(msgspec.Struct):
 
 class RankedText(msgspec.Struct):
     text: str
+    multi_modal: None = None
 
 
 class RankedDocument(msgspec.Struct):

@@ -64,10 +64,15 @@ class ResponseError(Struct):
 class InputTokensDetails(Struct):
     cached_tokens: int
     cache_write_tokens: int = 0  #: computed tokens that are held
+    input_tokens_per_turn: list[int] = []
+    cached_tokens_per_turn: list[int] = []
 
 
 class OutputTokensDetails(Struct):
     reasoning_tokens: int
+    tool_output_tokens: int = 0
+    output_tokens_per_turn: list[int] = []
+    tool_output_tokens_per_turn: list[int] = []
 
 
 class ResponseUsage(Struct):
@@ -112,6 +117,14 @@ class Response(Struct, kw_only=True):
     service_tier: str | None
     user: str | None
     safety_identifier: str | None
+    max_tool_calls: None = None
+    prompt: None = None
+    presence_penalty: None = None
+    frequency_penalty: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    input_messages: None = None
+    output_messages: None = None
 
 
 class InputItems(Struct):

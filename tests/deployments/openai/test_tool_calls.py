@@ -39,10 +39,12 @@ async def serving(
 
 
 async def ask(api: FakeApi, **body: Any) -> dict[str, Any]:
-    """Return the only choice of the response."""
+    """Return the only choice of the response, without keys of its message that are always null here."""
     response = await api.post("chat/completions", **{"messages": HELLO, **body})
     assert response.status_code == 200, response.text
-    return response.json()["choices"][0]
+    choice = response.json()["choices"][0]
+    told = {name: value for name, value in choice["message"].items() if value is not None}
+    return {**choice, "message": {"content": None, "refusal": None, **told}}
 
 
 async def ask_streamed(api: FakeApi, **body: Any) -> dict[str, Any]:
@@ -54,7 +56,8 @@ async def ask_streamed(api: FakeApi, **body: Any) -> dict[str, Any]:
         (choice,) = chunk["choices"]
         delta, reason = choice["delta"], choice["finish_reason"]
         for name in delta.keys() - {"tool_calls"}:
-            message[name] = (message.get(name) or "") + delta[name]
+            if delta[name] is not None:
+                message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", []):
             if call["index"] == len(calls):
                 assert call["id"] and call["type"] == "function" and call["function"]["name"]
@@ -221,8 +224,9 @@ async def test_reasoning_has_a_field_of_its_own_and_its_tokens_are_counted(templ
 async def test_reasoning_stays_in_the_content_where_no_parser_is_configured():
     async with serving("<think>a</think>b", reasoning_parser="none") as api:
         response = (await api.post("chat/completions", messages=HELLO)).json()
-        assert response["choices"][0]["message"] == message("<think>a</think>b")
-        assert "completion_tokens_details" not in response["usage"]
+        told = response["choices"][0]["message"]
+        assert (told["content"], told["reasoning"]) == ("<think>a</think>b", None)
+        assert response["usage"]["completion_tokens_details"] is None
 
 
 @pytest.mark.parametrize(
