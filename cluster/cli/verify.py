@@ -150,7 +150,7 @@ def differences(answer: Json, again: Json, tokenizer: Tokenizer) -> list[str]:
 
 def _compared(answer: Json) -> str:
     first = answer["choices"][0] if answer["choices"] else {}
-    found = "tokens and log-probabilities" if first.get("logprobs") else "tokens" if "token_ids" in first else "text"
+    found = "tokens and log-probabilities" if first.get("logprobs") else "tokens" if first.get("token_ids") else "text"
     return f"{found}, and all other fields; not compared: {', '.join(NOT_COMPARED)}"
 
 
