@@ -57,8 +57,6 @@ class ChatOutput:
     tokenizer: Tokenizer
     output_format: OutputFormat
     num_choices: int
-    streaming: bool
-    """See CallReader."""
     hex_id: Callable[[str], str]
     """Returns the hexadecimal id of a named part of the answer, for ids of tool calls."""
     ignored: list[str]
@@ -72,10 +70,7 @@ class ChatOutput:
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parsers = [
-            ChoiceParser(self.output_format, streaming=self.streaming, call_ids=self._call_ids(i))
-            for i in range(self.num_choices)
-        ]
+        self.parsers = [ChoiceParser(self.output_format, call_ids=self._call_ids(i)) for i in range(self.num_choices)]
 
     @property
     def prompt(self) -> list[int]:

@@ -245,7 +245,6 @@ class ServedModel:
             self.tokenizer,
             output_format,
             body.n,
-            streaming=body.stream,
             ignored=ignored,
             service_tier=self._served_tier(body),
             reports_cost=body.reports_cost,

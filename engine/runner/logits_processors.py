@@ -127,7 +127,7 @@ class Penalties:
 class ThinkingEnds:
     """Rows whose reasoning must end now, unless it has ended already."""
 
-    where: Tensor  #: [6, rows] int64: row, slot, start of the output, its length, tags that begin and end the reasoning
+    where: Tensor  #: [7, rows] int64: row, slot, start of the output, length, tokens that begin and end it, and a call
     total: int  #: tokens of all outputs
 
 
@@ -231,11 +231,11 @@ def prepare_thinking(rows: Sequence[RowEdits], to_device: ToDevice) -> ThinkingE
     for row in rows:
         budget, length = row.edits.thinking, row.length - row.num_prompt
         if budget is not None and 0 <= length - budget.ends_at < MAX_CHARACTER:
-            opening = NEVER if budget.open is None else budget.open
-            where.append((row.row, row.slot, row.num_prompt, length, opening, budget.close))
+            opening, call = (NEVER if token is None else token for token in (budget.open, budget.call))
+            where.append((row.row, row.slot, row.num_prompt, length, opening, budget.close, call))
     if not where:
         return None
-    return ThinkingEnds(to_device(np.array(where, dtype=np.int64).T), sum(length for _, _, _, length, _, _ in where))
+    return ThinkingEnds(to_device(np.array(where, dtype=np.int64).T), sum(length for _, _, _, length, *_ in where))
 
 
 # -- on the device of the logits -----------------------------------------------------------------------------------
@@ -298,11 +298,12 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
 def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
     """Ban all tokens but the closing tag in rows whose reasoning has begun and not ended. A row in which the closing
     tag is banned stays as it is."""
-    row, slot, start, length, opening, closing = ends.where.unbind()
+    row, slot, start, length, opening, closing, call = ends.where.unbind()
     sequence = torch.repeat_interleave(length, output_size=ends.total)
     position = torch.arange(ends.total, device=logits.device) + (start - length.cumsum(0) + length)[sequence]
-    is_close = history[slot[sequence], position] == closing[sequence]
-    num_closed = logits.new_zeros(len(row)).index_add_(0, sequence, is_close.float())
+    token = history[slot[sequence], position]
+    is_end = (token == closing[sequence]) | (token == call[sequence])
+    num_closed = logits.new_zeros(len(row)).index_add_(0, sequence, is_end.float())
     tag = logits[row, closing]
     open_now = ((opening == NEVER) | (history[slot, start] == opening)) & (num_closed == 0) & tag.isfinite()
     logits[row] = torch.where(open_now.unsqueeze(1), BANNED, logits[row])

@@ -27,6 +27,8 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     """Token that ends the reasoning."""
     open: int | None = None
     """Token that begins the reasoning, first in the output; None if the prompt ends inside the reasoning."""
+    call: int | None = None
+    """Token that begins a tool call, which ends the reasoning too; None if there are no tools."""
 
     def __post_init__(self) -> None:
         check(self.tokens >= 0, "thinking_token_budget", self.tokens, "at least 0")
@@ -125,9 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter for a token id that the model does not have."""
         thinking = self.thinking_budget
-        tags = [] if thinking is None else [tag for tag in (thinking.open, thinking.close) if tag is not None]
+        tags = () if thinking is None else (thinking.open, thinking.close, thinking.call)
         lists = {
-            "thinking_budget": tags,
+            "thinking_budget": [tag for tag in tags if tag is not None],
             "logit_bias": list(self.logit_bias or {}),
             "allowed_token_ids": self.allowed_token_ids or [],
             "stop_token_ids": self.stop_token_ids,

@@ -16,8 +16,8 @@ from deployments.openai.parsers.tools.whole_calls import JsonCallsParser
 class ReasoningFormat:
     names: tuple[str, ...]
     """Names in configurations (`reasoning_parser`)."""
-    marker: str
-    """Text by which the format is recognised in a chat template."""
+    markers: tuple[str, ...]
+    """Texts by which the format is recognised in a chat template."""
     tags: ReasoningTags | None
     """Tags around the reasoning; None if the parser of calls finds the reasoning too."""
 
@@ -42,8 +42,6 @@ class CallFormat:
     """(marker, syntax) of older models, for which this marker is not a token."""
     more_markers: tuple[str, ...] = ()
     """Texts that may be special tokens, besides those of the markup."""
-    ends_reasoning: bool = False
-    """Whether markers, as single tokens, also end reasoning that lacks its closing tag."""
     id_length: int | None = None
     """Length of call ids, if the chat template requires one."""
     reasoning: ReasoningFormat | None = None
@@ -53,11 +51,11 @@ class CallFormat:
         """Texts that can be single tokens."""
         return [*(self.markup.markers if self.markup else ()), *self.more_markers]
 
-    def parser(self, tools: ToolSchemas, *, streaming: bool) -> OutputParser | None:
+    def parser(self, tools: ToolSchemas) -> OutputParser | None:
         """Return the parser of calls, or None if the parser of reasoning finds them too."""
         if self.markup is not None:
-            return MarkedCallsParser(self.markup, tools, streaming=streaming)
-        return None if self.whole is None else self.whole(tools, streaming=streaming)
+            return MarkedCallsParser(self.markup, tools)
+        return None if self.whole is None else self.whole(tools)
 
     @property
     def in_messages(self) -> bool:

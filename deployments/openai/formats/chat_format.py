@@ -62,7 +62,9 @@ class ChatFormat:
             calls = (found.names[0] for found in FORMATS if re.search(found.example, example))
             tool_call_parser = next(calls, "none")
         if reasoning_parser == "auto":
-            reasoning = (found.names[0] for found in REASONING_FORMATS.values() if found.marker in template)
+            reasoning = (
+                found.names[0] for found in REASONING_FORMATS.values() if any(map(template.__contains__, found.markers))
+            )
             reasoning_parser = next(reasoning, "none")
         if tool_call_parser in HARMONY.names or reasoning_parser in HARMONY_REASONING.names:  # one format for both
             tool_call_parser, reasoning_parser = HARMONY.names[0], HARMONY_REASONING.names[0]
@@ -125,6 +127,7 @@ class ChatFormat:
             tool_calls=calls,
             tools=tools,
             named=named,
+            forced=named or body.tool_choice == "required",
             parallel=body.parallel_tool_calls,
             reasoning=self.reasoning_parser,
             reasoning_begun=thinking == "begun",
@@ -154,10 +157,15 @@ class ChatFormat:
         if body.thinking_token_budget is None or tags is None:
             return None
         opening, closing = tokens.ids.get(tags.opens[0]), tokens.ids.get(tags.closes[0])
-        ends_at_calls = bool(body.offered_tools) and calls is not None and calls.ends_reasoning
-        if opening is None or closing is None or ends_at_calls:
+        call: int | None = None
+        if body.offered_tools and calls is not None and calls.markup is not None:
+            markup = calls.markup
+            call = next(filter(None, map(tokens.ids.get, (*markup.opens, markup.call, *markup.inner))), None)
+            if call is None:
+                return None
+        if opening is None or closing is None:
             return None
-        return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening)
+        return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening, call)
 
 
 class VisibleMarkers:

@@ -17,7 +17,7 @@ from deployments.openai.parsers.output_parser import (
     OutputParser,
     Reasoning,
 )
-from deployments.openai.parsers.reasoning.think import ThinkParser
+from deployments.openai.parsers.reasoning.think import CallsInReasoning, ThinkParser
 from deployments.openai.parsers.tools.whole_calls import JsonCallsParser, NamedCallParser
 from deployments.openai.response_bodies import FinishReason
 from engine.text.text_stream import TextChunk
@@ -45,35 +45,39 @@ class OutputFormat:
     id_length: int | None = None
     """Length of tool call ids, if the model's chat template requires one."""
 
-    def reasoning_parser(self, *, streaming: bool) -> ThinkParser | HarmonyParser | None:
+    forced: bool = False
+    """Whether a grammar enforces a call after the reasoning, so that none can come inside."""
+
+    def reasoning_parser(self) -> ThinkParser | HarmonyParser | None:
         if self.reasoning == "none":
             return None
         tags, calls = REASONING_FORMATS[self.reasoning].tags, CALL_FORMATS.get(self.tool_calls)
         if tags is None:
-            return HarmonyParser(self.tools, streaming=streaming)
-        ends = calls.markup.opens if calls is not None and calls.markup is not None and calls.ends_reasoning else ()
-        return ThinkParser(tags, opened=self.reasoning_begun, calls=ends)
+            return HarmonyParser(self.tools)
+        if self.forced or calls is None or calls.markup is None:
+            return ThinkParser(tags, opened=self.reasoning_begun)
+        return ThinkParser(tags, opened=self.reasoning_begun, calls=CallsInReasoning(calls.markup, self.tools))
 
-    def call_parser(self, *, streaming: bool) -> OutputParser | None:
+    def call_parser(self) -> OutputParser | None:
         match self.tool_calls:
             case "none":
                 return None
             case "arguments":
                 return NamedCallParser(next(iter(self.tools)))
             case "json":
-                return JsonCallsParser(self.tools, streaming=streaming, forced=True)
+                return JsonCallsParser(self.tools, forced=True)
             case _:
-                return CALL_FORMATS[self.tool_calls].parser(self.tools, streaming=streaming)
+                return CALL_FORMATS[self.tool_calls].parser(self.tools)
 
 
 class ChoiceParser:
-    """Chains the parsers of one choice. streaming: as in CallReader."""
+    """Chains the parsers of one choice."""
 
-    def __init__(self, output_format: OutputFormat, *, streaming: bool, call_ids: Iterator[str] | None = None):
+    def __init__(self, output_format: OutputFormat, *, call_ids: Iterator[str] | None = None):
         """call_ids: hexadecimal ids from which ids of tool calls are made; None for random ids."""
         self._output_format, self._call_ids = output_format, call_ids
-        self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
-        parsers = self._reasoning_parser, output_format.call_parser(streaming=streaming)
+        self._reasoning_parser = output_format.reasoning_parser()
+        parsers = self._reasoning_parser, output_format.call_parser()
         self._parsers = [parser for parser in parsers if parser is not None]
         self.num_tool_calls = 0
 
@@ -84,12 +88,11 @@ class ChoiceParser:
     def add(self, chunk: TextChunk) -> list[OutputEvent]:
         if self._reasoning_parser is not None:
             self._reasoning_parser.count_tokens(chunk.offsets)
-        final = chunk.finish_reason is not None
         events: list[OutputEvent] = [Content(chunk.text)] if chunk.text else []
         if not self._parsers:
             return events
         for parser in self._parsers:
-            events = _parse_content(parser, events, final=final)
+            events = _parse_content(parser, events, chunk.finish_reason)
         return [self._with_id(event) for event in events if self._keep(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
@@ -120,9 +123,9 @@ class ChoiceParser:
                 return True
 
 
-def _parse_content(parser: OutputParser, events: list[OutputEvent], *, final: bool) -> list[OutputEvent]:
+def _parse_content(parser: OutputParser, events: list[OutputEvent], finish_reason: str | None) -> list[OutputEvent]:
     """Replace content by the events that `parser` finds in it."""
     out: list[OutputEvent] = []
     for event in events:
         out += parser.add(event.text) if isinstance(event, Content) else [event]
-    return out + parser.finish() if final else out
+    return out if finish_reason is None else out + parser.finish(cut=finish_reason == "length")

@@ -6,7 +6,7 @@ Names are vLLM's; docs/tool_calls.md lists them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from deployments.openai.call_grammar import CallSyntax
 from deployments.openai.formats.call_format import CallFormat, ReasoningFormat
@@ -21,48 +21,67 @@ from deployments.openai.parsers.tools.pythonic_call import PythonicCall
 from deployments.openai.parsers.tools.whole_calls import JsonCallsParser, PythonicCallsParser
 from deployments.openai.parsers.tools.xml_call import XmlCall, XmlTags
 
-Reader = Callable[[str, ToolSchemas, bool], CallReader]
+Reader = Callable[[str, ToolSchemas], CallReader]
 
 
-def _json(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
-    return JsonCall(None, streaming=streaming)
+def _json(text: str, tools: ToolSchemas) -> CallReader:
+    return JsonCall(None)
 
 
-def _gemma(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
-    return GemmaCall(streaming=streaming)
+def _gemma(text: str, tools: ToolSchemas) -> CallReader:
+    return GemmaCall(tools)
 
 
-def _pythonic(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
-    return PythonicCall(tools, streaming=streaming)
+def _pythonic(text: str, tools: ToolSchemas) -> CallReader:
+    return PythonicCall(tools)
 
 
 def _named_json(head: str) -> Reader:
-    return lambda text, tools, streaming: NamedJsonCall(head, streaming=streaming)
+    return lambda text, tools: NamedJsonCall(head)
 
 
-def _xml(tags: XmlTags) -> Reader:
-    return lambda text, tools, streaming: XmlCall(tags, tools, streaming=streaming)
+def _xml(
+    *, opens: tuple[str, ...], call: str = "", closes: tuple[str, ...], inner: tuple[str, ...] = (), **tags: Any
+) -> CallMarkup:
+    """Return the markup of calls whose arguments are tagged texts. tags: fields of XmlTags."""
+    next_call = (*opens, call) if call else opens
+    after = tuple(close for close in closes if close != tags["call_end"])
+    xml_tags = XmlTags(opens=next_call, closes=after, **tags)
+    return CallMarkup(
+        opens=opens, call=call, closes=closes, inner=inner, reader=lambda text, tools: XmlCall(xml_tags, tools)
+    )
 
 
-def _mistral(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
+def _qwen3_xml(block: str) -> CallMarkup:
+    return _xml(
+        opens=(f"<{block}>",),
+        call="<function=",
+        closes=(f"</{block}>",),
+        key="<parameter=",
+        value_end="</parameter>",
+        call_end="</function>",
+        lines=True,
+    )
+
+
+def _mistral(text: str, tools: ToolSchemas) -> CallReader:
     """Read an object of a list, as models up to version 10 of Mistral's tokenizer write it, or a name followed by
     arguments."""
-    return _json(text, tools, streaming) if text.startswith("{") else _MISTRAL_V11(text, tools, streaming)
+    return _json(text, tools) if text.startswith("{") else _MISTRAL_V11(text, tools)
 
 
 _MISTRAL_V11 = _named_json(rf"\s*(?P<name>{NAME})\s*(\[CALL_ID]\w+)?(\[ARGS])?\s*")
-_QWEN3_XML = _xml(XmlTags(key="<parameter=", value_end="</parameter>", call_end="</function>", lines=True))
 
 
 def _thinks(*names: str) -> ReasoningFormat:
-    return ReasoningFormat(names=names, marker="</think>", tags=ReasoningTags())
+    return ReasoningFormat(names=names, markers=("</think>",), tags=ReasoningTags())
 
 
 def _json_list(begin: str) -> CallSyntax:
     return CallSyntax(begin, "{object}", ",{gap}", "]")
 
 
-HARMONY_REASONING = ReasoningFormat(names=("openai_gptoss",), marker="<|channel|>analysis", tags=None)
+HARMONY_REASONING = ReasoningFormat(names=("openai_gptoss",), markers=("<|channel|>analysis",), tags=None)
 HARMONY = CallFormat(
     names=("openai",), example=harmony.EXAMPLE, more_markers=tuple(harmony.MARKERS), reasoning=HARMONY_REASONING
 )
@@ -72,9 +91,7 @@ FORMATS = (
     CallFormat(
         names=("seed_oss",),
         example=r"<seed:tool_call>\s*<function=example_function>",
-        markup=CallMarkup(
-            opens=("<seed:tool_call>",), call="<function=", closes=("</seed:tool_call>",), reader=_QWEN3_XML
-        ),
+        markup=_qwen3_xml("seed:tool_call"),
         syntax=CallSyntax(
             "",
             "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
@@ -82,7 +99,7 @@ FORMATS = (
             value_end="</parameter>\n",
         ),
         reasoning=ReasoningFormat(
-            names=("seed_oss",), marker="</seed:think>", tags=ReasoningTags(("<seed:think>",), ("</seed:think>",))
+            names=("seed_oss",), markers=("</seed:think>",), tags=ReasoningTags(("<seed:think>",), ("</seed:think>",))
         ),
     ),
     CallFormat(
@@ -98,10 +115,9 @@ FORMATS = (
         ),
         syntax=CallSyntax("", "[TOOL_CALLS]{name}[ARGS]{arguments}"),
         older=("[ARGS]", _json_list("[TOOL_CALLS]{gap}[")),
-        ends_reasoning=True,
         id_length=9,
         reasoning=ReasoningFormat(
-            names=("mistral",), marker="[/THINK]", tags=ReasoningTags(("[THINK]",), ("[/THINK]",))
+            names=("mistral",), markers=("[/THINK]",), tags=ReasoningTags(("[THINK]",), ("[/THINK]",))
         ),
     ),
     CallFormat(
@@ -111,7 +127,26 @@ FORMATS = (
             opens=("<|tool_call>",), closes=(gemma_call.CLOSE,), reader=_gemma, inner=(gemma_call.QUOTE,)
         ),
         reasoning=ReasoningFormat(
-            names=("gemma4",), marker="<|channel>thought", tags=ReasoningTags(("<|channel>thought",), ("<channel|>",))
+            names=("gemma4",),
+            markers=("<|channel>thought",),
+            tags=ReasoningTags(("<|channel>thought",), ("<channel|>",)),
+        ),
+    ),
+    CallFormat(
+        names=("granite",),
+        example=r'<\|?tool_call\|?>\s*\[\{"name": ?"example_function"|<\|tool_call\|> followed by a JSON list',
+        markup=CallMarkup(
+            opens=("<|tool_call|>", "<tool_call>"), closes=("]",), separator=",", skipped="[", reader=_json
+        ),
+        syntax=_json_list("<|tool_call|>{gap}["),
+        reasoning=ReasoningFormat(
+            names=("granite",),
+            markers=("my thought process:", "<response></response>"),
+            tags=ReasoningTags(
+                ("Here is my thought process:", "Here's my thought process:", "<think>"),
+                ("Here is my response:", "Here's my response:", "</think>"),
+                around_content=("<response>", "</response>"),  # Granite 3.3
+            ),
         ),
     ),
     CallFormat(reasoning=_thinks("think", "qwen3", "deepseek_r1")),
@@ -137,7 +172,6 @@ FORMATS = (
             "\n",
             "<｜tool▁calls▁end｜>",
         ),
-        ends_reasoning=True,
         reasoning=_thinks("deepseek_v3"),
     ),
     CallFormat(
@@ -155,18 +189,17 @@ FORMATS = (
             "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
             end="<｜tool▁calls▁end｜>",
         ),
-        ends_reasoning=True,
     ),
     CallFormat(
         names=("deepseek_v32", "deepseek_v4"),
         example='<｜DSML｜invoke name="example_function">',
-        markup=CallMarkup(
+        markup=_xml(
             opens=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
             call="<｜DSML｜invoke name=",
             closes=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
-            reader=_xml(
-                XmlTags(key="<｜DSML｜parameter name=", value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>")
-            ),
+            key="<｜DSML｜parameter name=",
+            value_end="</｜DSML｜parameter>",
+            call_end="</｜DSML｜invoke>",
             inner=("｜DSML｜",),
         ),
         syntax=CallSyntax(
@@ -176,7 +209,6 @@ FORMATS = (
             parameter='<｜DSML｜parameter name="{key}" string="{is_text}">',
             value_end="</｜DSML｜parameter>\n",
         ),
-        ends_reasoning=True,
         reasoning=_thinks("deepseek_v4"),
     ),
     CallFormat(
@@ -194,13 +226,12 @@ FORMATS = (
             "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
             end="<|tool_calls_section_end|>",
         ),
-        ends_reasoning=True,
         reasoning=_thinks("kimi_k2"),
     ),
     CallFormat(
         names=("qwen3_coder", "qwen3_xml"),
         example=r"<tool_call>\s*<function=example_function>",
-        markup=CallMarkup(opens=("<tool_call>",), call="<function=", closes=("</tool_call>",), reader=_QWEN3_XML),
+        markup=_qwen3_xml("tool_call"),
         syntax=CallSyntax(
             "",
             "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
@@ -211,18 +242,14 @@ FORMATS = (
     CallFormat(
         names=("glm45", "glm47"),
         example=r"<tool_call>\s*example_function\s*<arg_key>key</arg_key>",
-        markup=CallMarkup(
+        markup=_xml(
             opens=("<tool_call>",),
             closes=("</tool_call>",),
-            reader=_xml(
-                XmlTags(
-                    name_end="<",
-                    key="<arg_key>",
-                    key_end="<arg_value>",
-                    value_end="</arg_value>",
-                    call_end="</tool_call>",
-                )
-            ),
+            name_end="<",
+            key="<arg_key>",
+            key_end="<arg_value>",
+            value_end="</arg_value>",
+            call_end="</tool_call>",
             inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         ),
         syntax=CallSyntax(
@@ -236,11 +263,13 @@ FORMATS = (
     CallFormat(
         names=("minimax_m2",),
         example=r'<minimax:tool_call>\s*<invoke name="example_function">',
-        markup=CallMarkup(
+        markup=_xml(
             opens=("<minimax:tool_call>",),
             call="<invoke name=",
             closes=("</minimax:tool_call>",),
-            reader=_xml(XmlTags(key="<parameter name=", value_end="</parameter>", call_end="</invoke>")),
+            key="<parameter name=",
+            value_end="</parameter>",
+            call_end="</invoke>",
         ),
         syntax=CallSyntax(
             "<minimax:tool_call>\n",
@@ -250,22 +279,6 @@ FORMATS = (
             value_end="</parameter>\n",
         ),
         reasoning=_thinks("minimax_m2"),
-    ),
-    CallFormat(
-        names=("granite",),
-        example=r'<\|?tool_call\|?>\s*\[\{"name": ?"example_function"|<\|tool_call\|> followed by a JSON list',
-        markup=CallMarkup(
-            opens=("<|tool_call|>", "<tool_call>"), closes=("]",), separator=",", skipped="[", reader=_json
-        ),
-        syntax=_json_list("<|tool_call|>{gap}["),
-        reasoning=ReasoningFormat(
-            names=("granite",),
-            marker="my thought process:",
-            tags=ReasoningTags(
-                ("Here is my thought process:", "Here's my thought process:"),
-                ("Here is my response:", "Here's my response:"),
-            ),
-        ),
     ),
     CallFormat(
         names=("phi4_mini_json",),

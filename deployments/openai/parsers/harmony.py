@@ -19,7 +19,6 @@ from deployments.openai.parsers.output_parser import (
     Reasoning,
     State,
 )
-from deployments.openai.parsers.tools.json_call import json_object
 from engine.text.detokenizer import start_of_possible
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -33,14 +32,14 @@ class HarmonyParser(OutputParser):
     """Parses messages. The channel `analysis`, and calls of tools that the server does not have, are reasoning; the
     rest is content. Consecutive messages of one kind are joined by a line break. Text outside messages is content."""
 
-    def __init__(self, names: Container[str], *, streaming: bool):
+    def __init__(self, names: Container[str]):
         """names: functions that may also be called without the prefix `functions.`."""
         super().__init__()
-        self._names, self._streaming = names, streaming
+        self._names = names
         self._kind: type[Reasoning] | type[Content] | str = Content  # kind of the message; for a call, the function
         self._is_new = True  # whether the message has no text yet
         self._seen: set[object] = set()  # kinds of the messages so far
-        self._arguments: list[str] = []
+        self._has_arguments = False
         self._consumed = 0
         self._reasoning_spans: list[tuple[int, int]] = []  # in characters
         self._token_offsets: list[int] = []
@@ -70,10 +69,10 @@ class HarmonyParser(OutputParser):
         end = self._buffer.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE)) if is_header else -1
         if end < 0 and may_be_header and not final and len(self._buffer) < MAX_HEADER + len(MESSAGE):
             return None
-        self._kind, self._is_new, self._arguments = Content, True, []
+        self._kind, self._is_new, self._has_arguments = Content, True, False
         if end >= 0:
             self._kind = self._kind_of(self._consume(end + len(MESSAGE)))
-            if isinstance(self._kind, str) and self._streaming:
+            if isinstance(self._kind, str):
                 out.append(CallStart(self._kind))
         elif is_header:  # a header whose end has not arrived
             marker = next(beginning for beginning in beginnings if rest.startswith(beginning))
@@ -95,16 +94,16 @@ class HarmonyParser(OutputParser):
         start = self._consumed
         if text := self._consume(end):
             self._add(out, text, start)
-        if (found or final) and isinstance(self._kind, str):
-            self._end_call(out, self._kind, "{}" if found else "")
+        ended = found or (final and not self._cut)
+        if ended and isinstance(self._kind, str) and not self._has_arguments:
+            out.append(CallArguments("{}"))
         self._consume(len(marker) if marker in ENDS else 0)
         return self._start if found else None
 
     def _add(self, out: list[OutputEvent], text: str, start: int) -> None:
         if isinstance(self._kind, str):
-            self._arguments.append(text)
-            if self._streaming:
-                out.append(CallArguments(text))
+            self._has_arguments = self._has_arguments or bool(text.strip())
+            out.append(CallArguments(text))
             return
         if self._kind is Reasoning:
             if self._reasoning_spans and self._reasoning_spans[-1][1] == start:
@@ -115,14 +114,3 @@ class HarmonyParser(OutputParser):
         self._seen.add(self._kind)
         self._is_new = False
         out.append(self._kind(text))
-
-    def _end_call(self, out: list[OutputEvent], name: str, default: str) -> None:
-        """Emit the arguments at the end of a call. default: arguments to use if there is no text."""
-        given = "".join(self._arguments)
-        arguments = given if given.strip() else default
-        if self._streaming:
-            out += [CallArguments(arguments)] if arguments != given else []
-        elif json_object(arguments) is not None:
-            out += [CallStart(name), CallArguments(arguments)]
-        elif given:
-            out.append(Content(given))

@@ -47,6 +47,7 @@ class OutputParser(ABC):
 
     def __init__(self) -> None:
         self._buffer = ""
+        self._cut = False
         self._state: State = self._start
 
     @abstractmethod
@@ -56,8 +57,9 @@ class OutputParser(ABC):
         self._buffer += text
         return self._run(final=False)
 
-    def finish(self) -> list[OutputEvent]:
-        """Return the events held back. Call it when no text follows."""
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        """Return the events held back. Call it when no text follows. cut: whether the model would have gone on."""
+        self._cut = cut
         return self._run(final=True)
 
     def _run(self, *, final: bool) -> list[OutputEvent]:

@@ -32,7 +32,7 @@ def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tens
 def must_close(params: SamplingParams, output: list[int]) -> bool:
     """Whether the budget for reasoning is spent, and the reasoning goes on."""
     budget = params.thinking_budget
-    if budget is None or not 0 <= len(output) - budget.ends_at < 4 or budget.close in output:
+    if budget is None or not 0 <= len(output) - budget.ends_at < 4 or {budget.close, budget.call} & {*output}:
         return False
     return budget.open is None or output[0] == budget.open
 

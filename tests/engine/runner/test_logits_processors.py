@@ -166,6 +166,8 @@ def test_ends_are_banned_until_the_minimum_length():
         (ThinkingBudget(3, close=7), [1, 2, 3], True),
         (ThinkingBudget(0, close=7), [], True),
         (ThinkingBudget(3, close=7), [1, 7, 3], False),
+        (ThinkingBudget(3, close=7, call=5), [1, 5, 3], False),
+        (ThinkingBudget(3, close=7, call=5), [1, 2, 3], True),
         (ThinkingBudget(3, close=7, open=6), [6, 1, 2], False),
         (ThinkingBudget(3, close=7, open=6), [6, 1, 2, 3], True),
         (ThinkingBudget(3, close=7, open=6), [1, 6, 2, 3], False),

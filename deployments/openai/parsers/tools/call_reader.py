@@ -12,21 +12,18 @@ NAME = r"""[^\s<>"'(){}\[\]|,:;=]{1,128}"""
 class CallReader(OutputParser):
     """Reads one call, until it has `ended`; `rest` is the text after it.
 
-    A call that is cut off or malformed has `failed`: it yields no events, and `raw` is its text. A call cannot fail
-    once a stream has sent its name; the rest is then passed on as the model wrote it.
+    Text that is no call has `failed`: it yields no events, and `raw` is the text. A call cannot fail once its name has
+    been emitted; a rest that cannot be read is then passed on as the model wrote it.
     """
 
     end_marker = "\0"  # marker up to which a malformed call is passed on
 
-    def __init__(self, *, streaming: bool):
-        """streaming: whether to emit the name and the arguments while they arrive."""
+    def __init__(self) -> None:
         super().__init__()
         self.ended = False
         self.failed = False
         self._begun = False
-        self._streaming = streaming
         self._pieces: list[str] = []
-        self._held: list[OutputEvent] = []
 
     @property
     def rest(self) -> str:
@@ -37,17 +34,15 @@ class CallReader(OutputParser):
         text = "".join(self._pieces)
         return text[: len(text) - len(self._buffer)]
 
-    def read(self, text: str, *, final: bool) -> list[OutputEvent]:
-        """Return the events that no later text can change. final: whether the text is complete."""
+    def read(self, text: str, *, final: bool, cut: bool = False) -> list[OutputEvent]:
+        """Return the events that no later text can change. final: whether the text is complete. cut: as in finish."""
         self._pieces.append(text)
         self._buffer += text
-        self._held += self._run(final=final)
+        self._cut = cut
+        events = self._run(final=final)
         if final and not self.ended:
             self._buffer = ""
-            self.ended, self.failed = True, not (self._streaming and self._begun)
-        if self.failed or not (self._streaming or self.ended):
-            return []
-        events, self._held = self._held, []
+            self.ended, self.failed = True, not self._begun
         return events
 
     def _begin(self, out: list[OutputEvent], name: str, call_id: str | None = None) -> None:
@@ -55,7 +50,7 @@ class CallReader(OutputParser):
         self._begun = True
 
     def _fail(self) -> State | None:
-        if self._streaming and self._begun:
+        if self._begun:
             return self._pass_on
         self.ended = self.failed = True
         return None

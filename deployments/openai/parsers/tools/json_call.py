@@ -8,117 +8,154 @@ from typing import Any
 
 import msgspec
 
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent, State
+from deployments.openai.parsers.output_parser import CallArguments, OutputEvent, State
 from deployments.openai.parsers.tools.call_reader import CallReader
+from deployments.openai.parsers.tools.json_string import JsonString
 
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write the first, Llama the second
 _KEYS = {"name", "type", "id", *_ARGUMENTS}
 _MAX_BEFORE_ARGUMENTS = 1000  # characters; a call with more is read once it is complete
+_STRUCTURE = re.compile(r'["{}\[\]:<]')
+_CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonCall(CallReader):
-    """Reads `{"name": ..., "arguments": {...}}`, with keys in any order.
+    """Reads `{"name": ..., "arguments": {...}}`, with keys in any order. Arguments may be a string that contains them.
 
-    In a stream, arguments that are not valid JSON are passed on as the model wrote them.
+    Strings are written as JSON allows them, and brackets that a complete call lacks are added. Other arguments that
+    are not valid JSON are passed on as the model wrote them.
     """
 
-    _outer_depth = 0  # number of open braces at the end of the call
+    _outer_depth = 0  # number of open brackets at the end of the call
 
-    def __init__(self, names: Container[str] | None, *, streaming: bool):
+    def __init__(self, names: Container[str] | None):
         """names: functions that may be called; None for any."""
-        super().__init__(streaming=streaming)
+        super().__init__()
         self._names = names
-        self._depth = 0
-        self._in_string = self._escaped = self._has_key = False
+        self._open: list[str] = []  # the closing brackets that are due, the innermost last
+        self._string = JsonString()
+        self._has_key = False
         self._name: str | None = None
         self._id: str | None = None
-        self._length = 0  # characters before those in the buffer
+        self._text: list[str] = []  # the object as JSON, until there is a name
+        self._new: list[str] = []  # what the current text adds to it
+        self._length = 0
+        self._last = ""  # last character that is not white space
         self._arguments_start = 0  # once there is a name
         self._arguments_end: int | None = None
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
-        base, end = self._length, self._scan(self._buffer)
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
-        self._length += end
+        base, self._new = self._length, []
+        complete = self._scan() or (final and not self._cut)
         self.ended = self.ended or final
         if self.failed:
             return None
-        if not self._streaming:
+        if self._name is None:
             if self.ended:
-                self._full_call(out)
-        elif self._name is not None:
-            if not self._begun:
-                self._begin(out, self._name, self._id)
-            stop = self._length if self._arguments_end is None else self._arguments_end
-            if arguments := text[max(0, self._arguments_start - base) : max(0, stop - base)]:
-                out.append(CallArguments(arguments))
-        elif self.ended:
-            self._full_call(out)
+                self._full_call(out, self._missing() if complete else "")
+            return None
+        if not self._begun:
+            self._begin(out, self._name, self._id)
+        missing = self._missing() if self.ended and complete and self._arguments_end is None else ""
+        stop = self._length if self._arguments_end is None else self._arguments_end
+        arguments = "".join(self._new)[max(0, self._arguments_start - base) : max(0, stop - base)] + missing
+        if arguments:
+            out.append(CallArguments(arguments))
         return None
 
-    def _scan(self, text: str) -> int:
-        """Return how many characters belong to the object. A `<` ends it, because JSON has no `<` outside strings."""
-        for i, char in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-                if self._depth == 2 and char == "{" and self._name is None:
-                    self._look_for_name(self._length + i)
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 1 and self._name is not None and self._arguments_end is None:
-                    self._arguments_end = self._length + i + 1
-                self.ended = self._depth <= self._outer_depth
-            elif char == ":" and self._depth == 1 and not self._has_key:
-                self._check_key(self._length + i)
-            elif char == "<" or (self._depth == 0 and not char.isspace()):
-                self.ended = True
-                return i
-            if self.ended:
-                return i + 1
-        return len(text)
+    def _write(self, text: str) -> None:
+        self._new.append(text)
+        if self._name is None:
+            self._text.append(text)
+        self._length += len(text)
+        self._last = text.rstrip()[-1:] or self._last
 
-    def _check_key(self, end: int) -> None:
+    def _scan(self) -> bool:
+        """Take what belongs to the object from the buffer. Returns whether text follows that cannot belong to it, such
+        as a marker: JSON has no `<` outside strings."""
+        text, start = self._buffer, 0
+        while start < len(text) and not self.ended:
+            if self._string.is_open:
+                written, text, start = self._string.read(text, start)
+                self._write(written)
+                continue
+            if not self._open:
+                end = start + len(text[start:]) - len(text[start:].lstrip())
+            else:
+                found = _STRUCTURE.search(text, start)
+                end = len(text) if found is None else found.start()
+            self._write(text[start:end])
+            start = end
+            if start == len(text):
+                break
+            char = text[start]
+            if char == "<" or (not self._open and char not in _CLOSERS):
+                self.ended, self._buffer = True, text[start:]
+                return True
+            self._structure(char)
+            start += 1
+        self._buffer = text[start:]
+        return False
+
+    def _structure(self, char: str) -> None:
+        if char == '"':
+            self._string.open()
+        elif char == ":" and len(self._open) == 1 and not self._has_key:
+            self._check_key()
+        elif char in _CLOSERS:
+            self._open.append(_CLOSERS[char])
+            if len(self._open) == 2 and char == "{" and self._name is None:
+                self._look_for_name()
+        elif char in "}]":
+            self._open.pop()
+        self._write(char)
+        if char in "}]":
+            if len(self._open) == 1 and self._name is not None and self._arguments_end is None:
+                self._arguments_end = self._length
+            self.ended = self.ended or len(self._open) <= self._outer_depth
+
+    def _missing(self) -> str:
+        """Return the brackets that close the arguments, or the object if there is no name yet."""
+        if self._string.is_open or self._last in (",", ":"):
+            return ""
+        return "".join(reversed(self._open[0 if self._name is None else 1 :]))
+
+    def _check_key(self) -> None:
         """Fail at the first key if the object is not a call, so that an answer in JSON is not held back until it
         ends."""
         self._has_key = True
-        members = json_object("".join(self._pieces)[:end] + ":0}")
+        members = json_object("".join(self._text) + ":0}")
         if members is None or next(iter(members)) not in _KEYS:
             self.ended = self.failed = True
 
-    def _look_for_name(self, end: int) -> None:
-        """Check whether the object that starts at this offset contains the arguments of a known function."""
-        if end > _MAX_BEFORE_ARGUMENTS:
+    def _look_for_name(self) -> None:
+        """Check whether the object that starts here contains the arguments of a known function."""
+        if self._length > _MAX_BEFORE_ARGUMENTS:
             return
-        members = json_object("".join(self._pieces)[:end] + "{}}")
+        members = json_object("".join(self._text) + "{}}")
         if members is None or next(reversed(members)) not in _ARGUMENTS or "name" not in members:
             return
         if self._allows(members["name"]):
-            self._name, self._arguments_start = members["name"], end
+            self._name, self._arguments_start = members["name"], self._length
         else:
             self.ended = self.failed = True
 
-    def _full_call(self, out: list[OutputEvent]) -> None:
-        if self._name is not None:
-            arguments = self.raw[self._arguments_start : self._arguments_end]
-            self.failed = json_object(arguments) is None
-            if not self.failed:
-                out += [CallStart(self._name, self._id), CallArguments(arguments)]
-            return
-        members = json_object(self.raw) or {}
+    def _full_call(self, out: list[OutputEvent], missing: str) -> None:
+        """Read a call whose name did not come before its arguments, or whose arguments are no object."""
+        members = json_object("".join(self._text) + missing) or {}
         name: Any = members.get("name")
-        given: Any = next((members[key] for key in _ARGUMENTS if key in members), {})
-        self.failed = not self._allows(name) or not isinstance(given, dict)
+        has_arguments = any(key in members for key in _ARGUMENTS)
+        given: Any = next((members[key] for key in _ARGUMENTS if key in members), None)
+        if isinstance(given, str):
+            given = json_object(given) if given.strip() else {}
+        elif given is None:
+            given = {}
+        known = has_arguments or members.keys() <= _KEYS  # else its other members may be the arguments
+        begun = has_arguments or not missing
+        self.failed = not (self._allows(name) and isinstance(given, dict) and known and begun)
         if not self.failed:
-            out += [CallStart(name), CallArguments(msgspec.json.encode(given).decode())]
+            self._begin(out, name)
+            out.append(CallArguments(msgspec.json.encode(given).decode()))
 
     def _allows(self, name: Any) -> bool:
         return isinstance(name, str) and name != "" and (self._names is None or name in self._names)
@@ -129,9 +166,9 @@ class NamedJsonCall(JsonCall):
 
     _outer_depth = 1
 
-    def __init__(self, head: str, *, streaming: bool):
+    def __init__(self, head: str):
         """head: regular expression for all text before the arguments, with a group `name` and optionally `id`."""
-        super().__init__(None, streaming=streaming)
+        super().__init__(None)
         self._head = re.compile(head, re.DOTALL)
         self._state = self._start_named
 
@@ -144,8 +181,7 @@ class NamedJsonCall(JsonCall):
         if found is None:
             return self._fail()
         self._name, self._id = found["name"], found.groupdict().get("id")
-        self._depth = self._outer_depth
-        self._length = self._arguments_start = len(head)
+        self._open = [""]
         return self._start
 
 

@@ -31,8 +31,8 @@ class CallMarkup:
     """Character between two calls."""
     skipped: str = ""
     """Characters that may precede a call, besides white space."""
-    reader: Callable[[str, ToolSchemas, bool], CallReader]
-    """Returns the reader of a call, given the start of its text, the tools, and whether it is streamed."""
+    reader: Callable[[str, ToolSchemas], CallReader]
+    """Returns the reader of a call, given the start of its text and the tools."""
     inner: tuple[str, ...] = ()
     """Markers inside a call that may be special tokens."""
 
@@ -49,9 +49,9 @@ class MarkedCallsParser(OutputParser):
     mistake.
     """
 
-    def __init__(self, markup: CallMarkup, tools: ToolSchemas, *, streaming: bool):
+    def __init__(self, markup: CallMarkup, tools: ToolSchemas):
         super().__init__()
-        self._markup, self._tools, self._streaming = markup, tools, streaming
+        self._markup, self._tools = markup, tools
         self._openers = [*markup.opens, *((markup.call,) if markup.call else ())]
         self._skipped = ""  # skipped characters before the current call
         self._called = False
@@ -61,16 +61,16 @@ class MarkedCallsParser(OutputParser):
         found = [(start, opener) for opener in self._openers if (start := self._buffer.find(opener)) >= 0]
         if found:
             start, opener = min(found)
-            before = _without_last_space(self._buffer[:start])
+            before = without_last_space(self._buffer[:start])
             self._skipped = self._buffer[len(before) : start + len(opener)]
             self._buffer = self._buffer[start + len(opener) :]
             if before:
                 out.append(Content(before))
             return self._before_call if opener != self._markup.call else self._begin_call
         if final:
-            ready = len(_without_last_space(self._buffer) if self._called else self._buffer)
+            ready = len(without_last_space(self._buffer) if self._called else self._buffer)
         else:
-            ready = len(_without_last_space(self._buffer[: start_of_possible(self._openers, self._buffer)]))
+            ready = len(without_last_space(self._buffer[: start_of_possible(self._openers, self._buffer)]))
         if ready:
             out.append(Content(self._buffer[:ready]))
             self._buffer = self._buffer[ready:]
@@ -92,11 +92,11 @@ class MarkedCallsParser(OutputParser):
     def _begin_call(self, out: list[OutputEvent], final: bool) -> State | None:
         if not self._buffer and not final:
             return None
-        self._call = self._markup.reader(self._buffer, self._tools, self._streaming)
+        self._call = self._markup.reader(self._buffer, self._tools)
         return self._in_call
 
     def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
-        out += self._call.read(self._buffer, final=final)
+        out += self._call.read(self._buffer, final=final, cut=self._cut)
         self._buffer = ""
         if not self._call.ended:
             return None
@@ -130,5 +130,5 @@ class MarkedCallsParser(OutputParser):
         return self._start
 
 
-def _without_last_space(text: str) -> str:
+def without_last_space(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]

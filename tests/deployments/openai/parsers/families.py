@@ -63,7 +63,7 @@ FAMILIES = [
         '{"name": "now", "arguments": {}}\n</tool_call>',
         expected=[Content("I look."), *weather(ARGS), *now()],
         hard=f'<tool_call>{{"name": "get_weather", "arguments": {HARD_JSON}}}</tool_call>',
-        malformed=["<tool_call>now</tool_call>", '<tool_call>{"name": "now", "arguments": {]}</tool_call>'],
+        malformed=["<tool_call>now</tool_call>", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'],
     ),
     # mistral-common, tokenizers up to version 10 and from version 11
     Family(
@@ -72,7 +72,7 @@ FAMILIES = [
         f'[{{"name": "get_weather", "arguments": {ARGS}}}, {{"name": "now", "arguments": {{}}}}]',
         expected=[Content("I look."), *weather(ARGS), *now()],
         hard=f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {HARD_JSON}}}]',
-        malformed=["[TOOL_CALLS] [1]", "[TOOL_CALLS]", "[TOOL_CALLS] what {"],
+        malformed=["[TOOL_CALLS] [1]", "[TOOL_CALLS]", "[TOOL_CALLS] what is {"],
     ),
     Family(
         parser="mistral",

@@ -10,11 +10,9 @@ from deployments.openai.parsers.output_parser import CallArguments, CallStart, O
 from engine.text.text_stream import TextChunk
 
 
-def read(
-    output_format: OutputFormat, parts: Iterable[str], *, streaming: bool = True, reason: str = "stop"
-) -> list[OutputEvent]:
+def read(output_format: OutputFormat, parts: Iterable[str], *, reason: str = "stop") -> list[OutputEvent]:
     """Return all events, with neighbours of one kind joined."""
-    parser, events, length, parts = ChoiceParser(output_format, streaming=streaming), [], 0, list(parts)
+    parser, events, length, parts = ChoiceParser(output_format), [], 0, list(parts)
     for i, text in enumerate(parts):
         last = reason if i == len(parts) - 1 else None
         events += parser.add(TextChunk(text, [0], [length], None, None, last))
@@ -32,7 +30,7 @@ def joined(events: list[OutputEvent]) -> list[OutputEvent]:
 
 
 def whole(output_format: OutputFormat, text: str) -> list[OutputEvent]:
-    return read(output_format, [text], streaming=False)
+    return read(output_format, [text])
 
 
 def cut(text: str, cuts: Iterable[int]) -> list[str]:

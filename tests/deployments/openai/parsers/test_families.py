@@ -59,8 +59,7 @@ def test_braces_quotes_line_breaks_and_tags_inside_of_arguments_end_nothing(fami
 @by_family
 def test_what_is_no_call_stays_content(family: Family):
     for text in family.malformed:
-        assert whole(family.format, text) == [Content(text)]
-        assert read(family.format, [*text]) in ([Content(text)], read(family.format, [text]))
+        assert whole(family.format, text) == read(family.format, [*text]) == [Content(text)]
 
 
 @by_family
@@ -81,18 +80,16 @@ def test_only_the_first_call_counts_if_calls_must_not_be_parallel(family: Family
 @by_family
 def test_call_that_max_tokens_cuts_off_is_content_or_a_call_without_end(family: Family):
     """At every character. Nothing that is sent is taken back, and nothing is lost but markup."""
+    complete = whole(family.format, family.hard)[-1].text
     for end in range(1, len(family.hard)):
         text = family.hard[:end]
-        events = read(family.format, [text], streaming=False, reason="length")
-        calls = [event for event in events if isinstance(event, CallArguments)]
-        assert all(json.loads(event.text) == {"city": HARD} for event in calls)
-        if not calls and family.parser != "openai":
+        events = read(family.format, [text], reason="length")
+        assert read(family.format, [*text], reason="length") == events
+        if not any(isinstance(event, CallStart) for event in events) and family.parser != "openai":
             assert "".join(event.text for event in events) == text
-        streamed = read(family.format, [text], reason="length")
-        complete = read(family.format, [family.hard])
-        sent = "".join(event.text for event in streamed if isinstance(event, CallArguments))
+        sent = "".join(event.text for event in events if isinstance(event, CallArguments))
         if family.parser != "gemma4":  # whose arguments come whole, or as the model wrote them
-            assert complete[-1].text.startswith(sent)
+            assert complete.startswith(sent)
 
 
 @settings(max_examples=examples(100))
@@ -120,12 +117,11 @@ def check_cuts(data: st.DataObject, num_cuttings: int) -> None:
         st.text(max_size=4),
     )
     text = data.draw(st.lists(pieces, max_size=5).map("".join))
-    streaming = data.draw(st.booleans())
-    expected = read(family.format, [text], streaming=streaming)
+    expected = read(family.format, [text])
     random = Random(data.draw(st.integers(0, 2**32)))
     for _ in range(num_cuttings):
         parts = cut(text, random.choices(range(len(text) + 1), k=random.randint(1, 12)))
-        assert read(family.format, parts, streaming=streaming) == expected
+        assert read(family.format, parts) == expected
 
 
 ends = st.integers(0, 200)
@@ -156,26 +152,19 @@ def test_arguments_in_tags_get_the_types_of_their_schema(key, text, expected):
 
 
 def test_texts_in_tags_are_streamed_as_they_come():
-    parser = ChoiceParser(OutputFormat(tool_calls="glm45", tools=TOOLS), streaming=True)
+    parser = ChoiceParser(OutputFormat(tool_calls="glm45", tools=TOOLS))
     head = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>"
     events = [parser.add(TextChunk(text, [0], [0], None, None)) for text in (head, "Par", "is", "</arg_va", "x")]
-    assert events[0] == [*call("get_weather", '{"city": '), CallArguments('"')]
+    assert events[0] == call("get_weather", '{"city": "')
     assert events[1:] == [[CallArguments("Par")], [CallArguments("is")], [], [CallArguments("</arg_vax")]]
 
 
 @pytest.mark.parametrize("family", XML, ids=lambda family: family.parser)
-def test_call_in_tags_that_breaks_in_the_middle_is_passed_on_in_a_stream_and_content_otherwise(family: Family):
+def test_text_between_the_tags_of_a_call_is_no_part_of_its_arguments(family: Family):
     city = family.text.index("Paris")
     end = family.text.index(">", family.text.index("</", city)) + 1
     text = f"{family.text[:end]} oops {family.text[end:]}"
-    events = read(family.format, [text])
-    arguments = next(event for event in events if isinstance(event, CallArguments))
-    assert arguments.text.startswith('{"city": "Paris"oops ')
-    assert events[-2:] == family.expected[-2:]
-    content, *rest = [event for event in whole(family.format, text) if not isinstance(event, Reasoning)]
-    assert isinstance(content, Content)
-    assert "Paris" in content.text
-    assert rest == family.expected[-2:]
+    assert whole(family.format, text) == read(family.format, [*text]) == family.expected
 
 
 def test_ids_have_the_length_that_the_chat_template_asks_for():
@@ -207,7 +196,7 @@ def test_channels_of_harmony(text: str, expected: list[OutputEvent]):
 
 
 def test_all_messages_of_the_analysis_channel_count_as_reasoning():
-    parser = ChoiceParser(OutputFormat(tool_calls="openai", reasoning="openai_gptoss"), streaming=True)
+    parser = ChoiceParser(OutputFormat(tool_calls="openai", reasoning="openai_gptoss"))
     tokens = ["<|channel|>", "analysis", "<|message|>", "a", " b", "<|end|>", "<|start|>", "assistant"]
     tokens = [*tokens, "<|channel|>", "analysis", "<|message|>", "c", "<|end|>"]
     offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
@@ -224,13 +213,12 @@ def test_reading_a_long_argument_piece_by_piece_takes_time_linear_in_its_length(
     for written in (HARD, repr(HARD)[1:-1], HARD_JSON[10:-2]):
         text = text.replace(written, long)
     assert long in text
-    for streaming in (False, True):
-        parser = ChoiceParser(family.format, streaming=streaming)
-        held = 0
-        for char in text:
-            parser.add(TextChunk(char, [0], [0], None, None))
-            held += sum(len(part._buffer) for part in parts_of(parser))
-        assert held < 100 * len(text)
+    parser = ChoiceParser(family.format)
+    held = 0
+    for char in text:
+        parser.add(TextChunk(char, [0], [0], None, None))
+        held += sum(len(part._buffer) for part in parts_of(parser))
+    assert held < 100 * len(text)
 
 
 def parts_of(parser: ChoiceParser) -> list[object]:
