@@ -51,6 +51,11 @@ class CallFormat:
         """Texts that can be single tokens."""
         return [*(self.markup.markers if self.markup else ()), *self.more_markers]
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Markers that begin calls."""
+        return () if self.markup is None else self.markup.opens
+
     def parser(self, tools: ToolSchemas) -> OutputParser | None:
         """Return the parser of calls, or None if the parser of reasoning finds them too."""
         if self.markup is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.openai.call_grammar import Lark
 from deployments.openai.chat_body import ChatBody
@@ -21,7 +22,7 @@ from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 _QUESTION = {"role": "user", "content": "?"}
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "example_function",
@@ -56,11 +57,15 @@ class ChatFormat:
         reasoning_parser: str = "auto",
     ) -> ChatFormat:
         example = tokenizer.example([_QUESTION, _CALL], [_TOOL])
+        without_call = tokenizer.example([_QUESTION], [_TOOL])
+        name = _TOOL["function"]["name"]
+        shows_tools = name in without_call
         template = tokenizer.template_for([_TOOL]) or ""
         if tool_call_parser == "auto":
             # the model will write calls as the template writes those of earlier turns
             calls = (found.names[0] for found in FORMATS if re.search(found.example, example))
-            tool_call_parser = next(calls, "none")
+            writes_calls = not shows_tools or example.count(name) > without_call.count(name)
+            tool_call_parser = next(calls, "none" if writes_calls else _format_with_tokens(tokenizer))
         if reasoning_parser == "auto":
             reasoning = (
                 found.names[0] for found in REASONING_FORMATS.values() if any(map(template.__contains__, found.markers))
@@ -68,7 +73,6 @@ class ChatFormat:
             reasoning_parser = next(reasoning, "none")
         if tool_call_parser in HARMONY.names or reasoning_parser in HARMONY_REASONING.names:  # one format for both
             tool_call_parser, reasoning_parser = HARMONY.names[0], HARMONY_REASONING.names[0]
-        shows_tools = "example_function" in tokenizer.example([_QUESTION], [_TOOL])
         return cls(tool_call_parser, reasoning_parser, shows_tools)
 
     @property
@@ -166,6 +170,15 @@ class ChatFormat:
         if opening is None or closing is None:
             return None
         return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening, call)
+
+
+def _format_with_tokens(tokenizer: Tokenizer) -> str:
+    """Return the only format whose first marker is a token of the model, for templates that write no calls of earlier
+    turns (LFM2's)."""
+    formats = [each for each in FORMATS if each.markup is not None]
+    tokens = VisibleMarkers(tokenizer, (opener for each in formats for opener in each.opens)).ids
+    found = [each.names[0] for each in formats if tokens.keys() & {*each.opens}]
+    return found[0] if len(found) == 1 else "none"
 
 
 class VisibleMarkers:

@@ -153,7 +153,9 @@ FORMATS = (
     CallFormat(
         names=("hermes", "qwen3_json", "granite4"),
         example=r'<tool_call>\s*\{"name": ?"example_function", ?"arguments": ?\{"key": ?"value"}',
-        markup=CallMarkup(opens=("<tool_call>",), closes=("</tool_call>",), reader=_json),
+        markup=CallMarkup(
+            opens=("<tool_call>",), closes=("]", "</tool_call>"), separator=",", skipped="[", reader=_json
+        ),
         syntax=CallSyntax("", "<tool_call>{gap}{object}{gap}</tool_call>"),
     ),
     CallFormat(

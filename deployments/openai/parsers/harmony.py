@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Container
@@ -67,7 +68,9 @@ class HarmonyParser(OutputParser):
         is_header = any(rest.startswith(beginning) for beginning in beginnings)
         may_be_header = is_header or any(beginning.startswith(rest) for beginning in beginnings)
         end = self._buffer.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE)) if is_header else -1
-        if end < 0 and may_be_header and not final and len(self._buffer) < MAX_HEADER + len(MESSAGE):
+        is_cut = any(0 <= self._buffer.find(marker) < (end if end >= 0 else math.inf) for marker in ENDS)
+        end = -1 if is_cut else end
+        if end < 0 and may_be_header and not (final or is_cut) and len(self._buffer) < MAX_HEADER + len(MESSAGE):
             return None
         self._kind, self._is_new, self._has_arguments = Content, True, False
         if end >= 0:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken
 
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.formats.chat_format import ChatFormat
-from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer, hf_tokenizer
 from tests.models import CHAT_TEMPLATE
 
 HERMES_WITHOUT_REASONING = QWEN.replace("</think>", "").replace("<think>", "")
@@ -28,6 +30,11 @@ WRITTEN = [
     (f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', "granite", "none"),
     (f"Use <|tool_call|> followed by a JSON list. Here is my thought process:{NAME}", "granite", "granite"),
     (f'functools[{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', "phi4_mini_json", "none"),
+    (
+        f'Write <think></think> and <response></response>.<|tool_call|>[{{"name": "{NAME}", {ARGUMENTS}',
+        "granite",
+        "granite",
+    ),
     (f"<|channel>thought<|tool_call>call:{NAME}{{{ARGUMENTS}}}", "gemma4", "gemma4"),
     (f'[{NAME}(key="value")]{ARGUMENTS}', "pythonic", "none"),
     (f'<|tool_call_start|>[{NAME}(key="value")]{ARGUMENTS}', "lfm2", "none"),
@@ -61,6 +68,23 @@ def written(call: str) -> str:
 )
 def test_format_is_taken_from_what_the_chat_template_writes(template, expected):
     assert ChatFormat.of(chat_tokenizer(template)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["<|tool_call_start|>"], "lfm2"),
+        (["[TOOL_CALLS]"], "mistral"),
+        (["<|tool_call_start|>", "[TOOL_CALLS]"], "none"),
+        (["<|tool_call|>"], "none"),  # of Granite and of Phi
+        ([], "none"),
+    ],
+)
+def test_format_of_a_template_that_writes_no_calls_is_that_of_its_only_marker(tmp_path, tokens, expected):
+    tokenizer = hf_tokenizer(LLAMA.replace("'tool_calls' in message", "false"), "text")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    tokenizer.save_pretrained(tmp_path)
+    assert ChatFormat.of(Tokenizer.from_folder(tmp_path)) == ChatFormat(expected, "none", shows_tools=True)
 
 
 @pytest.mark.parametrize("name", ["think", "qwen3", "deepseek_r1"])

@@ -57,7 +57,7 @@ def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dic
     params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=grammar)
     (output,) = llm.generate([prompt], params)[0].outputs
     assert output.finish_reason == "stop", output.text
-    events = ChoiceParser(chat_format.output_format(body, "never", tokens), streaming=False).add(
+    events = ChoiceParser(chat_format.output_format(body, "never", tokens)).add(
         TextChunk(output.text, [], [], None, None, finish_reason="stop")
     )
     assert events

@@ -17,6 +17,7 @@ class CallReader(OutputParser):
     """
 
     end_marker = "\0"  # marker up to which a malformed call is passed on
+    markers: tuple[str, ...] = ()  # those that may follow a call
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from typing import Any
 from deployments.openai.parsers.output_parser import CallArguments, OutputEvent, State
 from deployments.openai.parsers.tools.argument_types import argument_types, json_value
 from deployments.openai.parsers.tools.call_reader import NAME, CallReader
+from engine.text.detokenizer import start_of_possible
 
 QUOTE, OPEN, CLOSE = '<|"|>', "<|tool_call>", "<tool_call|>"
 _QUOTES = (QUOTE, '"', "'")
@@ -29,6 +30,7 @@ class GemmaCall(CallReader):
         self._tools = tools
         self._schema: dict[str, Any] = {}
         self._arguments: list[str] = []
+        self._marker = ""  # with which the arguments may end
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         head = self._take_head("{")
@@ -42,29 +44,32 @@ class GemmaCall(CallReader):
         return self._body
 
     def _body(self, out: list[OutputEvent], final: bool) -> State | None:
-        text, complete = self._take_until(CLOSE)
-        self._arguments.append(text)
-        if complete and "".join(self._arguments).count(QUOTE) % 2:
-            return self._in_text
-        return self._end(out, complete) if complete or final else None
+        found = [(place, marker) for marker in (CLOSE, OPEN) if (place := self._buffer.find(marker)) >= 0]
+        end, self._marker = min(found, default=(start_of_possible([CLOSE, OPEN], self._buffer), ""))
+        self._arguments.append(self._buffer[:end])
+        self._buffer = self._buffer[end + len(self._marker) :]
+        if not found:
+            return self._end(out) if final else None
+        return self._in_text if "".join(self._arguments).count(QUOTE) % 2 else self._end(out)
 
     def _in_text(self, out: list[OutputEvent], final: bool) -> State | None:
-        """Decide whether the closing marker stands inside of a text, or the text lacks its end."""
+        """Decide whether the marker stands inside of a text, or the text lacks its end."""
         found = [place for marker in (QUOTE, OPEN) if (place := self._buffer.find(marker)) >= 0]
         if not found and not final:
             return None
         if found and self._buffer.startswith(QUOTE, min(found)):
-            self._arguments.append(CLOSE)
+            self._arguments.append(self._marker)
             return self._body
-        return self._end(out, complete=True)
+        return self._end(out)
 
-    def _end(self, out: list[OutputEvent], complete: bool) -> State | None:
+    def _end(self, out: list[OutputEvent]) -> State | None:
         written = "{" + "".join(self._arguments)
         try:
-            found = None if self._cut and not complete else _Arguments(written, self._schema).read()
+            found = None if self._cut and not self._marker else _Arguments(written, self._schema).read()
         except (ValueError, RecursionError):
             found = None
         out.append(CallArguments(written if found is None else found))
+        self._buffer = (OPEN if self._marker == OPEN else "") + self._buffer
         self.ended = True
         return None
 
@@ -130,6 +135,8 @@ class _Arguments:
             if self._text.startswith(quote, self._at) and (text := self._quoted(quote, bracket)) is not None:
                 return json.dumps(text, ensure_ascii=False)
         text = self._bare(bracket, depth).strip()
+        if "<|" in text or "|>" in text:
+            raise ValueError("a marker is damaged")
         if types is not None:
             return json_value(text, types)
         return text.lower() if _LITERAL.fullmatch(text) else json.dumps(text, ensure_ascii=False)
@@ -148,6 +155,8 @@ class _Arguments:
         start = self._at
         while self._at < len(self._text) and self._text[self._at] != bracket:
             if self._text[self._at] == "," and (bracket == "]" or self._is_key(self._at + 1, depth)):
+                break
+            if self._text[self._at] == "," and self._text[self._at + 1 :].lstrip().startswith(bracket):
                 break
             self._at += 1
         return self._text[start : self._at]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from deployments.openai.parsers.output_parser import CallArguments, OutputEvent, State
-from deployments.openai.parsers.tools.call_reader import CallReader
+from deployments.openai.parsers.tools.call_reader import MAX_HEAD, CallReader
 from deployments.openai.parsers.tools.json_string import JsonString
 
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write the first, Llama the second
@@ -46,7 +46,7 @@ class JsonCall(CallReader):
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         base, self._new = self._length, []
-        complete = self._scan() or (final and not self._cut)
+        complete = self._scan(final) or (final and not self._cut)
         self.ended = self.ended or final
         if self.failed:
             return None
@@ -70,9 +70,8 @@ class JsonCall(CallReader):
         self._length += len(text)
         self._last = text.rstrip()[-1:] or self._last
 
-    def _scan(self) -> bool:
-        """Take what belongs to the object from the buffer. Returns whether text follows that cannot belong to it, such
-        as a marker: JSON has no `<` outside strings."""
+    def _scan(self, final: bool) -> bool:
+        """Take what belongs to the object from the buffer. Returns whether a marker, and no more of it, follows."""
         text, start = self._buffer, 0
         while start < len(text) and not self.ended:
             if self._string.is_open:
@@ -89,9 +88,15 @@ class JsonCall(CallReader):
             if start == len(text):
                 break
             char = text[start]
-            if char == "<" or (not self._open and char not in _CLOSERS):
+            belongs = char not in "<}]" or char in self._open if self._open else char in _CLOSERS
+            follows = False if belongs else self._marker_follows(text[start:])
+            if follows is None:
+                if not final:
+                    break
+                follows = not self._cut
+            if follows or (char == "<" or (not self._open and not belongs)):
                 self.ended, self._buffer = True, text[start:]
-                return True
+                return follows
             self._structure(char)
             start += 1
         self._buffer = text[start:]
@@ -106,13 +111,25 @@ class JsonCall(CallReader):
             self._open.append(_CLOSERS[char])
             if len(self._open) == 2 and char == "{" and self._name is None:
                 self._look_for_name()
-        elif char in "}]":
-            self._open.pop()
+        elif char in self._open:
+            while self._open[-1] != char:  # it lacks a bracket
+                self._close()
+            self._close()
+            return
         self._write(char)
-        if char in "}]":
-            if len(self._open) == 1 and self._name is not None and self._arguments_end is None:
-                self._arguments_end = self._length
-            self.ended = self.ended or len(self._open) <= self._outer_depth
+
+    def _close(self) -> None:
+        self._write(self._open.pop())
+        if len(self._open) == 1 and self._name is not None and self._arguments_end is None:
+            self._arguments_end = self._length
+        self.ended = len(self._open) <= self._outer_depth
+
+    def _marker_follows(self, text: str) -> bool | None:
+        """Return whether a marker comes next, perhaps after brackets; None if that needs more text."""
+        rest = text[:MAX_HEAD].lstrip("}] \n\t")
+        if rest.startswith(self.markers):
+            return True
+        return None if any(marker.startswith(rest) for marker in ("", *self.markers)) else False
 
     def _missing(self) -> str:
         """Return the brackets that close the arguments, or the object if there is no name yet."""

@@ -77,7 +77,16 @@ class MarkedCallsParser(OutputParser):
         return None
 
     def _before_call(self, out: list[OutputEvent], final: bool) -> State | None:
-        rest = self._buffer.lstrip(string.whitespace + self._markup.skipped)
+        rest = self._buffer.lstrip()
+        space = len(self._buffer) - len(rest)
+        again = next((opener for opener in self._markup.opens if rest.startswith(opener)), "")
+        if again and space <= MAX_SPACE:
+            self._skipped += self._buffer[: space + len(again)]
+            self._buffer = rest[len(again) :]
+            return self._before_call
+        if not final and space <= MAX_SPACE and any(opener.startswith(rest) for opener in self._markup.opens):
+            return None
+        rest = rest.lstrip(string.whitespace + self._markup.skipped)
         space = len(self._buffer) - len(rest)
         is_call = bool(rest) and rest.startswith(self._markup.call)
         if not final and space <= MAX_SPACE and not is_call and self._markup.call.startswith(rest):
@@ -93,6 +102,7 @@ class MarkedCallsParser(OutputParser):
         if not self._buffer and not final:
             return None
         self._call = self._markup.reader(self._buffer, self._tools)
+        self._call.markers = (*self._openers, *self._markup.closes)
         return self._in_call
 
     def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
@@ -118,15 +128,18 @@ class MarkedCallsParser(OutputParser):
         rest, separator = self._buffer.lstrip(), self._markup.separator
         if len(self._buffer) - len(rest) > MAX_SPACE:
             return self._start
+        closing = rest.lstrip("}" + string.whitespace)  # models lose count of brackets
         for close in self._markup.closes:
-            if rest.startswith(close):
-                self._buffer = rest[len(close) :]
+            if closing.startswith(close):
+                self._buffer = closing[len(close) :]
                 return self._after_call
         if separator and rest.startswith(separator):
             self._skipped, self._buffer = separator, rest[len(separator) :]
             return self._before_call
-        if not final and any(marker.startswith(rest) for marker in self._markup.closes):
+        if not final and any(marker.startswith(closing) for marker in self._markup.closes):
             return None
+        if not closing:
+            self._buffer = ""
         return self._start
 
 

@@ -83,7 +83,7 @@ class PythonicCall(CallReader):
         """Return how many characters to take from this place, which may begin or end a text; None if that needs more
         characters."""
         if char == "\\":
-            return 2 if at + 1 < len(text) else None
+            return self._backslash(text, at, final)
         if self._quote and not text.startswith(self._quote[: len(text) - at], at):
             return 1
         if len(text) - at < len(self._quote):
@@ -102,6 +102,15 @@ class PythonicCall(CallReader):
             self._texts[self._quoted_from] = self._length + at + length
             self._quote = ""
         return length
+
+    def _backslash(self, text: str, at: int, final: bool) -> int | None:
+        """Return how many characters to take: the next one too, unless this is the end of a path of Windows."""
+        rest = text[at + 1 :]
+        if not rest or (rest[0] == self._quote and not rest[1:].lstrip() and not final):
+            return None
+        ends = rest[0] == self._quote and rest[1:].lstrip()[:1] in (",", ")", "]", "}", "")
+        path = (self.raw + text[:at])[self._quoted_from + 1 :] if ends else ""
+        return 1 if _PATH.fullmatch(path) else 2
 
     def _complete(self, out: list[OutputEvent], missing: str) -> State | None:
         try:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from deployments.openai.parsers.output_parser import CallArguments, OutputEvent, State
@@ -16,6 +17,7 @@ from engine.text.detokenizer import start_of_possible
 
 # text between the tags around an argument's name; DeepSeek marks whether the value is text
 _KEY = re.compile(r"""\s*["']?(?P<key>[^"'<>]+?)["']?(?:\s+string="(?P<text>true|false)")?\s*(?:</arg_key>)?\s*""")
+SIMILAR = 0.8  # share of characters that a damaged tag has in common with the right one
 _WRAPPERS = ("arguments", "input", "parameters")  # names under which models write all arguments as one object
 
 
@@ -61,10 +63,13 @@ class XmlCall(CallReader):
         self._types: frozenset[str] = frozenset()
         self._pieces_of_value: list[str] = []
         self._scanned = 0  # start of the part of the buffer that has not been searched for tags
+        self._possible_end = 0  # place of the tag with which the call may end
         self._between = ""  # text between tags
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         head = self._take_head(self._tags.name_end)
+        if head is None and final and not self._cut and self._buffer.strip() in self._tools:
+            head, self._buffer = self._buffer, ""
         if head is None:
             return self._lacks_head(self._tags.name_end)
         if self._tags.name_end == "<":
@@ -128,26 +133,32 @@ class XmlCall(CallReader):
     def _value(self, out: list[OutputEvent], final: bool) -> State | None:
         found = self._find(self._in_value, 0)
         if found is None:
-            self._put(out, self._before_line_break(start_of_possible(self._in_value, self._buffer)))
+            ready = self._before_line_breaks(start_of_possible(self._in_value, self._buffer))
+            self._put(out, ready if final else self._before_line_breaks(self._last_tag(ready)))
             return None
         start, tag = found
         if tag == self._tags.value_end:
             return self._closing_tag(out, start)
-        self._put(out, self._before_line_break(start))
-        start = int(self._buffer.startswith("\n"))
+        length = self._before_line_breaks(self._last_tag(self._before_line_breaks(start)))
+        self._put(out, length)
+        start -= length
         ends = self._ends_value(start, tag)
         if ends is None and not final:
             return None
         if ends is False:
             self._put(out, start + len(tag))
             return self._value
-        self._scanned = start + len(tag)
-        return self._end_value(out, start) if tag == self._tags.key else self._unclosed
+        if not self._is_closing_tag(self._buffer[:start].strip("\n")):
+            length = self._before_line_breaks(start)
+            self._put(out, length)
+            start -= length
+        self._scanned, self._possible_end = start + len(tag), start
+        return self._end_value(out, start) if tag == self._tags.key else self._possible_call_end
 
     def _closing_tag(self, out: list[OutputEvent], start: int) -> State:
         """Emit what stands before the closing tag, which may end the value. The buffer then begins with the tag, or
         with the line break before it."""
-        self._put(out, self._before_line_break(start) if self._tags.lines else start)
+        self._put(out, start - (self._tags.lines and self._buffer[start - 1 : start] == "\n"))
         return self._after_closing_tag
 
     def _after_closing_tag(self, out: list[OutputEvent], final: bool) -> State | None:
@@ -178,17 +189,24 @@ class XmlCall(CallReader):
         if ends is False:
             self._scanned = start + len(tag)
             return self._between_closing_tags
-        return self._end_value(out, start)
+        self._scanned, self._possible_end = start + len(tag), start
+        return self._end_damaged_value(out) if tag == self._tags.key else self._possible_call_end
 
-    def _unclosed(self, out: list[OutputEvent], final: bool) -> State | None:
-        """Look for the value's closing tag behind tags with which the call may end."""
+    def _possible_call_end(self, out: list[OutputEvent], final: bool) -> State | None:
+        """Look for a closing tag of the value behind the tag with which the call may end."""
         found = self._find((self._tags.value_end, *self._tags.opens), self._scanned)
         if found is None and not final:
             self._scanned = max(self._scanned, len(self._buffer) - MAX_HEAD)
             return None
         if found is not None and found[1] == self._tags.value_end:
             return self._closing_tag(out, found[0])
-        return self._end_value(out, int(self._buffer.startswith("\n")))
+        return self._end_damaged_value(out)
+
+    def _end_damaged_value(self, out: list[OutputEvent]) -> State:
+        """End a value before `_possible_end`; if the buffer begins with its closing tag, text follows that."""
+        text = self._buffer[: self._possible_end].lstrip("\n")
+        self._between += text.removeprefix(self._tags.value_end)
+        return self._end_value(out, self._possible_end)
 
     def _ends_value(self, start: int, tag: str) -> bool | None:
         """Return whether the tag at this place is one of the call, not a part of a text; None if that needs more
@@ -227,6 +245,8 @@ class XmlCall(CallReader):
         ending, between = "}", self._between.strip()
         if self._separator == "{":  # the arguments may be written as JSON instead
             ending = between or "{}"
+        elif "<" in between:  # a tag is damaged; what it stood for is not to be missed
+            ending = between
         out.append(CallArguments(ending))
         self.ended = True
         return None
@@ -235,8 +255,17 @@ class XmlCall(CallReader):
         found = [(place, tag) for tag in tags if (place := self._buffer.find(tag, start)) >= 0]
         return min(found, default=None)
 
-    def _before_line_break(self, end: int) -> int:
-        return end - (self._buffer[end - 1 : end] == "\n")
+    def _last_tag(self, end: int) -> int:
+        """Return where a text that may be a damaged closing tag begins; `end` if there is none."""
+        start = self._buffer.rfind("</", max(0, end - len(self._tags.value_end) - 2), end)
+        return end if start < 0 else start
+
+    def _is_closing_tag(self, text: str) -> bool:
+        """Return whether a text before another tag of the call is the closing tag, with a mistake."""
+        return text.startswith("</") and SequenceMatcher(None, text, self._tags.value_end).ratio() >= SIMILAR
+
+    def _before_line_breaks(self, end: int) -> int:
+        return len(self._buffer[:end].rstrip("\n"))
 
     def _put(self, out: list[OutputEvent], length: int) -> None:
         """Take this many characters of the value from the buffer."""

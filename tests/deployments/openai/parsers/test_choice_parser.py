@@ -159,7 +159,7 @@ def test_what_is_no_call_stays_content(text):
     assert whole(output_format, text) == read(output_format, [*text]) == [Content(text)]
 
 
-@pytest.mark.parametrize("arguments", ['{"a": tru}', "{'a': 1}", '{"a": 1,}', '{"a": "b}', "{]"])
+@pytest.mark.parametrize("arguments", ['{"a": tru}', "{'a': 1}", '{"a": 1,}', '{"a": "b}'])
 def test_arguments_that_cannot_be_read_are_passed_on_as_the_model_wrote_them(arguments):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}'
     events = read(HERMES, [text], reason="length")

@@ -154,9 +154,11 @@ def test_arguments_in_tags_get_the_types_of_their_schema(key, text, expected):
 def test_texts_in_tags_are_streamed_as_they_come():
     parser = ChoiceParser(OutputFormat(tool_calls="glm45", tools=TOOLS))
     head = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>"
-    events = [parser.add(TextChunk(text, [0], [0], None, None)) for text in (head, "Par", "is", "</arg_va", "x")]
+    events = [
+        parser.add(TextChunk(text, [0], [0], None, None)) for text in (head, "Par", "is", "</arg_va", "x and so on")
+    ]
     assert events[0] == call("get_weather", '{"city": "')
-    assert events[1:] == [[CallArguments("Par")], [CallArguments("is")], [], [CallArguments("</arg_vax")]]
+    assert events[1:] == [[CallArguments("Par")], [CallArguments("is")], [], [CallArguments("</arg_vax and so on")]]
 
 
 @pytest.mark.parametrize("family", XML, ids=lambda family: family.parser)
