@@ -35,7 +35,7 @@ class AnthropicRoutes:
         body = await read_body(request, MessagesBody, self._unknown_fields)
         model = await self._models.find(body.model, request)
         chat = body.for_chat(model.info.max_model_len)
-        context = RequestContext.of(request, chat, "msg")
+        context = RequestContext.of(request, chat, "msg_")
         output = await model.chat(chat, context)
         message = MessageResponse(context.response_id, output, body.max_tokens)
         response: Response

@@ -58,7 +58,7 @@ class RequestContext:
         _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
         source = source_of(request)
         return cls(
-            response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
+            response_id=f"{id_prefix}{request_id or uuid.uuid4().hex}",
             created=source.created,
             client=_client(request, body),
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),

@@ -74,19 +74,20 @@ class ChatResponse:
     async def chunks(self) -> AsyncGenerator[ChatChunk | Raw]:
         """Yield the chunks of all choices. The first of each choice carries the role."""
         options, with_ids = self.body.stream_options, self.body.return_token_ids
-        more = with_ids or bool(options and options.continuous_usage_stats)
+        more = with_ids or bool(options and options.continuous)
         texts, started = None if more else TextChunks(self._text_chunk), set[int]()
         async with aclosing(self.output.chunks()) as chunks:
             async for chunk in chunks:
                 index = chunk.index
                 if index not in started:
                     started.add(index)
-                    first = self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+                    role, later = ChatDelta(role="assistant", content=""), len(chunk.token_ids)
+                    first = self._chunk([ChatChunkChoice(index, role)], later=later)
                     first.prompt_token_ids = self.output.prompt if with_ids and len(started) == 1 else None
                     first.prompt_text = None
                     yield first
                     if echoed := self.body.echoed:
-                        yield self._chunk([ChatChunkChoice(index, ChatDelta(content=echoed))])
+                        yield self._chunk([ChatChunkChoice(index, ChatDelta(content=echoed))], later=later)
                 if texts is not None and (text := chunk.only_text) is not None:
                     yield texts.encoded(index, text)
                 elif chunk.events or chunk.logprobs or chunk.finish_reason or with_ids:
@@ -102,11 +103,14 @@ class ChatResponse:
     def _text_chunk(self, index: int, text: str) -> ChatChunk:
         return self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
 
-    def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool = False) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool = False, later: int = 0) -> ChatChunk:
+        """later: tokens so far that later chunks bring."""
         context, options = self.context, self.body.stream_options
         chunk = ChatChunk(context.response_id, context.created, self.output.model, choices, "chat.completion.chunk")
-        if with_usage or (options and options.continuous_usage_stats):
+        if with_usage or (options and options.continuous):
             chunk.usage = self._usage()
+            chunk.usage.completion_tokens -= later
+            chunk.usage.total_tokens -= later
         if choices and choices[-1].finish_reason:
             chunk.system_fingerprint, chunk.service_tier = self.output.fingerprint, self.output.service_tier
         return chunk

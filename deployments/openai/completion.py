@@ -72,7 +72,7 @@ class CompletionResponse:
 
     async def chunks(self) -> AsyncGenerator[CompletionChunk | Raw]:
         options = self.body.stream_options
-        with_usage = bool(options and options.continuous_usage_stats)
+        with_usage = bool(options and options.continuous)
         more = with_usage or self.body.echo or self.body.return_token_ids or self.body.logprobs is not None
         texts = None if more else TextChunks(self._text_chunk)
         async with aclosing(self.generation.chunks()) as chunks:

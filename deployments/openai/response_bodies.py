@@ -127,6 +127,7 @@ class ChatTokenLogprob(TopLogprob):
 
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
+    refusal: None = None
 
 
 class PromptLogprob(msgspec.Struct):

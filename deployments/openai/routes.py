@@ -54,13 +54,13 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody, self._unknown_fields)
-        context = RequestContext.of(request, body, "chatcmpl")
+        context = RequestContext.of(request, body, "chatcmpl-")
         output = await (await self._models.find(body.model, request)).chat(body, context)
         return await _respond(request, body, ChatResponse(body, context, output))
 
     async def completion(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody, self._unknown_fields)
-        model, context = await self._models.find(body.model, request), RequestContext.of(request, body, "cmpl")
+        model, context = await self._models.find(body.model, request), RequestContext.of(request, body, "cmpl-")
         response = await model.completion(body, context)
         return await _respond(request, body, response)
 

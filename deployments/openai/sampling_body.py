@@ -26,6 +26,11 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = False
     """Padding of chunks; not supported."""
 
+    @property
+    def continuous(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
 
 class JsonSchema(StrictModel):
     name: str
@@ -224,7 +229,7 @@ class GenerationBody(SamplingBody):
             if schema is None:
                 return StructuredOutputsParams(json_object=True, field="response_format")
             return StructuredOutputsParams(json=schema.content, field="response_format.json_schema.schema")
-        if outputs is None:
+        if outputs is None or all(value in (None, False) for _, value in outputs):
             return None
         grammar = outputs.grammar
         if outputs.structural_tag is not None:

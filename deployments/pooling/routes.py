@@ -36,13 +36,13 @@ class PoolingRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        return await self._answer(request, EmbeddingBody, "embd", PooledModel.embed)
+        return await self._answer(request, EmbeddingBody, "embd-", PooledModel.embed)
 
     async def score(self, request: Request) -> Response:
-        return await self._answer(request, ScoreBody, "score", PooledModel.score)
+        return await self._answer(request, ScoreBody, "score-", PooledModel.score)
 
     async def rerank(self, request: Request) -> Response:
-        return await self._answer(request, RerankBody, "rerank", PooledModel.rerank)
+        return await self._answer(request, RerankBody, "rerank-", PooledModel.rerank)
 
     async def _answer(
         self,

@@ -130,13 +130,15 @@ def choose_num_blocks(
     if tokens < shortest:
         needed = [need.of(shortest) for need in needs]
         total = total_bytes(needs, needed) + state_bytes
-        more = f"kv_cache_memory_bytes to at least {total}"
+        more = f"raise kv_cache_memory_bytes to at least {total}"
         if config.num_gpu_blocks_override is not None:
-            more = f"num_gpu_blocks_override to at least {needed[0]}"
+            more = f"raise num_gpu_blocks_override to at least {needed[0]}"
+        elif total > free.size:
+            more = f"only {free}: free {(total - free.size) / GIB:.3g} GiB"
         less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""
         raise OutOfMemory(
             f"the KV cache holds {tokens} tokens (limited by {limit}), but one request of {shortest} tokens "
-            f"needs {sum(needed)} blocks, {total_bytes(needs, needed) / GIB:.3g} GiB; raise {more}{less}"
+            f"needs {sum(needed)} blocks, {total_bytes(needs, needed) / GIB:.3g} GiB; {more}{less}"
         )
     max_model_len = min(longest, tokens)
     log_size(needs, blocks, limit, max_model_len)

@@ -80,6 +80,7 @@ async def test_echo_with_no_tokens_returns_the_prompt_alone(api):
 async def test_chat_logprobs_carry_the_bytes_of_each_token():
     async with fake_api(says("é")) as api:
         response = (await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1)).json()
+        assert response["choices"][0]["logprobs"]["refusal"] is None
         content = response["choices"][0]["logprobs"]["content"]
         assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
         assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]

@@ -201,6 +201,7 @@ class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw
 
 
 class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
+    name: str
     arguments: str
 
 

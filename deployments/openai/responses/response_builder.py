@@ -160,7 +160,7 @@ class ResponseBuilder:
         item.status = status
         match item:
             case FunctionToolCall():
-                yield self._item_event(ArgumentsDone, arguments=item.arguments)
+                yield self._item_event(ArgumentsDone, name=item.name, arguments=item.arguments)
             case OutputMessage(content=[part]):
                 yield self._item_event(TextDone, text=part.text, logprobs=part.logprobs)
                 yield self._item_event(ContentPartDone, part=part)

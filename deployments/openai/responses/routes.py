@@ -85,7 +85,7 @@ class ResponsesRoutes:
     async def create(self, request: Request) -> HttpResponse:
         body = await read_body(request, ResponsesBody, self._unknown_fields)
         model, owner = await self._models.find(body.model, request), owner_of(request)
-        context = RequestContext.of(request, body, "resp")
+        context = RequestContext.of(request, body, "resp_")
         if body.background and context.background:
             raise InvalidParameter(
                 "background", body.background, "false in a batch, which runs in the background anyway"

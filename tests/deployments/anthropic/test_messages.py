@@ -175,6 +175,7 @@ async def test_message_tells_why_it_ended(fields, reason, sequence):
     async with fake_api(says("one, wo, three")) as api:
         message = await client_of(api).messages.create(model="fake", messages=HELLO, **fields)
         assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+        assert message.id.startswith("msg_")
         assert api.engine.added[0].params.max_tokens == min(fields["max_tokens"], 512)
 
 

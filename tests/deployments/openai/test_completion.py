@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from tests.deployments.fake_api import fake_api, says, tokenizer
 
+HELLO = [{"role": "user", "content": "hello"}]
+
 
 async def test_every_form_of_prompt_reaches_the_engine(api):
     ids = tokenizer().encode("ab")
@@ -40,10 +42,22 @@ async def test_usage_stands_in_every_chunk_if_asked_for_and_grows(api):
 
 
 async def test_no_usage_in_a_stream_unless_asked_for(api):
-    for options in (None, {"include_usage": False}):
-        chunks = await api.stream("completions", prompt="ab", max_tokens=5, stream_options=options)
-        assert not any("usage" in chunk for chunk in chunks)
-        assert all(chunk["choices"] for chunk in chunks)
+    continuous = {"continuous_usage_stats": True}
+    for options in (None, {"include_usage": False}, continuous, {"include_usage": False, **continuous}):
+        for route, prompt in (("completions", {"prompt": "ab"}), ("chat/completions", {"messages": HELLO})):
+            chunks = await api.stream(route, **prompt, max_tokens=5, stream_options=options)
+            assert not any(chunk.get("usage") for chunk in chunks)
+            assert all(chunk["choices"] for chunk in chunks)
+
+
+async def test_usage_in_the_chunks_of_a_chat_begins_without_tokens(api):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for n in (1, 2):
+        chunks = await api.stream("chat/completions", messages=HELLO, max_tokens=5, n=n, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        totals = [chunk["usage"]["total_tokens"] - chunk["usage"]["prompt_tokens"] for chunk in chunks]
+        assert counts == totals and counts[0] == 0 and counts[-1] == 5 * n
+        assert "role" in chunks[0]["choices"][0]["delta"]
 
 
 async def test_prompt_logprobs_are_one_per_token_of_the_prompt_by_token_id(api):

@@ -142,6 +142,17 @@ def test_memory_for_nothing_at_all_is_refused_without_advice_that_cannot_help():
     assert "max_model_len" not in str(caught.value)
 
 
+def test_a_machine_short_of_memory_is_the_reason_and_no_larger_size_the_advice():
+    with pytest.raises(OutOfMemory) as caught:
+        choose(free=10 * BLOCK_BYTES, max_model_len=1024)
+    message = str(caught.value)
+    assert "limited by half of the free 0.00 GiB (the box)" in message
+    assert "only 0.00 GiB are free (the box): free 0.0033 GiB, or lower max_model_len to 80 or less" in message
+    assert "raise" not in message
+    with pytest.raises(OutOfMemory, match=f"raise kv_cache_memory_bytes to at least {64 * BLOCK_BYTES}"):
+        choose(free=100 * BLOCK_BYTES, max_model_len=1024)  # half of which would not be enough
+
+
 def test_the_log_says_how_much_fits_and_what_limits_it(caplog):
     with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
         choose(num_gpu_blocks_override=100)

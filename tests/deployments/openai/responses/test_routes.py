@@ -83,6 +83,8 @@ async def test_every_item_of_a_stream_is_added_grown_and_done_in_that_order():
             *["output_item.added", "function_call_arguments.done", "output_item.done"],
             "completed",
         ]
+        (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
+        assert done["name"] == WEATHER["name"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
