@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from engine.offline.llm import LLM
     from engine.offline.outputs import (
         CompletionOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
         PoolingRequestOutput,
         RequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
-    from engine.offline.prompts import TextPrompt, TokensPrompt
+    from engine.offline.prompts import PromptType, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
     "AutoscalingPolicy",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "LLMConfig",
     "LoRARequest",
@@ -39,8 +42,10 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "ProcessorConfig",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -51,6 +56,22 @@ __all__ = [
     "build_pd_openai_app",
     "build_processor",
 ]
+
+
+NOT_HERE = dict.fromkeys(  # names of vLLM, with the alternative
+    ("AsyncEngineArgs", "EngineArgs"), "pass the arguments to LLM or to `manta serve`"
+) | {
+    "AsyncLLMEngine": "use LLM, or `manta serve`",
+    "BeamSearchParams": "use SamplingParams(n=N), and choose by cumulative_logprob",
+    "ClassificationOutput": "models generate, embed or score: use LLM.score",
+    "ClassificationRequestOutput": "models generate, embed or score: use LLM.score",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
+    "LLMEngine": "use LLM, or `manta serve`",
+    "ModelRegistry": "docs/models.md lists the models; CONTRIBUTING.md says how to add one",
+    "PoolingOutput": "use LLM.embed, whose results are EmbeddingRequestOutput",
+    "RequestOutputKind": "a result is returned when it is complete",
+    "initialize_ray_cluster": "use ray.init, or `manta serve --address`",
+}
 
 
 def _find_neighbours(folder: Path) -> None:
@@ -75,7 +96,9 @@ from engine.offline.sampling_params import SamplingParams  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:
-    """Import what takes seconds to load when it is used."""
+    """Import what takes seconds to load when it is used. Raises ImportError for a name of vLLM that is not here."""
+    if name in NOT_HERE:
+        raise ImportError(f"manta has no {name}: {NOT_HERE[name]}")
     if name == "LLM":
         from engine.offline.llm import LLM
 
@@ -85,7 +108,7 @@ def __getattr__(name: str) -> Any:
 
         if hasattr(outputs, name):
             return getattr(outputs, name)
-    if name in ("TextPrompt", "TokensPrompt"):
+    if name in ("PromptType", "TextPrompt", "TokensPrompt"):
         from engine.offline import prompts
 
         return getattr(prompts, name)

@@ -46,7 +46,6 @@ TABLE = (
         ignored=True,
         neutral=(None, "auto"),
     ),
-    Argument("chat_template", "chat", "use LLM(chat_template=...)"),
     Argument("chat_template", "score", "the prompt of a reranker is read from the model's folder"),
     Argument("truncate_prompt_tokens", "embed score", "use PoolingParams(truncate_prompt_tokens=N)"),
     Argument("progress", EVERY, "use use_tqdm", neutral=()),

@@ -20,12 +20,27 @@ logger = logging.getLogger(__name__)
 FIELDS = {field.name for field in fields(EngineConfig)}
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", "auto", [], (), {}, set())
 """Values with which a refused argument asks for nothing, as vLLM's own defaults do."""
-DEFAULTS = {"dcp_kv_cache_interleave_size": 1, "cp_kv_cache_interleave_size": 1, "dcp_comm_backend": "ag_rs",
-            "offload_num_in_group": 1, "offload_prefetch_step": 1}  # fmt: skip
+DEFAULTS: dict[str, Any] = {  # the other defaults of vLLM 0.32, with which an argument asks for nothing either
+    "cp_kv_cache_interleave_size": 1, "data_parallel_backend": "mp", "dbo_decode_token_threshold": 32,
+    "dbo_prefill_token_threshold": 512, "dcp_comm_backend": "ag_rs", "dcp_kv_cache_interleave_size": 1,
+    "decode_context_parallel_size": 1, "dp_sync_interval": 16, "expert_placement_strategy": "linear",
+    "ignore_patterns": ["original/**/*"], "jit_monitor_mode": "warn", "kv_cache_metrics_sample": 0.01,
+    "kv_offloading_backend": "native", "logprobs_mode": "raw_logprobs", "mamba_backend": "triton",
+    "mamba_cache_mode": "none", "master_addr": "127.0.0.1", "master_port": 29501, "max_logprobs": 20,
+    "mm_device_do_normalize": True, "mm_encoder_fp8_scale_save_margin": 1.5, "mm_encoder_tp_mode": "weights",
+    "mm_hasher_algorithm": "blake3", "mm_processor_cache_gb": 4, "mm_processor_cache_type": "lru",
+    "mm_shm_cache_max_object_size_mb": 128, "mm_tensor_ipc": "direct_rpc", "nnodes": 1, "offload_num_in_group": 1,
+    "offload_prefetch_step": 1, "optimization_level": 2, "per_request_spec_decode_metrics": "none",
+    "performance_mode": "balanced", "prefill_context_parallel_size": 1, "prefill_schedule_interval": 1,
+    "prefix_caching_hash_algo": "sha256", "pt_load_map_location": "cpu", "renderer_num_workers": 1,
+    "replayssm_buffer_len": 16, "safetensors_prefetch_block_size": 16 * 2**20, "safetensors_prefetch_num_threads": 8,
+    "scheduler_reserve_full_isl": True, "stream_interval": 1, "swa_bounded_replay": True, "use_tqdm_on_load": True,
+    "video_pruning_method": "evs",
+}  # fmt: skip
 SERVED = {  # what only a server has, and `manta serve` has too
-    "allowed_origins", "api_key", "default_chat_template_kwargs", "generation_config", "host", "lora_modules",
-    "override_generation_config", "port", "reasoning_parser",
-    "root_path", "ssl_certfile", "ssl_keyfile", "tool_call_parser",
+    "allowed_origins", "api_key", "default_chat_template_kwargs", "generation_config", "host", "log_level",
+    "lora_modules", "override_generation_config", "port", "reasoning_parser", "root_path", "ssl_certfile",
+    "ssl_keyfile", "tool_call_parser",
 }  # fmt: skip
 
 
@@ -41,6 +56,9 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options |= _field(name, value)
         else:
             _other(options, name, value)
+    backend = options.pop("all2all_backend", "auto") if options.get("data_parallel_size", 1) == 1 else "auto"
+    if backend not in ("auto", "allgather_reducescatter"):
+        logger.warning("all2all_backend of LLM is ignored: tokens travel only between engines that share experts")
     if isinstance(options.get("hf_overrides"), Mapping):
         options["hf_overrides"] = json.dumps(dict(options["hf_overrides"]))
     if isinstance(options.get("speculative_config"), Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -39,7 +40,7 @@ from engine.offline.outputs import (
 )
 from engine.offline.pooling import OfflinePooling
 from engine.offline.progress_bar import progress_bar
-from engine.offline.prompts import ImagePrompt, ParsedPrompt, Prompt, parse_prompt, parse_prompts
+from engine.offline.prompts import ImagePrompt, ParsedPrompt, PromptType, parse_prompt, parse_prompts, with_images
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.offline.sampling_params import SamplingParams, engine_params
 from engine.text.text_stream import TextStream
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 AnyParams = SamplingParams | EngineParams
+Priority = int | Sequence[int] | None
 GivenParams = AnyParams | Sequence[AnyParams] | None
 """One for all prompts, or one for each; None for the defaults of the model's authors."""
 
@@ -179,18 +181,18 @@ class LLM:
     @named
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: GivenParams = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (a text, token ids, or vLLM's TextPrompt or TokensPrompt). Returns one result per
         prompt, in order.
 
-        sampling_params, lora_request: one for all prompts, or one for each. use_tqdm: whether to show a progress bar.
-        priority: one number for each prompt, of which smaller ones run first; needs `scheduling_policy="priority"`.
+        sampling_params, lora_request, priority: one for all prompts, or one for each. use_tqdm: whether to show a
+        progress bar. priority: smaller ones run first; needs `scheduling_policy="priority"`.
         Raises RequestError, before anything is computed, if any request cannot be served.
         """
         return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, lora_request, priority)
@@ -201,7 +203,7 @@ class LLM:
         sampling_params: GivenParams,
         use_tqdm: bool,
         lora_requests: LoRARequests,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
         own = [engine_params(p) for p in params]
@@ -219,9 +221,9 @@ class LLM:
         by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), use_tqdm=use_tqdm)}
         return [by_id[request.request_id] for request in requests]
 
-    def _priorities(self, priority: Sequence[int] | None, count: int) -> Sequence[int]:
-        if priority is None:
-            return [0] * count
+    def _priorities(self, priority: Priority, count: int) -> Sequence[int]:
+        if priority is None or isinstance(priority, int):
+            priority = [priority or 0] * count
         if len(priority) != count:
             raise RequestError(f"priority has {len(priority)} entries for {count} prompts", "priority")
         if any(priority) and self.config.scheduling_policy != "priority":
@@ -235,6 +237,8 @@ class LLM:
         sampling_params: GivenParams = None,
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
+        priority: Priority = None,
+        chat_template: str | Path | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -243,8 +247,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages), or several, using the model's chat template.
 
-        A message's content may contain images: parts of the form `{"type": "image", "image": <PIL.Image>}`.
-        Without sampling_params, an answer can be as long as the context allows.
+        A message's content may contain images: parts of the form `{"type": "image", "image": <PIL.Image>}`, or vLLM's
+        `image_pil` and `image_url` with a data URL. Without sampling_params, an answer can be as long as the context
+        allows. chat_template: a file with a Jinja template, or its text, in place of the model's.
         add_generation_prompt: whether the prompt ends with the beginning of an answer. continue_final_message: whether
         the answer continues the last message instead of answering it. tools: functions that the model may call, in
         OpenAI's form. chat_template_kwargs: further variables of the template.
@@ -259,21 +264,25 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._chat_prompt(list(c), variables) for c in conversations]
+        tokenizer = self.tokenizer
+        if (template := template_text(chat_template)) is not None:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template, tokenizer.tool_template = template, None
+        prompts = [self._chat_prompt(tokenizer, list(c), variables) for c in conversations]
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
             sampling_params.max_tokens = None
-        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
-    def _chat_prompt(self, messages: list[Message], template_arguments: dict[str, Any]) -> ImagePrompt | list[int]:
-        contents = [message.get("content") for message in messages]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        images = [part["image"] for part in parts if part.get("type") == "image"]
+    def _chat_prompt(
+        self, tokenizer: Tokenizer, messages: list[Message], template_arguments: dict[str, Any]
+    ) -> ImagePrompt | list[int]:
+        messages, images = with_images(messages)
         if not images:
-            return self.tokenizer.apply_chat_template(messages, **template_arguments)
+            return tokenizer.apply_chat_template(messages, **template_arguments)
         if self._model_config.vision is None:
             raise InvalidParameter("messages", Described("an image"), "text, because this model reads no images")
-        return self._with_images(self.tokenizer.render_chat_template(messages, **template_arguments), images)
+        return self._with_images(tokenizer.render_chat_template(messages, **template_arguments), images)
 
     def _with_images(self, text: str, images: list[Any]) -> ImagePrompt:
         """Return the prompt of a text, with one image for each placeholder in it."""
@@ -291,7 +300,7 @@ class LLM:
     @named
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | None = None,
         *,
         prompt_name: str | None = None,
@@ -330,7 +339,7 @@ class LLM:
 
     def request(
         self,
-        prompt: Prompt,
+        prompt: PromptType,
         params: EngineParams,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
-from engine.errors import InvalidParameter, RequestError
+from engine.errors import Described, InvalidParameter, RequestError
 from engine.wire.multimodal import MultiModalFeatureSpec
 
 FORMS = "texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`"
+IMAGE_PARTS = ("image", "image_pil", "image_url")
+OTHER_PARTS = ("audio_url", "image_embeds", "input_audio", "video", "video_url")
 NO_EFFECT: tuple[Any, ...] = (None, {}, [])
 UNSUPPORTED = {  # keys of vLLM's prompts, with the alternative
     "decoder_prompt": "the server has no encoder-decoder models; use `prompt`",
@@ -49,7 +53,7 @@ class ImagePrompt:
     mm_features: list[MultiModalFeatureSpec]
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,43 @@ def _images(data: Any) -> list[Any]:
         if not hasattr(image, "convert"):
             raise InvalidParameter("prompts: multi_modal_data.image", image, "a PIL.Image or a list of them")
     return list(images)
+
+
+def with_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the messages with every image in the form of templates, `{"type": "image"}`, and the images in order.
+    Raises RequestError for a part of another kind than text and images."""
+    images: list[Any] = []
+
+    def placed(part: Any) -> Any:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in IMAGE_PARTS:
+            if kind in OTHER_PARTS:
+                raise InvalidParameter("messages: type", kind, "text or an image, because models read nothing else")
+            return part
+        images.append(_decoded(part[kind]) if kind == "image_url" else part[kind])
+        return {"type": "image", "image": images[-1]}
+
+    def read(message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return {**message, "content": [placed(part) for part in content]} if isinstance(content, list) else message
+
+    return [read(message) for message in messages], images
+
+
+def _decoded(image_url: Any) -> Any:
+    """Return the image of a data URL. Raises RequestError."""
+    url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
+    kind, comma, data = str(url).partition(";base64,")
+    shown = Described(repr(str(url)[:60]))
+    if not kind.startswith("data:image/") or not comma:
+        limit = "a data URL (data:image/png;base64,...), or an image_pil, because LLM fetches nothing"
+        raise InvalidParameter("messages: image_url", shown, limit)
+    from PIL import Image, UnidentifiedImageError  # here, since prompts of texts do without it
+
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+    except (ValueError, UnidentifiedImageError):
+        raise InvalidParameter("messages: image_url", shown, "an image that can be read") from None
 
 
 def _token_ids(given: Any) -> list[int]:

@@ -48,6 +48,7 @@ TABLE = (
     same("--data-parallel-size= -dp=", "--num-replicas"),  # unless --enable-expert-parallel is given too
     same("--uvicorn-log-level=", "--log-level"),
     same("-q=", "--quantization"),
+    same("--max-num-active-seqs=", "--max-num-seqs"),
     same("-sc=", "--speculative-config"),
     same("--spec-method=", "--speculative-config.method"),
     same("--spec-model= --speculative-model=", "--speculative-config.model"),
@@ -59,13 +60,15 @@ TABLE = (
     same("--max-num-queued-tokens=", "ingress.max_waiting_tokens={}"),
     same("--distributed-timeout-seconds=", "decode.startup_timeout_s={}"),
     # the server
-    refused("--grpc --uds= --tokens-only", "the API is HTTP over TCP: --host, --port"),
+    refused("--grpc --grpc-port= --uds= --tokens-only --enable-scale-out", "the API is HTTP over TCP: --host, --port"),
     refused("--ssl-ca-certs= --ssl-cert-reqs=", "clients identify themselves by --api-key, not by certificates"),
     refused("--ssl-ciphers=", "HAProxy's default ciphers for TLS 1.2 and 1.3 are used"),
     refused(
         "--enable-ssl-refresh", "the certificate is read when the server starts; restart the server after a renewal"
     ),
     refused("--middleware=*", "the server has no plugins; put a proxy in front of it"),
+    ignored("--sse-keep-alive-interval=0", "streams have no lines but events"),
+    refused("--sse-keep-alive-interval=", "streams have no lines but events; raise the read timeout of the proxy"),
     refused("--shutdown-timeout=", "--set ingress.drain_s=N, and decode.drain_s"),
     refused("--enable-force-include-usage", "clients can set stream_options.include_usage"),
     refused("--return-tokens-as-token-ids", "requests can set return_tokens_as_token_ids"),
@@ -84,7 +87,10 @@ TABLE = (
     ignored("--enable-tokenizer-info-endpoint", "the server does not show its templates"),
     ignored("--fingerprint-mode= --fingerprint-value=", "system_fingerprint is a digest of weights and options"),
     ignored("--disable-frontend-multiprocessing", "HTTP and engine are always separate processes"),
-    ignored("--trust-request-chat-template", "templates are code, and the server runs no code from requests"),
+    ignored(
+        "--trust-request-chat-template --trust-request-mm-kwargs",
+        "templates are code, and the server runs no code from requests",
+    ),
     # logs and metrics
     ignored(
         "--enable-log-requests --enable-log-outputs --enable-log-deltas --max-log-len=",
@@ -94,12 +100,13 @@ TABLE = (
         "--disable-log-requests --disable-uvicorn-access-log --disable-access-log-for-endpoints=",
         "each request is logged when it ends, as one line at level info without its text",
     ),
-    ignored("--log-config-file= --log-error-stack", "--log-level, and --set log_format=json"),
+    ignored("--log-config-file= --logging-config= --log-error-stack", "--log-level, and --set log_format=json"),
     ignored("--disable-log-stats --aggregate-engine-logging", "statistics are served at /metrics, not logged"),
     refused("--otlp-traces-endpoint=", "--set tracing.otlp_endpoint=http://HOST:4318/v1/traces"),
     ignored(
         "--collect-detailed-traces= --show-hidden-metrics-for-version= --kv-cache-metrics --kv-cache-metrics-sample= "
-        "--cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details --per-request-spec-decode-metrics",
+        "--cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details --per-request-spec-decode-metrics "
+        "--custom-histogram-buckets= --enable-mm-processor-stats",
         "/metrics has all metrics (docs/observability.md)",
     ),
     ignored(
@@ -119,6 +126,11 @@ TABLE = (
         "--io-processor-plugin=",
         "the server has no plugins; see --tool-call-parser and --reasoning-parser",
     ),
+    ignored("--tool-strict-level=auto", "only tools with `strict: true` are enforced"),
+    refused("--tool-strict-level=", "only tools with `strict: true` are enforced, and calls that a request forces"),
+    ignored("--anthropic-disabled-thinking-effort=auto", "the template decides how thinking is turned off"),
+    refused("--anthropic-disabled-thinking-effort=", "use --default-chat-template-kwargs"),
+    refused("--watermark-config=", "texts have no watermark"),
     refused("--tool-server=", "clients have to run tools themselves"),
     refused("--cohere-is-reasoning-model --cohere-format=", "the server has no Cohere API"),
     # the model
@@ -126,6 +138,7 @@ TABLE = (
         "--trust-remote-code --code-revision=",
         "code from a model's folder is never run; `manta check MODEL` shows which code computes it",
     ),
+    refused("--model-weights=", "give the folder of the weights as the model"),
     ignored("--model-impl=", "`manta check MODEL` shows which code computes a model"),
     refused("--model-class-overrides=", "`manta check MODEL` shows which code computes a model"),
     ignored("--runner= --convert= --task= --enable-flash-late-interaction", "the model's folder determines its task"),
@@ -153,13 +166,15 @@ TABLE = (
     ignored("--max-logprobs=5|10|20", "the limit is always 20"),
     refused("--max-logprobs=", "the limit is always 20"),
     ignored("--logprobs-mode=raw_logprobs", "log-probabilities are those of the model, before temperature"),
+    refused("--aux-output-config=", "answers have only tokens and log-probabilities"),
     refused(
         "--logprobs-mode= --return-sampling-mask --enable-return-routed-experts --use-fp64-gumbel "
         "--enable-trace-replay",
         "log-probabilities are those of the model, before temperature and penalties",
     ),
     ignored(
-        "--enable-sleep-mode --enable-cumem-allocator --enable-nccl-comm-suspend",
+        "--enable-sleep-mode --enable-cumem-allocator --enable-nccl-comm-suspend --sleep-mode-offload-cudagraph "
+        "--sleep-preserve-parameter-names=*",
         "--min-replicas 0 --max-replicas N releases the GPUs of an idle model",
     ),
     ignored("--lora-dtype=auto", "adapters have the model's data type"),
@@ -168,7 +183,8 @@ TABLE = (
     ignored("--lora-target-modules=*", "an adapter may change any linear layer"),
     ignored("--specialize-active-lora", "a step computes only the adapters of its own requests"),
     refused(
-        "--enable-tower-connector-lora --default-mm-loras= --enable-mixed-moe-lora-format --enable-moe-shared-loras",
+        "--enable-tower-connector-lora --default-mm-loras= --enable-mixed-moe-lora-format --enable-moe-shared-loras "
+        "--max-lora-cls-labels=",
         "adapters can change only linear layers of the language model (docs/lora.md)",
     ),
     # images
@@ -179,7 +195,8 @@ TABLE = (
         "--mm-encoder-tp-mode= --mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-encoder-fp8-scale-path= "
         "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= --skip-mm-profiling --mm-tensor-ipc= "
         "--mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize --renderer-num-workers= "
-        "--disable-chunked-mm-input --enable-mm-processor-cache --disable-mm-preprocessor-cache",
+        "--disable-chunked-mm-input --enable-mm-processor-cache --disable-mm-preprocessor-cache "
+        "--enable-shm-tensor-arena",
         "see ingress.images and --encoder-cache-size, which limit images and their cache (docs/images.md)",
     ),
     ignored("--allowed-local-media-path=", "images come in the request or from a URL, never from the server's files"),
@@ -191,7 +208,9 @@ TABLE = (
     ),
     ignored(
         "--mamba-backend= --mamba-ssu-algorithm= --mamba-block-size= --mamba-cache-mode= --replayssm-buffer-len= "
-        "--use-replayssm --gdn-prefill-backend= --kda-prefill-backend= --disable-hybrid-kv-cache-manager",
+        "--use-replayssm --gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= --mamba-config= "
+        "--enable-mamba-shared-prefix-checkpoint --swa-bounded-replay --engram-config= "
+        "--disable-hybrid-kv-cache-manager",
         "Manta chooses caches and kernels of hybrid models itself",
     ),
     refused(
@@ -216,7 +235,7 @@ TABLE = (
     ),
     ignored(
         "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold= "
-        "--enable-batch-sharded-sampling",
+        "--enable-batch-sharded-sampling --enable-hc-sp",
         "all ranks compute each batch together",
     ),
     refused(
@@ -233,6 +252,7 @@ TABLE = (
         "--engine-use-ray --cpu-distributed-timeout-seconds=",
         "Ray places ranks and replicas on nodes; --address joins a cluster",
     ),
+    refused("--elastic-ep-max-dp-size=", "engines can leave a group, and none is added to it (docs/rank_groups.md)"),
     refused("--device-ids=*", "set CUDA_VISIBLE_DEVICES to limit the GPUs that Ray gives to ranks"),
     refused(
         "--worker-cls= --worker-extension-cls= --scheduler-cls=",
@@ -266,7 +286,8 @@ TABLE = (
     ),
     # scheduler and kernels
     ignored(
-        "--enable-chunked-prefill --long-prefill-token-threshold= --max-num-partial-prefills= "
+        "--enable-chunked-prefill --long-prefill-token-threshold= --long-prefill-token-threshold-adaptive "
+        "--max-num-partial-prefills= "
         "--max-long-partial-prefills= --max-num-scheduled-tokens= --prefill-schedule-interval=",
         "prompts are always computed in chunks; see --max-num-batched-tokens",
     ),
@@ -283,7 +304,8 @@ TABLE = (
     ),
     ignored(
         "--attention-backend= --attention-config= -ac= --kernel-config= --ir-op-priority= --enable-flashinfer-autotune "
-        "--enable-bf16x3-router-gemm --moe-backend= --linear-backend= --disable-cascade-attn --kv-sharing-fast-prefill",
+        "--enable-bf16x3-router-gemm --moe-backend= --linear-backend= "
+        "--sparse-indexer-topk-backend= --disable-cascade-attn --kv-sharing-fast-prefill",
         "Manta uses the fastest kernels that fit the device",
     ),
     refused("--disable-sliding-window", "a model trained with a sliding window needs it"),

@@ -28,6 +28,25 @@ def test_the_facade_has_the_very_objects_of_the_packages():
     assert all(getattr(manta, name) is not None for name in manta.__all__)
 
 
+VLLM = (
+    "LLM ModelRegistry PromptType TextPrompt TokensPrompt SamplingParams RequestOutput CompletionOutput PoolingOutput "
+    "PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ClassificationOutput ClassificationRequestOutput "
+    "ScoringOutput ScoringRequestOutput LLMEngine EngineArgs AsyncLLMEngine AsyncEngineArgs initialize_ray_cluster "
+    "PoolingParams BeamSearchParams StructuredOutputsParams GuidedDecodingParams LoRARequest Logprob RequestOutputKind"
+)
+
+
+@pytest.mark.parametrize("name", VLLM.split())
+def test_a_name_of_vllm_can_be_imported_or_is_refused_with_what_there_is(name):
+    given: dict[str, object] = {}
+    if name in manta.NOT_HERE:
+        with pytest.raises(ImportError, match=rf"^manta has no {name}: "):
+            exec(f"from manta import {name}", given)
+    else:
+        exec(f"from manta import {name}", given)
+        assert given[name] is not None and name in manta.__all__
+
+
 @pytest.mark.parametrize("file", ["engine.py", "deployments.py", "cluster/__init__.py"])
 def test_whoever_imports_it_where_another_package_hides_ours_is_told_which(file, tmp_path):
     (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from engine.offline.arguments import METHODS, TABLE, named
 VLLM = {  # arguments of the methods of vllm.LLM: of its version 0.33, and of older ones that are still copied
     "generate": "prompts sampling_params use_tqdm lora_request priority tokenization_kwargs mm_processor_kwargs "
     "prompt_token_ids guided_options_request prompt_adapter_request",
-    "chat": "messages sampling_params use_tqdm lora_request chat_template chat_template_content_format "
+    "chat": "messages sampling_params use_tqdm lora_request priority chat_template chat_template_content_format "
     "add_generation_prompt continue_final_message tools chat_template_kwargs tokenization_kwargs mm_processor_kwargs",
     "embed": "prompts pooling_params use_tqdm lora_request tokenization_kwargs truncate_prompt_tokens "
     "prompt_adapter_request",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -19,6 +20,9 @@ FLAGS = {
     for flag in line.split()
     if flag.startswith("--") and f"{flag}=" not in SPECIAL
 }
+ARGUMENTS = yaml.safe_load((Path(__file__).parent / "vllm_engine_args.yaml").read_text())
+DEFAULTS = {name: value for name, value in ARGUMENTS.items() if name not in ("revision", "served_model_name")}
+FLAGS |= {f"--{name.replace('_', '-')}" for name in ARGUMENTS} - {"--model"}
 OWN = {"chat_template", "revision", "served_model_name"}
 
 
@@ -105,6 +109,13 @@ def test_every_flag_of_vllm_serve_is_an_argument_that_is_obeyed_ignored_or_refus
             engine_options({name: "5"})
     else:
         assert engine_options({name: "5"}) or caplog.messages
+
+
+def test_vllms_own_defaults_are_accepted_all_together_without_a_word(caplog):
+    """As in its examples: `LLM(**vars(parser.parse_args()))` passes every argument."""
+    fields = engine_options(DEFAULTS)
+    EngineConfig(**fields)
+    assert not caplog.messages
 
 
 def test_notes_about_flags_name_arguments():

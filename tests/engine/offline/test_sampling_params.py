@@ -14,7 +14,8 @@ VLLM = (  # in the order of vLLM's class, and of older ones that are still copie
     "skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval "
     "skip_clone output_text_buffer_length structured_outputs logit_bias allowed_token_ids extra_args "
     "routed_experts_prompt_start bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection "
-    "best_of use_beam_search length_penalty early_stopping logits_processors guided_decoding truncate_prompt_tokens"
+    "best_of use_beam_search length_penalty early_stopping logits_processors guided_decoding truncate_prompt_tokens "
+    "watermarking prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids"
 )
 
 
