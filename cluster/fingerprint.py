@@ -21,7 +21,8 @@ PARTS = ("weights", "tokenizer", "options", "code", "adapter")  # the last one o
 DIGITS = 8  # hexadecimal digits of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
-NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
+NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism",
+            "structured_outputs")  # fmt: skip
 BELOW_ONE_NAME = re.compile(rb"\bmanta\.(?=(?:engine|placement|deployments|cluster)\b)")  # as in a wheel
 KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
 

@@ -83,6 +83,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         has_priorities=engine.scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
+        closed_objects=engine.structured_outputs.disable_additional_properties,
         adapters=_adapters(model) if engine.enable_lora else None,
         prices=model.price_list(),
         tape_mib=engine.tape_mib,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config_options import check_choices, check_limits, option, parse_section
-from engine.config_sections import EPLBConfig, HandoffConfig, KVEventsConfig, SpeculativeConfig
+from engine.config_sections import EPLBConfig, HandoffConfig, KVEventsConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.errors import ConfigError
 
 # default tokens per KV block; on a GPU, 64 tokens of a head's K are one tile of our Triton kernel
@@ -170,6 +170,9 @@ class EngineConfig:
     kv_events_config: KVEventsConfig | None = option(
         None, "KV events for other routers, as a JSON object of vLLM's keys (docs/routing.md)."
     )
+    structured_outputs_config: StructuredOutputsConfig | None = option(
+        None, "Structured outputs, as a JSON object of vLLM's keys (docs/structured_outputs.md)."
+    )
     async_scheduling: bool | None = option(
         None,
         "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both would use the same "
@@ -265,6 +268,10 @@ class EngineConfig:
         return self.eplb_config or EPLBConfig()
 
     @property
+    def structured_outputs(self) -> StructuredOutputsConfig:
+        return self.structured_outputs_config or StructuredOutputsConfig()
+
+    @property
     def redundant_experts(self) -> int | None:
         """Number of redundant experts of each layer; None if experts do not move."""
         return self.eplb.num_redundant_experts if self.enable_eplb else None
@@ -305,6 +312,9 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", kv_events)
         if isinstance(self.eplb_config, dict):
             object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
+        if isinstance(given := self.structured_outputs_config, dict):
+            outputs = parse_section(StructuredOutputsConfig, "structured_outputs_config", given)
+            object.__setattr__(self, "structured_outputs_config", outputs)
         if self.enable_eplb:
             if not self.enable_expert_parallel or self.tensor_parallel_size * self.data_parallel_size == 1:
                 raise ConfigError("enable_eplb", True, "false without enable_expert_parallel on at least two ranks")

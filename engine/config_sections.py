@@ -190,3 +190,14 @@ class EPLBConfig:
             if getattr(self, key) < least:
                 limit = f"at least {least}{' (window_size)' if key == 'step_interval' else ''}"
                 raise ConfigError(f"eplb_config.{key}", getattr(self, key), limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Options of structured outputs, named as in vLLM (docs/structured_outputs.md)."""
+
+    disable_additional_properties: bool = option(
+        True,
+        "Whether an object whose JSON schema lists properties, and says nothing of others, has no others. This also "
+        "holds for the arguments of calls that are enforced. vLLM's default differs for its backend guidance.",
+    )

@@ -30,6 +30,7 @@ CLASSES = [  # heading, file, class
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),
     ("engine.speculative_config", "engine/config_sections.py", "SpeculativeConfig"),
     ("engine.kv_events_config", "engine/config_sections.py", "KVEventsConfig"),
+    ("engine.structured_outputs_config", "engine/config_sections.py", "StructuredOutputsConfig"),
     ("engine.eplb_config", "engine/config_sections.py", "EPLBConfig"),
     ("handoff of a model", "engine/config_sections.py", "HandoffConfig"),
     ("SamplingParams", "engine/wire/sampling_params.py", "SamplingParams"),

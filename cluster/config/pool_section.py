@@ -13,7 +13,9 @@ from engine.errors import ConfigError
 from placement.spec import Strategy
 
 # model and handoff are one level higher; EngineConfig reads the JSON objects itself
-JSON_OBJECTS = dict.fromkeys(("speculative_config", "kv_events_config", "eplb_config"), dict[str, Any] | None)
+JSON_OBJECTS = dict.fromkeys(
+    ("speculative_config", "kv_events_config", "eplb_config", "structured_outputs_config"), dict[str, Any] | None
+)
 EngineSection = section_of(EngineConfig, without={"model", "handoff", "encode"}, **JSON_OBJECTS)
 RoutingSection = section_of(RoutingConfig, without=set())
 

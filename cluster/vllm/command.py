@@ -12,15 +12,14 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.offline.vllm_flags import ALL2ALL, NAMES, RENAMED, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import ALL2ALL, NAMES, NOT_READ, RENAMED, VALUES, Row, draft_options, find, takes
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
     "--speculative-config", "--hf-overrides", "--override-generation-config", "--default-chat-template-kwargs",
-    "--limit-mm-per-prompt", "--kv-events-config", "--eplb-config",
+    "--limit-mm-per-prompt", "--kv-events-config", "--eplb-config", "--structured-outputs-config",
 )  # fmt: skip
 SIZES = ("--max-model-len", "--max-num-batched-tokens", "--max-num-queued-tokens", "--kv-cache-memory-bytes")
-NOT_BALANCED = ("use_async", "policy", "communicator", "log_balancedness_interval")
 
 
 @dataclass(slots=True)
@@ -190,12 +189,9 @@ def _add_object(command: Command, flag: str, content: dict[str, Any]) -> None:
     if flag == "--speculative-config":
         content, left_out = draft_options(content)
         command.ignored |= {f"{flag}.{key}": why for key, why in left_out.items()}
-    if flag == "--kv-events-config" and content.pop("max_queue_size", None) is not None:
-        command.ignored[f"{flag}.max_queue_size"] = "batches are sent at the end of each step, without a queue"
-    if flag == "--eplb-config":
-        for key in [key for key in NOT_BALANCED if key in content]:
-            del content[key]
-            command.ignored[f"{flag}.{key}"] = "experts always move in the background, over TCP"
+    for key, why in NOT_READ.get(flag, {}).items():
+        if content.pop(key, None) is not None:
+            command.ignored[f"{flag}.{key}"] = why
     command.args += [flag, json.dumps(content)]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from deployments.openai.conversation import Tool
 from deployments.openai.parsers.tools.argument_types import argument_types
 from engine.errors import InvalidParameter
-from engine.text.grammar import WHITESPACE
-from engine.text.json_schema import without_annotations
+from engine.grammars.json_schema import Schema, SchemaBuilder, enforceable
+from engine.grammars.value_types import concerns, possible_types
 
-# keywords allowed in the schema of a property whose value is text between tags; JSON values allow all
-_OF_TEXTS = {"type", "enum", "const", "description", "title", "default", "examples", "anyOf"}
+_OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties"}
+"""Keywords that are enforced for arguments between tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,16 @@ class Lark:
     """Texts that may be single tokens."""
     token_of: Callable[[str], int | None]
     """Returns the id of a marker's token, or None if the marker is plain text."""
+    closed: bool = True
+    """Whether objects are closed as in SchemaBuilder."""
     lines: list[str] = field(default_factory=list)
 
     def text(self, text: str) -> str:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in self._parts(text))
+
+    def json(self, schema: dict[str, Any]) -> str:
+        """Return a rule for JSON of this schema. Raises SchemaError."""
+        return json_rule(enforceable(schema, closed=self.closed))
 
     def until(self, *ends: str) -> str:
         """Return a rule for any text up to and including whichever of `ends` comes first."""
@@ -100,14 +106,13 @@ class CallGrammar:
     def _call(self, template: str) -> str:
         """Return the rule for a call of any of the tools."""
         if "{object}" in template:
-            schema = calls_schema(self.tools, "arguments", "#", strict_only=self.strict_only)
-            return self._text(template, object=json_rule(schema))
+            return self._text(template, object=calls_rule(self.lark, self.tools, "arguments", self.strict_only))
         rules = []
         for i, tool in enumerate(self.tools):
             free = self.strict_only and not tool.function.strict
             parts = {"name": json.dumps(tool.function.name)}
             if "{arguments}" in template:
-                parts["arguments"] = json_rule({"type": "object"} if free else tool.arguments_schema)
+                parts["arguments"] = self.lark.json({"type": "object"} if free else tool.arguments_schema)
                 rules.append(self._text(template, **parts))
                 continue
             before, after = template.split("{parameters}")
@@ -121,17 +126,21 @@ class CallGrammar:
 
         field: path of the schema if it must be enforced strictly, else None. Raises InvalidParameter.
         """
-        rules = []
-        root: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        if field and schema.keys() & {"anyOf", "allOf", "oneOf", "not", "$ref", "patternProperties"}:
+        builder = SchemaBuilder(closed=self.lark.closed)
+        converted = builder.resolved(builder.add(schema))
+        if not isinstance(converted, dict) or converted.keys() - _OF_ARGUMENTS:
+            if field is None:
+                return self._any_parameters()
             raise InvalidParameter(
                 field, schema, "an object with plain properties, because this model does not write arguments as JSON"
             )
-        for key, value in (schema.get("properties") or {}).items():
-            is_text = "string" in argument_types(schema, key)
-            before = self.syntax.parameter.format(key=key, is_text=str(is_text).lower())
-            rule = f"{self.lark.text(before)} {self._value(value, root, key, field if is_text else None, is_text)}"
-            rules.append(rule if key in (schema.get("required") or []) else f"({rule})?")
+        rules = []
+        for key, value in converted.get("properties", {}).items():
+            if value is not False:
+                is_text = "string" in argument_types(schema, key)
+                before = self.syntax.parameter.format(key=key, is_text=str(is_text).lower())
+                rule = f"{self.lark.text(before)} {self._value(value, builder, key, field, is_text)}"
+                rules.append(rule if key in converted.get("required", ()) else f"({rule})?")
         return " ".join(rules)
 
     def _any_parameters(self) -> str:
@@ -139,15 +148,15 @@ class CallGrammar:
         before = " | ".join(self._text(template, key='/[^<>"]+/') for template in templates)
         return f"(({before}) {self.lark.until(self.syntax.value_end)})*"
 
-    def _value(self, schema: Any, root: dict[str, Any], key: str, field: str | None, is_text: bool) -> str:
+    def _value(self, schema: Schema, builder: SchemaBuilder, key: str, field: str | None, is_text: bool) -> str:
         end = self.syntax.value_end
         if not is_text:
-            return f"{json_rule({**schema, **root})} {self.lark.text(end)}"
-        schema = schema if isinstance(schema, dict) else {}
-        choices = [schema["const"]] if "const" in schema else schema.get("enum")
-        if choices and all(isinstance(choice, str) for choice in choices):
-            return f"({' | '.join(self.lark.text(choice + end) for choice in choices)})"
-        if field and (unknown := schema.keys() - _OF_TEXTS):
+            return f"{json_rule(builder.document(schema))} {self.lark.text(end)}"
+        values = _all_values(schema, builder)
+        if values is not None:
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(self.lark.text(text + end) for text in texts)})"
+        if field and (unknown := _asserted_of_texts(schema, builder)):
             limit = (
                 f"without {', '.join(sorted(unknown))}, which cannot be enforced because this model "
                 "writes the value as plain text"
@@ -161,8 +170,9 @@ class CallGrammar:
         return " ".join(known[piece] if i % 2 else self.lark.text(piece) for i, piece in enumerate(pieces) if piece)
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**without_annotations(schema), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+def json_rule(document: str) -> str:
+    """Return a rule for JSON. document: schema as `enforceable` returns it."""
+    return f"%json {document}"
 
 
 def regex_rule(regex: str) -> str:
@@ -176,36 +186,44 @@ def _escape(text: str) -> str:
     return re.sub(r"[\\.^$*+?{}\[\]|()]", r"\\\g<0>", text)
 
 
-def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of `tools`.
+def calls_rule(lark: Lark, tools: list[Tool], key: str, strict_only: bool, **array: Any) -> str:
+    """Return the rule for a call of one of `tools` as JSON, or for an array of calls. Raises SchemaError.
 
-    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one. strict_only:
-    whether tools that are not strict take any arguments.
+    key: the model's name for the arguments. strict_only: whether tools that are not strict take any arguments. array:
+    keywords of the array; none for one call.
     """
-    calls = []
-    for i, tool in enumerate(tools):
-        arguments: dict[str, Any] = {"type": "object"}
-        if tool.function.strict or not strict_only:
-            arguments = _rebase_refs(tool.arguments_schema, f"{pointer}/anyOf/{i}/properties/{key}")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, key: arguments},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls}
+    builder, calls = SchemaBuilder(closed=lark.closed), []
+    for tool in tools:
+        free = strict_only and not tool.function.strict
+        properties = {
+            "name": {"const": tool.function.name},
+            key: builder.add({"type": "object"} if free else tool.arguments_schema),
+        }
+        required = ["name", key]
+        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
+    call = {"anyOf": calls}
+    return json_rule(builder.document({"type": "array", **array, "items": call} if array else call))
 
 
-def _rebase_refs(schema: Any, pointer: str) -> Any:
-    """Return `schema` with its internal references adjusted to its place at `pointer` in a larger schema."""
-    if isinstance(schema, list):
-        return [_rebase_refs(entry, pointer) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    rebased = {key: _rebase_refs(value, pointer) for key, value in schema.items()}
-    reference = rebased.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        rebased["$ref"] = pointer + reference[1:]
-    return rebased
+def _all_values(schema: Schema, builder: SchemaBuilder) -> list[Any] | None:
+    """Return all values that a converted schema allows; None if it does not list them."""
+    found = builder.resolved(schema)
+    if not isinstance(found, dict):
+        return None
+    if found.keys() <= {"type", "enum", "const"} and found.keys() & {"enum", "const"}:
+        return [found["const"]] if "const" in found else list(found["enum"])
+    if found.keys() == {"anyOf"}:
+        lists = [_all_values(branch, builder) for branch in found["anyOf"]]
+        return None if None in lists else [value for values in lists for value in values or ()]
+    kinds: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+    return kinds.get(str(found.get("type"))) if len(found) == 1 else None
+
+
+def _asserted_of_texts(schema: Schema, builder: SchemaBuilder) -> set[str]:
+    """Return the keywords that assert something about a text."""
+    found = builder.resolved(schema)
+    if not isinstance(found, dict) or "string" not in possible_types(found):
+        return set()
+    own = {key for key in found.keys() - {"type", "anyOf", "allOf"} if concerns(key, frozenset({"string"}))}
+    branches = [*found.get("anyOf", ()), *found.get("allOf", ())]
+    return own.union(*(_asserted_of_texts(branch, builder) for branch in branches))

@@ -59,6 +59,9 @@ class StructuredOutputs(StrictModel):
     choice: list[str] | None = Field(default=None, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None
+    """Whether an object whose schema lists properties, and says nothing of others, has no others. Default: yes, or what
+    the model's `structured_outputs_config` says."""
     structural_tag: str | dict[str, Any] | None = None
     """Text in which the parts between tags follow a grammar; see structural_tag.py."""
 
@@ -150,10 +153,11 @@ class GenerationBody(SamplingBody):
     guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: dict[str, Any], *, closed: bool = True) -> SamplingParams:
         """Return the parameters for the engine. Raises InvalidParameter.
 
-        defaults: values recommended by the model's authors, for fields that the request leaves open.
+        defaults: values recommended by the model's authors, for fields that the request leaves open. closed: whether
+        `disable_additional_properties` is the default.
         """
         given = {name: value for name in ENGINE_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
@@ -165,7 +169,7 @@ class GenerationBody(SamplingBody):
                 "max_tokens": self.token_limit(),
                 "logprobs": self.num_logprobs(),
                 "prompt_logprobs": self.num_prompt_logprobs(),
-                "structured_outputs": self._structured_outputs(),
+                "structured_outputs": self._structured_outputs(closed),
             }
         )
 
@@ -202,7 +206,7 @@ class GenerationBody(SamplingBody):
                 raise InvalidParameter("logit_bias", key, "an object whose keys are token ids")
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
-    def _structured_outputs(self) -> StructuredOutputsParams | None:
+    def _structured_outputs(self, closed: bool) -> StructuredOutputsParams | None:
         """Return the requested structure, if any. Raises RequestError if several are given, or if one could never be
         enforced."""
         response_format, outputs = self.response_format, self.structured_outputs
@@ -218,7 +222,7 @@ class GenerationBody(SamplingBody):
             if response_format.type == "structural_tag":
                 tag = response_format.model_dump(exclude={"type"}, exclude_none=True)
                 return StructuredOutputsParams(
-                    grammar=structural_tag_grammar(tag, "response_format"), field="response_format"
+                    grammar=structural_tag_grammar(tag, "response_format", closed=closed), field="response_format"
                 )
             schema = response_format.json_schema
             if (schema is not None) != (response_format.type == "json_schema"):
@@ -236,13 +240,15 @@ class GenerationBody(SamplingBody):
             field = "structured_outputs.structural_tag"
             if grammar is not None:
                 raise RequestError("structured_outputs must have exactly one form", field)
-            grammar = structural_tag_grammar(outputs.structural_tag, field)
+            closed = closed if outputs.disable_additional_properties is None else outputs.disable_additional_properties
+            grammar = structural_tag_grammar(outputs.structural_tag, field, closed=closed)
         return StructuredOutputsParams(
             json=outputs.schema_,
             regex=outputs.regex,
             choice=outputs.choice,
             grammar=grammar,
             json_object=bool(outputs.json_object),
+            disable_additional_properties=outputs.disable_additional_properties,
         )
 
 

@@ -114,6 +114,8 @@ class ModelInfo:
     """Default variables of the chat template; a request's variables override them."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    closed_objects: bool = True
+    """Whether an object whose JSON schema says nothing of further properties has none."""
     adapters: AdapterSources | None = None
     """Adapters of the model; None if its engines compute none."""
     adapter: Adapter | None = None
@@ -145,7 +147,9 @@ class ServedModel:
         self.admission = Admission(pool, info.admission, stats, Availability(info.name))
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenizing")
-        self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
+        self._format = ChatFormat.of(
+            tokenizer, info.tool_call_parser, info.reasoning_parser, closed=info.closed_objects
+        )
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
         _ = tokenizer.max_token_bytes  # compute it now, not during the first requests
         logger.info(
@@ -445,7 +449,7 @@ class ServedModel:
 
     def _params(self, body: GenerationBody) -> SamplingParams:
         self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")
-        params = body.sampling_params(self.info.default_sampling)
+        params = body.sampling_params(self.info.default_sampling, closed=self.info.closed_objects)
         params.check_vocabulary(self.info.vocab_size)
         for name in ("max_tokens", "min_tokens"):
             if (getattr(params, name) or 0) > self.info.max_model_len:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deployments.openai.call_grammar import Lark, json_rule, regex_rule
+from deployments.openai.call_grammar import Lark, regex_rule
 from engine.errors import Described, InvalidParameter
+from engine.grammars.references import SchemaError
 
 MAX_DEPTH = 32
 
 
-def structural_tag_grammar(tag: dict[str, Any] | str, field: str) -> str:
+def structural_tag_grammar(tag: dict[str, Any] | str, field: str, *, closed: bool) -> str:
     """Return the grammar of a structural tag: one with `format`, or an older one with `structures` and `triggers`.
 
-    tag: an object or its JSON. Beginnings and ends of tags match as text, never as special tokens. Raises
-    InvalidParameter.
+    tag: an object or its JSON. closed: as in SchemaBuilder. Beginnings and ends of tags match as text, never as special
+    tokens. Raises InvalidParameter.
     """
-    builder = _Builder(field)
+    builder = _Builder(field, closed)
     try:
         given = json.loads(tag) if isinstance(tag, str) else tag
         rule = builder.rule(_triggered_tags(given) if "structures" in given else given["format"], 0)
+    except SchemaError as error:
+        raise InvalidParameter(field, tag, f"a tag whose JSON schemas can be enforced ({error})") from None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidParameter(field, tag, f"a structural tag in vLLM's format ({error!r})") from None
     lines = ["%llguidance {}", f"start: {rule}", *builder.lark.lines, r"TEXT: /(?s:.*)/"]
@@ -37,8 +40,8 @@ def _triggered_tags(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Builder:
-    def __init__(self, field: str):
-        self.lark = Lark((), lambda marker: None)
+    def __init__(self, field: str, closed: bool):
+        self.lark = Lark((), lambda marker: None, closed)
         self._field = field
 
     def rule(self, part: dict[str, Any], depth: int) -> str:
@@ -48,7 +51,7 @@ class _Builder:
             case "const_string":
                 return json.dumps(part["value"])
             case "json_schema":
-                return json_rule(part["json_schema"])
+                return self.lark.json(part["json_schema"])
             case "regex":
                 return regex_rule(part["pattern"])
             case "any_text":

@@ -136,7 +136,12 @@ def build_engine(
         runner=loaded.runner,
         launcher=make_launcher(loaded.runner, group),
         scheduler=scheduler,
-        grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
+        grammars=GrammarCompiler(
+            loaded.folder,
+            loaded.model.vocab_size,
+            scheduler.limits.eos_token_ids,
+            closed=loaded.config.structured_outputs.disable_additional_properties,
+        ),
         step_times=step_times,
         ledger=CostLedger(
             step_times,

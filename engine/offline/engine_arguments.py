@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.offline.vllm_flags import NAMES, RENAMED, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import NAMES, NOT_READ, RENAMED, VALUES, Row, draft_options, find, takes
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,12 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["speculative_config"], left_out = draft_options(options["speculative_config"])
         for key, why in left_out.items():
             logger.warning("speculative_config.%s of LLM is ignored: %s", key, why)
+    for flag, not_read in NOT_READ.items():
+        field = flag.removeprefix("--").replace("-", "_")
+        if isinstance(content := options.get(field), Mapping):
+            options[field] = {key: value for key, value in content.items() if key not in not_read}
+            for key in content.keys() & not_read.keys():
+                logger.warning("%s.%s of LLM is ignored: %s", field, key, not_read[key])
     return options
 
 

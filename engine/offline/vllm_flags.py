@@ -117,7 +117,7 @@ TABLE = (
     ignored("--enable-auto-tool-choice", "tools are always enabled if the model's calls can be parsed"),
     ignored("--exclude-tools-when-tool-choice-none", "the model never sees tools that it must not call"),
     ignored("--enable-reasoning", "reasoning is always separated; see --reasoning-parser"),
-    ignored("--structured-outputs-config= --guided-decoding-backend=", "structured outputs are always on"),
+    ignored("--guided-decoding-backend=", "structured outputs are always on"),
     ignored("--chat-template-content-format=auto|string", "templates get the content as text"),
     refused("--chat-template-content-format=", "templates get the content as text, and images as they expect them"),
     refused("--reasoning-config=", "use --reasoning-parser to name the format of reasoning"),
@@ -344,6 +344,19 @@ RENAMED = {  # former names of fields of EngineConfig, which are refused with th
 }
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "enable_expert_parallel": "-ep", "pipeline_parallel_size": "-pp"}
 NOT_DRAFTED = ("draft_tensor_parallel_size", "disable_by_batch_size", "max_model_len")  # without effect on outputs
+NOT_READ = {  # keys of objects that are left out, and why that is harmless
+    "--kv-events-config": {"max_queue_size": "batches are sent at the end of each step, without a queue"},
+    "--eplb-config": dict.fromkeys(
+        ("use_async", "policy", "communicator", "log_balancedness_interval"),
+        "experts always move in the background, over TCP",
+    ),
+    "--structured-outputs-config": {
+        **dict.fromkeys(("backend", "disable_fallback"), "structured outputs are always on, by llguidance"),
+        "disable_any_whitespace": "an answer has at most one blank, or a line break, between two tokens of JSON",
+        "enable_in_reasoning": "reasoning comes before the structure",
+        "reasoning_parser": "--reasoning-parser names the format of reasoning",
+    },
+}
 NAMES = {name for row in TABLE for name, _ in row.named()}
 
 

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from engine.black_box import BLACK_BOX, compile_key
 from engine.errors import InvalidParameter, Overloaded
 from engine.fairness.compile_queue import CompileQueue
-from engine.text.json_schema import without_annotations
 from engine.text.tokenizer_files import read_tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 
@@ -34,9 +34,6 @@ COMPILE_TIMEOUT_S = 10.0
 MASK_WAIT_S = 0.005  # that a step waits for a mask, once; most take 10 to 100 us, but new lexer states take longer
 THREADS = 4
 MAX_LEXER_STATES = 20_000  # per request, of 1 to 2 kB each
-# At most one space, or a line break with its indentation, as in llama.cpp: a weak model that may write any number of
-# blanks between two tokens of JSON would write nothing else.
-WHITESPACE = "( |\n[ \t]{0,20})?"
 STOP_REASONS = {  # explanations for errors of which llguidance gives only a name
     "NoExtension": "no token of this model can continue the output; allow more texts, or let the output end here",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
@@ -172,13 +169,17 @@ class GrammarCompiler:
     If llguidance is not installed, or cannot read the model's tokenizer, only requests with a grammar are refused.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
-        """Load the tokenizer. Do this before requests run: it holds the GIL for 1 s per 150,000 tokens."""
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int], *, closed: bool = True):
+        """Load the tokenizer. Do this before requests run: it holds the GIL for 1 s per 150,000 tokens.
+
+        closed: default of `disable_additional_properties`.
+        """
+        self._closed = closed
         self._num_bytes = -(-vocab_size // 32) * 4
         threads = min(THREADS, os.cpu_count() or 1)
         self._queue = CompileQueue[CompiledGrammar](threads)
         self._matchers = ThreadPoolExecutor(threads, thread_name_prefix="token-mask")
-        self._cache: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str, bool | None], _CachedGrammar] = OrderedDict()
         self._problem = ""
         try:
             from llguidance import LLTokenizer
@@ -194,7 +195,9 @@ class GrammarCompiler:
     def start(self, params: StructuredOutputsParams, output: list[int], now: float, client: str = "") -> Compilation:
         """Start to compile a grammar, unless it is cached. output: tokens that the request already has. client: client
         to whom a new compilation is charged."""
-        key, deadline = (params.kind, params.text), now + COMPILE_TIMEOUT_S
+        if params.disable_additional_properties is None:
+            params = msgspec.structs.replace(params, disable_additional_properties=self._closed)
+        key, deadline = (params.kind, params.text, params.disable_additional_properties), now + COMPILE_TIMEOUT_S
         cached = self._cache.get(key)
         if cached is None or _was_refused(cached.compiled):
             cached = self._cache[key] = _CachedGrammar(Future(), deadline)
@@ -270,14 +273,17 @@ def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's format. Raises any error of the GBNF translator, including RecursionError."""
+    """Return the grammar in llguidance's format. Raises SchemaError, and any error of the GBNF translator, including
+    RecursionError."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    from engine.grammars.json_schema import enforceable
+
     match params.kind:
         case "json" | "json_object":
-            schema = json.dumps(without_annotations(json.loads(params.text)))
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+            schema = enforceable(json.loads(params.text), closed=params.disable_additional_properties is not False)
+            return LLMatcher.grammar_from_json_schema(schema)
         case "regex":
             return LLMatcher.grammar_from_regex(params.text)
         case "choice":

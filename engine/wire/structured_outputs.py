@@ -22,6 +22,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     json: str | dict[str, Any] | None = None
     """A JSON schema, as an object or as text. A keyword that cannot be enforced is an error, never ignored."""
+    disable_additional_properties: bool | None = None
+    """Whether an object whose schema lists properties, and says nothing of others, has no others. None: as in the
+    engine's configuration."""
     regex: str | None = None
     """A regular expression for the whole output, in Rust's syntax: no look-around and no back references."""
     choice: list[str] | None = None

@@ -33,6 +33,8 @@ def fingerprint(model: Path, **keys: object) -> str:
         ({"engine": {"max_num_seqs": 3}}, []),
         ({"engine": {"dtype": "bfloat16"}}, ["options"]),
         ({"engine": {"block_size": 32}}, ["options"]),
+        ({"engine": {"structured_outputs_config": {"disable_additional_properties": True}}}, []),
+        ({"engine": {"structured_outputs_config": {"disable_additional_properties": False}}}, ["options"]),
         ({"decode": {"num_gpus": 1}}, ["options"]),
         ({"prefill": {"engine": {"tensor_parallel_size": 2}}}, ["options"]),
         ({"override_generation_config": {"temperature": 0.5}}, ["options"]),

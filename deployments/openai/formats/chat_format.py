@@ -48,6 +48,8 @@ class ChatFormat:
     """Name of the format of reasoning; `none` if the model writes none."""
     shows_tools: bool
     """Whether the chat template puts tools into the prompt."""
+    closed: bool = True
+    """Whether objects in schemas are closed as in SchemaBuilder."""
 
     @classmethod
     def of(
@@ -55,6 +57,8 @@ class ChatFormat:
         tokenizer: Tokenizer,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        *,
+        closed: bool = True,
     ) -> ChatFormat:
         example = tokenizer.example([_QUESTION, _CALL], [_TOOL])
         without_call = tokenizer.example([_QUESTION], [_TOOL])
@@ -73,7 +77,7 @@ class ChatFormat:
             reasoning_parser = next(reasoning, "none")
         if tool_call_parser in HARMONY.names or reasoning_parser in HARMONY_REASONING.names:  # one format for both
             tool_call_parser, reasoning_parser = HARMONY.names[0], HARMONY_REASONING.names[0]
-        return cls(tool_call_parser, reasoning_parser, shows_tools)
+        return cls(tool_call_parser, reasoning_parser, shows_tools, closed)
 
     @property
     def markers(self) -> list[str]:
@@ -150,7 +154,7 @@ class ChatFormat:
             tool_call_parser=self.tool_call_parser,
             tags=self.reasoning_tags,
             thinking=thinking,
-            lark=Lark(self.markers, tokens.ids.get),
+            lark=Lark(self.markers, tokens.ids.get, self.closed),
         )
         return grammar.params()
 

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from deployments.openai.call_grammar import (
     CallGrammar,
     Lark,
-    calls_schema,
+    calls_rule,
     json_rule,
     regex_rule,
 )
@@ -27,8 +27,9 @@ from deployments.openai.formats.families import CALL_FORMATS, HARMONY
 from deployments.openai.parsers import harmony
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import InvalidParameter
+from engine.grammars.json_schema import enforceable
+from engine.grammars.references import SchemaError
 from engine.text.grammar import limits, one_line
-from engine.text.json_schema import without_annotations
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
@@ -52,9 +53,10 @@ class ToolGrammar:
     def params(self) -> StructuredOutputsParams | None:
         """Return the grammar; None if nothing needs to be enforced. Raises InvalidParameter."""
         tools = self.body.offered_tools
+        callable_names = {tool.function.name for tool in self._tools}
         for i, tool in enumerate(tools):
-            if self._forced or tool.function.strict:
-                check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
+            if (self._forced or tool.function.strict) and tool.function.name in callable_names:
+                check_schema(tool.arguments_schema, f"tools[{i}].function.parameters", closed=self.lark.closed)
         enforced = self._forced or (tools and any(tool.function.strict for tool in tools))
         field = "tools" if self._forced or self.content is None else self.content.field
         if self._format is HARMONY:
@@ -64,15 +66,12 @@ class ToolGrammar:
         if self._forced:
             if self._format is not None and self._format.forced_natively(self.lark.token_of):
                 return self._grammar(self._native(strict_only=False).calls(parallel=self._parallel), field)
-            schema = self._forced_schema()
-            if self.thinking == "never":
-                return StructuredOutputsParams(json=schema, field="tools")
-            return self._grammar(json_rule(schema), field)
+            return self._grammar(self._forced_rule(), field)
         if enforced or (tools and self.content is not None):
             return self._grammar(self._content_or_calls(), field)
         if self.content is None or self.thinking == "never":
             return self.content
-        return self._grammar(_content_rule(self.content), field)
+        return self._grammar(self._content(self.content), field)
 
     @property
     def _format(self) -> CallFormat | None:
@@ -103,22 +102,21 @@ class ToolGrammar:
             raise InvalidParameter("tools", names, f"{limit} cannot be enforced")
         return CallGrammar(syntax, self.lark, self._tools, strict_only)
 
-    def _forced_schema(self) -> dict[str, Any]:
+    def _forced_rule(self) -> str:
         if isinstance(self.body.tool_choice, NamedToolChoice):
-            return self._tools[0].arguments_schema
-        calls = calls_schema(self._tools, "arguments", "#/items", strict_only=False)
-        max_items = {} if self._parallel else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, **max_items, "items": calls}
+            return self.lark.json(self._tools[0].arguments_schema)
+        limits = {"minItems": 1} if self._parallel else {"minItems": 1, "maxItems": 1}
+        return calls_rule(self.lark, self._tools, "arguments", False, **limits)
 
     def _content_or_calls(self) -> str:
         """Return the rule for content or calls, between which the model may choose."""
         if self._format is not None and self._format.whole_key:
-            call = json_rule(calls_schema(self._tools, self._format.whole_key, "#", strict_only=True))
+            call = calls_rule(self.lark, self._tools, self._format.whole_key, True)
             calls = f'{call} (";" GAP {call})*' if self._parallel else call
-            return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
+            return f"{'OTHER_TEXT?' if self.content is None else self._content(self.content)} | {calls}"
         grammar = self._native(strict_only=True)
         if self.content is not None:
-            return f"{_content_rule(self.content)} | {grammar.calls(parallel=self._parallel)}"
+            return f"{self._content(self.content)} | {grammar.calls(parallel=self._parallel)}"
         call = f"{self.lark.until(grammar.opener)} {grammar.calls(parallel=self._parallel, opened=True)}"
         return f"({call})* TEXT" if self._parallel else f"TEXT | {call}"
 
@@ -134,13 +132,13 @@ class ToolGrammar:
         last = []
         for tool in self._tools:
             name, free = tool.function.name, not (self._forced or tool.function.strict)
-            arguments = json_rule({"type": "object"} if free else tool.arguments_schema)
+            arguments = self.lark.json({"type": "object"} if free else tool.arguments_schema)
             recipient = json.dumps(f" to=functions.{name}")
             header = f"({commentary} {recipient} | {recipient} {commentary})"
             last.append(f"{header} {is_json} {message} {arguments}")
         if not self._forced:
             last.append(
-                f"{final} {is_json} {message} {'TEXT' if self.content is None else _content_rule(self.content)}"
+                f"{final} {is_json} {message} {'TEXT' if self.content is None else self._content(self.content)}"
             )
         return f"({analysis} {message} {next_message})* ({commentary} {message} {next_message})? ({' | '.join(last)})"
 
@@ -165,26 +163,29 @@ class ToolGrammar:
         ]
         return StructuredOutputsParams(grammar="\n".join(lines), field=field)
 
+    def _content(self, content: StructuredOutputsParams) -> str:
+        match content.kind:
+            case "json" | "json_object":
+                try:
+                    given = content.disable_additional_properties
+                    closed = self.lark.closed if given is None else given
+                    return json_rule(enforceable(msgspec.json.decode(content.text), closed=closed))
+                except SchemaError as error:
+                    raise content.invalid(f"a JSON schema that can be enforced ({error})") from None
+            case "regex":
+                return regex_rule(content.text)
+            case "choice":
+                return f"({' | '.join(json.dumps(choice) for choice in content.choice or [])})"
+            case "grammar":
+                limit = "json, json_object, regex or choice if the model may reason or call tools"
+                raise content.invalid(limit)
 
-def _content_rule(content: StructuredOutputsParams) -> str:
-    match content.kind:
-        case "json" | "json_object":
-            return json_rule(msgspec.json.decode(content.text))
-        case "regex":
-            return regex_rule(content.text)
-        case "choice":
-            return f"({' | '.join(json.dumps(choice) for choice in content.choice or [])})"
-        case "grammar":
-            limit = "json, json_object, regex or choice if the model may reason or call tools"
-            raise content.invalid(limit)
 
-
-def check_schema(schema: dict[str, Any], field: str) -> None:
-    """Raise InvalidParameter for a JSON schema that cannot be enforced."""
+def check_schema(schema: dict[str, Any], field: str, *, closed: bool) -> None:
+    """Raise InvalidParameter for a JSON schema that cannot be enforced. closed: as in SchemaBuilder."""
     try:
-        problem = LLMatcher.validate_grammar(
-            LLMatcher.grammar_from_json_schema(without_annotations(schema)), None, limits=limits()
-        )
+        grammar = LLMatcher.grammar_from_json_schema(enforceable(schema, closed=closed))
+        problem = LLMatcher.validate_grammar(grammar, None, limits=limits())
     except BaseException as error:  # noqa: BLE001 - a panic in Rust is not an Exception, and concerns only this schema
         problem = str(error) or type(error).__name__
     if problem:

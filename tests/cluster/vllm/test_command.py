@@ -10,6 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.main import app, main
+from cluster.config.app_config import AppConfig
+from cluster.config.ingress_section import IngressSection
+from cluster.model_info import model_info
 from cluster.vllm.command import arguments, translated
 from engine.errors import ConfigError, InvalidParameter, RequestError
 from engine.offline.vllm_flags import RENAMED, TABLE
@@ -137,6 +140,17 @@ def test_kv_events_have_the_same_keys_but_no_queue_to_bound():
     assert list(command.ignored) == ["--kv-events-config.max_queue_size"]
     found = configured("pocket", "--kv-events-config", '{"enable_kv_cache_events": true}')
     assert found["models"][0]["engine"]["kv_events_config"] == {"enable_kv_cache_events": True}
+
+
+def test_objects_of_schemas_are_open_if_vllms_option_says_so():
+    words = ["--structured-outputs-config", '{"backend": "guidance"}']
+    command = translated(["pocket", *words, "--structured-outputs-config.disable_additional_properties", "false"])
+    assert json.loads(command.args[-1]) == {"disable_additional_properties": False}
+    assert list(command.ignored) == ["--structured-outputs-config.backend"]
+    (model,) = AppConfig.parse(configured(*command.args)).models
+    assert not model_info(model, IngressSection()).closed_objects
+    (model,) = AppConfig.parse(configured("pocket")).models
+    assert model_info(model, IngressSection()).closed_objects
 
 
 def test_experts_move_as_in_vllm():

@@ -93,7 +93,7 @@ async def no_images(limit: int) -> None:
             "input must be a list of at most 4096 items, got 4097",
         ),
         (
-            lambda: structural_tag_grammar(nested(100), "response_format"),
+            lambda: structural_tag_grammar(nested(100), "response_format", closed=True),
             "response_format must be a format nested at most 32 deep, got a deeper one",
         ),
     ],

@@ -176,6 +176,110 @@ def test_strict_schema_that_cannot_be_enforced_between_tags_is_refused_by_name(p
     assert grammar("qwen3_coder", "text", functions=functions, choice="required", strict=False) is not None
 
 
+REFERENCES = {
+    "#/$defs/A": {},
+    "#/$defs/A%20b": {"$id": "https://example.org/tool"},
+    "#name": {},
+    "#/$defs/Pair[int]": {},
+    "#/$defs/Größe": {},
+    "#/properties/other": {},
+}
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize("choice", [None, "required", "named"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "deepseek_v3"])
+def test_references_of_a_tool_lead_to_its_own_schemas_also_beside_other_tools(parser, choice, reference):
+    number = {"type": "integer"}
+    defs = {"A": number, "A b": number, "Pair[int]": number, "Größe": number, "B": {"$anchor": "name", **number}}
+    schema = {"type": "object", "properties": {"v": {"$ref": reference}, "other": number}, "required": ["v"]}
+    other = {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
+    functions = [
+        {"name": "g", "parameters": {**REFERENCES[reference], **other}},
+        {"name": "f", "parameters": {**REFERENCES[reference], **schema, "$defs": defs}},
+    ]
+    named = NamedToolChoice.model_validate({"type": "function", "function": {"name": "f"}})
+    params = grammar(parser, "text", functions=functions, choice=named if choice == "named" else choice)
+    for value, fits in (("7", True), ('"x"', False)):
+        text = json_call(parser, choice, f'{{"v": {value}}}')
+        if parser == "qwen3_coder":
+            text = f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert matches(params, parser, "text", text) == fits
+
+
+def json_call(parser: str, choice: str | None, arguments: str) -> str:
+    if parser == "deepseek_v3":
+        call = CALL_FORMATS[parser].syntax
+        assert call is not None
+        return call.begin + call.call.format(name="f", arguments=arguments) + call.end
+    whole = f'{{"name": "f", "arguments": {arguments}}}'
+    forced = {"required": f"[{whole}]", "named": arguments}
+    return forced[choice] if choice else f"<tool_call>\n{whole}\n</tool_call>"
+
+
+UNSUPPORTED = {"type": "object", "properties": {"q": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_tool_that_cannot_be_enforced_is_no_reason_to_refuse_the_choice_of_another_one(parser, strict):
+    functions = [{"name": "bad", "parameters": UNSUPPORTED}, {"name": "f", "parameters": {"type": "object"}}]
+    named = {
+        name: NamedToolChoice.model_validate({"type": "function", "function": {"name": name}}) for name in ("bad", "f")
+    }
+    assert grammar(parser, "text", strict=strict, functions=functions, choice=named["f"]) is not None
+    for choice in (named["bad"], "required"):
+        with pytest.raises(InvalidParameter, match="uniqueItems at #/properties/q cannot be enforced") as raised:
+            grammar(parser, "text", strict=strict, functions=functions, choice=choice)
+        assert raised.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"description": "x", "title": "x", "examples": ["x"], "default": "x"},
+        {"format": "path"},
+        {"format": "password", "writeOnly": True, "readOnly": True},
+        {"deprecated": True, "example": "x", "$comment": "x", "x-order": 1, "nullable": False},
+        {"minLength": 0, "pattern": None},
+        {"contentMediaType": "text/html", "contentEncoding": "base64"},
+        {"minimum": 3, "items": {"type": "integer"}},
+        {"allOf": [{}], "not": {"not": {}}},
+    ],
+)
+def test_keywords_that_assert_nothing_of_a_text_are_no_reason_to_refuse_a_strict_tool(more):
+    for schema in ({"type": "string", **more}, {"anyOf": [{"type": "string", **more}, {"type": "null"}], **more}):
+        parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        params = grammar("qwen3_coder", "text", functions=[{"name": "f", "parameters": parameters}])
+        call = "<tool_call>\n<function=f>\n<parameter=a>\nany text\n</parameter>\n</function>\n</tool_call>"
+        assert matches(params, "qwen3_coder", "text", call)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder"])
+def test_arguments_between_tags_whose_schema_is_no_plain_object_are_free_unless_they_are_strict(parser):
+    parameters = {
+        "type": "object",
+        "allOf": [{"properties": {"a": {"type": "string"}}, "required": ["a"]}, {"properties": {"b": {}}}],
+    }
+    functions = [{"name": "f", "parameters": parameters}]
+    params = grammar(parser, "text", strict=False, functions=functions, choice="required")
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert matches(params, parser, "text", call)
+    with pytest.raises(InvalidParameter, match="plain properties"):
+        grammar(parser, "text", functions=functions)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("choice", [None, "required"])
+def test_arguments_have_no_further_properties_unless_the_model_is_configured_so(closed, choice):
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    lark = Lark(markers_of("hermes"), tokenizers("hermes", "text")[0].ids.get, closed)
+    params = grammar("hermes", "text", functions=[{"name": "f", "parameters": parameters}], choice=choice, lark=lark)
+    assert matches(params, "hermes", "text", json_call("hermes", choice, '{"a": "x"}'))
+    assert matches(params, "hermes", "text", json_call("hermes", choice, '{"a": "x", "b": 1}')) != closed
+
+
 @pytest.mark.parametrize("parser", ["gemma4", "pythonic"])
 def test_calls_that_no_grammar_describes_cannot_be_strict_and_forced_ones_are_json(parser):
     with pytest.raises(InvalidParameter, match=f"calls in the format {parser} cannot be enforced"):

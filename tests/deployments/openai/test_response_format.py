@@ -37,6 +37,10 @@ def json_schema(type: str = "json_schema", **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ["yes", "no"]}),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+            {"json": SCHEMA, "disable_additional_properties": False},
+        ),
     ],
 )
 async def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected, api):

@@ -80,7 +80,7 @@ def test_parts_between_tags_follow_their_grammar(tag, good, bad):
 )
 def test_tag_that_makes_no_sense_is_refused(tag, message):
     with pytest.raises(InvalidParameter, match=message):
-        structural_tag_grammar(tag, "structured_outputs.structural_tag")
+        structural_tag_grammar(tag, "structured_outputs.structural_tag", closed=True)
 
 
 def test_deep_tag_is_refused():
@@ -88,7 +88,7 @@ def test_deep_tag_is_refused():
     for _ in range(1000):
         tag = {"type": "sequence", "elements": [tag]}
     with pytest.raises(InvalidParameter, match="nested at most"):
-        structural_tag_grammar({"format": tag}, "response_format")
+        structural_tag_grammar({"format": tag}, "response_format", closed=True)
 
 
 def test_only_one_form_is_taken():

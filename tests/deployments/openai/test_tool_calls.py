@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -183,15 +184,36 @@ async def test_forced_calls_are_held_to_the_schema_of_the_tools():
     async with serving("[]") as api:
         thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
         await ask(api, tools=TOOLS, tool_choice="required", **thinks_not)
-        schema = api.engine.added[-1].params.structured_outputs.json
+        grammar = api.engine.added[-1].params.structured_outputs.grammar
+        (schema,) = schemas_in(grammar)
         names = [call["properties"]["name"] for call in schema["items"]["anyOf"]]
         assert (schema["minItems"], names) == (1, [{"const": "weather"}, {"const": "now"}])
         await ask(api, tools=TOOLS, tool_choice=NAMED, **thinks_not)
-        assert api.engine.added[-1].params.structured_outputs.json == PARAMETERS
+        grammar = api.engine.added[-1].params.structured_outputs.grammar
+        (schema,) = schemas_in(grammar)
+        assert schema.items() >= {**PARAMETERS, "additionalProperties": False}.items()
         await ask(api, tools=TOOLS, tool_choice=NAMED)  # it may think first
         assert "start: ((<" in api.engine.added[-1].params.structured_outputs.grammar
         await ask(api, tools=TOOLS)
         assert api.engine.added[-1].params.structured_outputs is None
+
+
+def schemas_in(grammar: str) -> list[dict[str, Any]]:
+    return [json.JSONDecoder().raw_decode(grammar[found.end() :])[0] for found in re.finditer("%json ", grammar)]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+async def test_what_the_ingress_writes_of_schemas_is_closed_or_open_as_the_model_is_configured(closed):
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": PARAMETERS}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    async with serving("{}", closed_objects=closed) as api:
+        for form in ({"tools": TOOLS, "tool_choice": NAMED}, {"tools": TOOLS, "response_format": schema}):
+            await ask(api, **form)
+            grammar = api.engine.added[-1].params.structured_outputs.grammar
+            schemas = schemas_in(grammar)
+            assert [s.get("additionalProperties") for s in schemas if "properties" in s] == [False if closed else None]
+        await api.post("completions", prompt="x", response_format=tag)
+        assert ("additionalProperties" in api.engine.added[-1].params.structured_outputs.grammar) == closed
 
 
 THOUGHTS, REST = "\nHm, 1 + 1.\n", "\n\nIt is 2."

@@ -181,7 +181,7 @@ def test_grammar_of_the_users_own_cannot_be_combined():
     [
         ({"type": "object", "properties": {"a": {"type": "strin"}}}, "strin"),
         ({"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}}, "missing"),
-        ({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}, "not"),
+        ({"type": "object", "properties": {"a": {"not": {"minLength": 3}}}}, "not"),
         ({"type": "object", "properties": []}, "properties"),
     ],
 )

@@ -52,6 +52,10 @@ OWN = {"chat_template", "revision", "served_model_name"}
             {"speculative_config": {"method": "deepseek_mtp", "model": "x", "num_speculative_tokens": 1}},
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         ),
+        (
+            {"structured_outputs_config": {"backend": "xgrammar", "disable_additional_properties": False}},
+            {"structured_outputs_config": {"disable_additional_properties": False}},
+        ),
         ({"cpu_offload_gb": 0, "tokenizer_mode": "auto", "kv_transfer_config": None, "hf_token": None}, {}),
         ({"dcp_kv_cache_interleave_size": 1, "skip_tokenizer_init": False, "max_logprobs": 20}, {}),
     ],

@@ -348,11 +348,27 @@ def test_an_answer_goes_on_where_another_replica_stopped(llm):
         assert whole[: int(k)] + rest == whole
 
 
+@pytest.mark.parametrize("configured", [None, {"disable_additional_properties": False}], ids=["closed", "open"])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_objects_are_closed_unless_the_request_or_the_configuration_says_otherwise(folder, configured, asked):
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "maxProperties": 2}
+    form = StructuredOutputsParams(json=schema, disable_additional_properties=asked)
+    options = {**OPTIONS, "num_gpu_blocks_override": 400, "structured_outputs_config": configured}
+    with LLM(folder, **options) as llm:
+        params = [SamplingParams(seed=seed, max_tokens=80, structured_outputs=form) for seed in range(12)]
+        texts = [result.outputs[0].text for result in llm.generate([[5, 6, 7]] * 12, params, use_tqdm=False)]
+    closed = configured is None if asked is None else asked
+    assert all(re.fullmatch(r'\{\s*"a"\s*:\s*1\s*}', text) for text in texts) == closed
+
+
 # -- what cannot be done ---------------------------------------------------------------------------------------
 
 HOPELESS = [
-    ({"json": {"type": "text"}}, "structured_outputs.json must be a JSON schema that can be enforced .*Invalid type"),
-    ({"json": {"not": {"type": "null"}}}, "enforced .*not"),
+    (
+        {"json": {"type": "text"}},
+        "structured_outputs.json must be a JSON schema that .*#/type must be one or several of",
+    ),
+    ({"json": {"not": {"minLength": 3}}}, "enforced .*not"),
     ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "enforced .*minLength .3. is greater"),
     ({"json": {"$ref": "https://example.org/schema"}}, "enforced .*example.org"),
     ({"regex": "(ab"}, "structured_outputs.regex must be a regular expression in Rust's syntax .*unclosed group"),

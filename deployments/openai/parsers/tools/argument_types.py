@@ -8,12 +8,17 @@ from typing import Any
 
 import msgspec
 
+from engine.grammars.references import target_of
+
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def argument_types(schema: dict[str, Any], key: str) -> frozenset[str]:
     """Return the JSON types that the arguments' schema allows for one argument; `string` if the schema names none."""
-    properties = schema.get("properties")
+    root: Any = schema
+    if "properties" not in schema and isinstance(reference := schema.get("$ref"), str):
+        root = target_of(reference, schema)
+    properties = root.get("properties") if isinstance(root, dict) else None
     found = _types(properties.get(key) if isinstance(properties, dict) else None, schema, depth=0)
     return frozenset(found or {"string"})
 
@@ -57,9 +62,6 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> set[str]:
     for word in ("anyOf", "oneOf", "allOf"):
         for branch in schema.get(word) or []:
             types |= _types(branch, root, depth + 1)
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        types |= _types(target, root, depth + 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        types |= _types(target_of(reference, root), root, depth + 1)
     return types

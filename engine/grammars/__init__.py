@@ -1,0 +1,1 @@
+"""Schemas and grammars of users, in the forms that llguidance enforces."""

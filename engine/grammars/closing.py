@@ -1,0 +1,111 @@
+"""Objects without further properties: which names a schema lists, together with the schemas that apply to the same
+value, and how others are excluded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.grammars.references import Place
+from engine.grammars.value_types import as_names
+
+CHOICES = ("anyOf", "oneOf")
+_CONDITIONS = ("if", "then", "else", "dependentSchemas", "dependencies")
+_SAME_VALUE = (*CHOICES, *_CONDITIONS, "allOf", "$ref", "$dynamicRef", "$recursiveRef")
+"""Keywords whose schemas apply to the value itself, not to a part of it."""
+_LISTS = ("properties", "patternProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that a schema lists for the properties of an object."""
+
+    properties: dict[str, None] = field(default_factory=dict)  #: in order
+    patterns: dict[str, None] = field(default_factory=dict)
+    required: dict[str, None] = field(default_factory=dict)
+    declared: bool = False  #: whether the schema lists properties or patterns
+    all: bool = False  #: whether the schema says something of all other names
+    conditional: bool = False  #: whether some are listed only under a condition other than a branch
+
+    def __bool__(self) -> bool:
+        return bool(self.properties or self.patterns or self.required or self.all)
+
+    def __or__(self, other: Names) -> Names:
+        return Names(
+            {**self.properties, **other.properties},
+            {**self.patterns, **other.patterns},
+            {**self.required, **other.required},
+            self.declared or other.declared,
+            self.all or other.all,
+            self.conditional or other.conditional,
+        )
+
+
+def declared_names(place: Place, step: Callable[[], None], *, without: Collection[str | tuple[str, int]] = ()) -> Names:
+    """Return the names listed in a schema and in those that apply to the same value, always or under a condition.
+
+    step: called for each schema. without: keywords to leave out, or pairs of a keyword and the index of a branch.
+    """
+    step()
+    keywords = place.keywords
+    listed = {key: value for key in _LISTS if isinstance(value := keywords.get(key), dict)}
+    names = Names(
+        dict.fromkeys(listed.get("properties", ())),
+        dict.fromkeys(listed.get("patternProperties", ())),
+        dict.fromkeys(as_names(keywords.get("required"))),
+        declared="properties" in listed or bool(listed.get("patternProperties")),
+        all="additionalProperties" in keywords or "unevaluatedProperties" in keywords,
+    )
+    for key in keywords:
+        if key in _SAME_VALUE and key not in without:
+            for index, branch in _branches(place, key):
+                if (key, index) not in without:
+                    inner = declared_names(branch, step)
+                    names |= replace(inner, conditional=inner.conditional or (key in _CONDITIONS and bool(inner)))
+    return names
+
+
+def has_choices(place: Place, key: str, step: Callable[[], None]) -> bool:
+    """Return whether a value has different names by the branch of this keyword in which it is valid."""
+    step()
+    if key in CHOICES:
+        return any(declared_names(branch, step) for _, branch in _branches(place, key))
+    return key in ("allOf", "$ref") and any(
+        inner in branch.keywords and has_choices(branch, inner, step)
+        for _, branch in _branches(place, key)
+        for inner in (*CHOICES, "allOf", "$ref")
+    )
+
+
+def closed_to(schema: dict[str, Any] | bool, names: Names, rest: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """Return a converted schema for objects in which other properties than those named must be valid in `rest`."""
+    if schema is False:
+        return False
+    limit: dict[str, Any] = {
+        "properties": dict.fromkeys({**names.properties, **names.required}, True),
+        **({"patternProperties": dict.fromkeys(names.patterns, True)} if names.patterns else {}),
+        "additionalProperties": rest,
+    }
+    if schema is True:
+        return limit
+    if schema.keys() & {*CHOICES, "allOf", "$ref", "additionalProperties"}:
+        kind = {"type": "object"} if schema.get("type") == "object" else {}
+        return {**schema, "allOf": [*schema.get("allOf", []), {**kind, **limit}]}
+    for key in _LISTS:
+        if key in limit:
+            own = schema.get(key, {})
+            limit[key] = {**own, **{name: True for name in limit[key] if name not in own}}
+    return {**schema, **limit}
+
+
+def _branches(place: Place, key: str) -> Iterator[tuple[int | None, Place]]:
+    """Yield the schemas below a keyword that apply to the same value, those of a list with their index."""
+    if key in ("$ref", "$dynamicRef", "$recursiveRef"):
+        yield None, place.target(key)
+    elif key in ("if", "then", "else"):
+        yield None, place.child(key)
+    else:
+        for index, branch in place.children(key):
+            if not isinstance(branch.schema, list):  # in `dependencies`, names
+                yield (index if isinstance(index, int) else None), branch

@@ -1,0 +1,207 @@
+"""JSON schemas in the form that llguidance enforces.
+
+llguidance knows some keywords and refuses all others of JSON Schema. Here each keyword is left out if it is an
+annotation, or if it asserts nothing about the values that can occur; is written with keywords that llguidance knows; or
+is refused by name. References are resolved, so that a schema keeps its meaning inside a larger one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.grammars.closing import CHOICES, Names, closed_to, declared_names, has_choices
+from engine.grammars.conversion import HANDLERS, Close, Conversion, Schema
+from engine.grammars.references import Place, SchemaError, is_ambiguous
+from engine.grammars.value_types import TYPES, are_disjoint, concerns, possible_types
+
+# At most one space, or a line break with its indentation, as in llama.cpp: a weak model that may write any number of
+# blanks between two tokens of JSON would write nothing else.
+WHITESPACE = "( |\n[ \t]{0,20})?"
+MAX_STEPS = 20_000  # schemas visited for one document; those behind a reference or in several groups count again
+
+
+def enforceable(schema: dict[str, Any], *, closed: bool) -> str:
+    """Return a schema as llguidance reads it, as JSON. Raises SchemaError. closed: as in SchemaBuilder."""
+    builder = SchemaBuilder(closed=closed)
+    return builder.document(builder.add(schema))
+
+
+class SchemaBuilder:
+    """Converts schemas, which may then be parts of one document."""
+
+    def __init__(self, *, closed: bool):
+        """closed: whether an object whose schema lists properties, and says nothing of others, may have no others."""
+        self._closed = closed
+        self._defs: dict[str, Any] = {}
+        self._names: dict[tuple[int, bool], str] = {}
+        self._roots: list[Any] = []  # keeps schemas alive, so that their ids stay theirs
+        self._steps = 0
+
+    def add(self, schema: dict[str, Any]) -> Schema:
+        """Return the schema in a form that `document` completes. Raises SchemaError."""
+        self._roots.append(schema)
+        self._steps = 0
+        try:
+            return self.start(Place.root(schema))
+        except RecursionError:
+            raise SchemaError("it is nested too deeply") from None
+
+    def document(self, schema: Schema) -> str:
+        """Return a schema that consists of what `add` returned, as JSON. Raises SchemaError."""
+        if schema is False:
+            raise SchemaError("no value is valid")
+        found = {} if schema is True else schema
+        defs = self._referred(found)
+        options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return json.dumps({**found, **({"$defs": defs} if defs else {}), **options})
+
+    def _referred(self, schema: Any) -> dict[str, Any]:
+        """Return the definitions to which a schema refers, those to which they refer included."""
+        found: dict[str, Any] = {}
+        waiting = [schema]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                waiting += value.values()
+                name = str(value.get("$ref")).removeprefix("#/$defs/")
+                if name in self._defs and name not in found:
+                    found[name] = self._defs[name]
+                    waiting.append(found[name])
+            elif isinstance(value, list):
+                waiting += value
+        return found
+
+    def resolved(self, schema: Schema) -> Schema:
+        """See Parts."""
+        while isinstance(schema, dict) and schema.keys() == {"$ref"}:
+            name = schema["$ref"].removeprefix("#/$defs/")
+            if name not in self._defs:  # still being converted
+                break
+            schema = self._defs[name]
+        return schema
+
+    def start(self, place: Place) -> Schema:
+        """See Parts."""
+        keywords = place.keywords
+        conditions = {key for key in keywords if key in HANDLERS}
+        if conditions == {"$ref"}:
+            return self._define(place.target("$ref"), outermost=True)
+        if conditions == {"allOf"} and isinstance(keywords["allOf"], list) and len(keywords["allOf"]) == 1:
+            return self.start(place.child("allOf", 0))
+        if self._closed and "unevaluatedProperties" not in keywords and declared_names(place, self._step).declared:
+            return self._close(place, Names(), False)
+        return self._open(place, {})
+
+    def _close(self, place: Place, outer: Names, rest: Schema, *, exact: bool = False) -> Schema:
+        """Return the schema of an object that has no other properties than those named in it or in `outer`, or only
+        others that are valid in `rest`.
+
+        If branches name different properties, each is closed by itself: a value has only those of one branch, even if
+        it is valid in several. exact: whether it may have those of all then, as with `unevaluatedProperties`.
+        """
+        self._step()
+        keywords = place.keywords
+        branching = [
+            key for key in (*CHOICES, "allOf", "$ref") if key in keywords and has_choices(place, key, self._step)
+        ]
+        if (outer | declared_names(place, self._step, without=branching)).all:
+            return self.part(place)
+        names = outer | declared_names(place, self._step)
+        if exact and names.conditional:
+            raise place.refused("unevaluatedProperties", "cannot be enforced beside conditions")
+        close: Close = {key: partial(self._close_branch, place, key, outer, rest, exact) for key in branching}
+        for key in CHOICES:
+            if key in close and (exact or key == "oneOf") and not self._are_exclusive(place, key, close[key], exact):
+                if exact:
+                    raise place.refused("unevaluatedProperties", f"cannot be enforced beside this {key}")
+                del close[key]
+        if close or names.all:
+            return self._open(place, close)
+        return closed_to(self.part(place), replace(names, required={}) if exact else names, rest)
+
+    def _close_branch(
+        self, place: Place, key: str, outer: Names, rest: Schema, exact: bool, branch: Place, index: Any
+    ) -> Schema:
+        """Return a branch of `place`, closed to the names of its own and those of all but the branches beside it."""
+        if key == "allOf" and not any(has_choices(branch, inner, self._step) for inner in branch.keywords):
+            return self.part(branch)
+        around = outer | declared_names(place, self._step, without=[(key, index) if key == "allOf" else key])
+        if rest is False and not exact and not around:
+            return self.start(branch)
+        return self._close(branch, around, rest, exact=exact)
+
+    def _are_exclusive(self, place: Place, key: str, close: Callable[[Place, Any], Schema], exact: bool) -> bool:
+        """Return whether it is certain that what is valid in a closed branch is not valid in another one as written."""
+        branches = list(place.children(key))
+        free = [self.part(branch) for _, branch in branches]
+        closed = free if exact else [close(branch, index) for index, branch in branches]
+        return self.exclude_each_other(closed, free)
+
+    def exclude_each_other(self, branches: list[Schema], others: list[Schema]) -> bool:
+        """See Parts."""
+        a, b = ([self._with_properties(schema) for schema in schemas] for schemas in (branches, others))
+        return all(are_disjoint(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i != j)
+
+    def _with_properties(self, schema: Schema) -> Schema:
+        """Return a schema with the references of its properties resolved."""
+        found = self.resolved(schema)
+        if not isinstance(found, dict) or "properties" not in found:
+            return found
+        return {**found, "properties": {name: self.resolved(inner) for name, inner in found["properties"].items()}}
+
+    def part(self, place: Place) -> Schema:
+        """See Parts."""
+        return self._open(place, {})
+
+    def reference(self, place: Place, keyword: str) -> Schema:
+        """See Parts."""
+        if keyword != "$ref" and is_ambiguous(self._roots[-1], keyword):
+            raise place.refused(keyword, "may have several targets")
+        return self._define(place.target(keyword), outermost=False)
+
+    def _define(self, target: Place, *, outermost: bool) -> Schema:
+        """Return a reference to a definition of this document; what it leads to if that is simpler."""
+        key = (id(target.schema), outermost)
+        if not isinstance(target.schema, dict):
+            return self._open(target, {})
+        if key not in self._names:
+            name = self._names[key] = str(len(self._names))
+            converted = self.start(target) if outermost else self._open(target, {})
+            if isinstance(converted, dict) and converted.get("$ref") == f"#/$defs/{name}":
+                raise SchemaError(f"{target.path} refers to itself")
+            self._defs[name] = converted
+        found: Schema | None = self._defs.get(self._names[key])
+        if isinstance(found, bool) or (found is not None and found.keys() == {"$ref"}):
+            return found
+        return {"$ref": f"#/$defs/{self._names[key]}"}
+
+    def _open(self, place: Place, close: Close) -> Schema:
+        self._step()
+        if isinstance(place.schema, bool):
+            return place.schema
+        keywords = place.keywords
+        if "unevaluatedProperties" in keywords:
+            rest = self.start(place.child("unevaluatedProperties"))
+            if rest is not True and concerns("unevaluatedProperties", self._types(place)):
+                without = {key: value for key, value in keywords.items() if key != "unevaluatedProperties"}
+                return self._close(replace(place, schema=without), Names(), rest, exact=True)
+        return Conversion(self, place, self._types(place), close).result()
+
+    def _types(self, place: Place) -> frozenset[str]:
+        keywords = place.keywords
+        named = keywords.get("type", [])
+        names = named if isinstance(named, list) else [named]
+        if ("type" in keywords and not names) or not all(isinstance(name, str) and name in TYPES for name in names):
+            raise place.error(f"one or several of {', '.join(TYPES)}", "type")
+        if "enum" in keywords and not isinstance(keywords["enum"], list):
+            raise place.error("a list", "enum")
+        return possible_types(keywords)
+
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise SchemaError(f"it has more than {MAX_STEPS} schemas, with those behind references")
