@@ -23,6 +23,7 @@ import numpy as np
 from engine.black_box import BLACK_BOX, compile_key
 from engine.errors import InvalidParameter, Overloaded
 from engine.fairness.compile_queue import CompileQueue
+from engine.grammars.gbnf import gbnf_to_lark
 from engine.text.tokenizer_files import read_tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 
@@ -273,10 +274,8 @@ def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's format. Raises SchemaError, and any error of the GBNF translator, including
-    RecursionError."""
+    """Return the grammar in llguidance's format. Raises SchemaError and GbnfError."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     from engine.grammars.json_schema import enforceable
 

@@ -13,7 +13,8 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARS = 200_000
 MAX_GBNF_CHARS = 20_000  # GBNF is translated to Lark in Python
-LARK = re.compile(r"^[ \t]*(?:%llguidance|start[ \t]*:(?!:))", re.MULTILINE)
+GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)  # the beginning of a rule, which Lark does not have
+LARK = re.compile(r"^[^\S\n]*(?:%|[?!]*start\b[^:\n]*:)", re.MULTILINE)
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,7 +75,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     @property
     def is_gbnf(self) -> bool:
-        return self.grammar is not None and not LARK.search(self.grammar)
+        return self.grammar is not None and bool(GBNF.search(self.grammar) or not LARK.search(self.grammar))
 
     def invalid(self, limit: str) -> InvalidParameter:
         """Return an error which says that this value must be `limit`."""

@@ -373,7 +373,7 @@ HOPELESS = [
     ({"json": {"$ref": "https://example.org/schema"}}, "enforced .*example.org"),
     ({"regex": "(ab"}, "structured_outputs.regex must be a regular expression in Rust's syntax .*unclosed group"),
     ({"regex": "a(?=b)"}, "look-around"),
-    ({"grammar": "root = nothing"}, "structured_outputs.grammar must be a grammar .*Expected ::="),
+    ({"grammar": "root = nothing"}, "structured_outputs.grammar must be a grammar .*Expected NAME ::="),
     ({"grammar": "start: missing"}, "unknown name"),
 ]
 
