@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     Tokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
     identity = ModelIdentity.of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
+    limit = _max_new_tokens(model, sampling)
     max_model_len = config.longest_sequence(engine.max_model_len)
     numerics = fingerprint(
         identity,
@@ -46,7 +48,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         max_model_len,
         template,
         model.default_chat_template_kwargs,
-        sampling,
+        sampling if limit is None else {**sampling, "max_new_tokens": limit},
         model.tool_call_parser,
         model.reasoning_parser,
     )
@@ -61,6 +63,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         default_sampling=sampling,
+        max_new_tokens=limit,
         aliases=tuple(model.aliases),
         chat_template=template,
         chat_template_kwargs=model.default_chat_template_kwargs,
@@ -140,21 +143,17 @@ def _chat_template(given: str | None) -> str | None:
         raise ConfigError("chat_template", given, limit) from None
 
 
-def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
+def _max_new_tokens(model: ModelSection, sampling: dict[str, Any]) -> int | None:
+    """Return the limit of all answers, which only the configuration sets: a model's own file sets a default."""
+    if model.generation_config in ("auto", "vllm"):
+        return model.override_generation_config.get("max_new_tokens")
+    return sampling.get("max_tokens")
+
+
+def _default_sampling(model: ModelSection, folder: Path) -> dict[str, Any]:
     """Return the default sampling parameters of requests. Raises StartupError."""
-    match model.generation_config:
-        case "auto":
-            own = model_folder.default_sampling(folder)
-        case "vllm":
-            own = {}
-        case other:
-            model_folder.read_json(Path(other), "generation_config.json")
-            own = model_folder.default_sampling(Path(other))
-    for name in model.override_generation_config:
-        if name not in model_folder.RECOMMENDED_FIELDS:
-            limit = f"one of {', '.join(model_folder.RECOMMENDED_FIELDS)}"
-            raise ConfigError("override_generation_config", name, limit)
-    sampling = own | model.override_generation_config
+    source, override = model.generation_config, model.override_generation_config
+    sampling = model_folder.default_sampling(folder, source, override)
     try:
         msgspec.convert(sampling, SamplingParams)
     except (InvalidParameter, msgspec.ValidationError) as error:

@@ -15,6 +15,7 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 MAX_LORA_RANK = 256
+DEFAULT_LORAS = 8
 
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "flashinfer_nvlink_one_sided"]
 ONE_SIDED = "flashinfer_nvlink_one_sided"
@@ -107,8 +108,10 @@ class EngineConfig:
         "more embeddings. A step makes at most `max_num_batched_tokens` embeddings.",
     )
     enable_lora: bool = option(False, "Compute requests with low-rank adapters (LoRA) of the model.")
-    max_loras: int = option(
-        8, "Number of different adapters in one step. Memory for this number is reserved in addition to the model."
+    max_loras: int | None = option(
+        None,
+        "Number of different adapters in one step. Memory for this number is reserved in addition to the model. "
+        "Default: 8, or `max_cpu_loras` if that is less.",
     )
     max_lora_rank: int = option(
         16,
@@ -258,6 +261,11 @@ class EngineConfig:
         return self.max_num_seqs * self.data_parallel_size
 
     @property
+    def lora_slots(self) -> int:
+        """Number of different adapters in one step."""
+        return self.max_loras or min(DEFAULT_LORAS, max(1, self.max_cpu_loras or DEFAULT_LORAS))
+
+    @property
     def layout(self) -> tuple[int, bool, bool, int]:
         """How layers are split over ranks. Without `determinism: strict`, it may change bits of an answer."""
         spread = self.enable_expert_parallel and self.tensor_parallel_size > 1
@@ -297,10 +305,9 @@ class EngineConfig:
         check_limits(self, ENGINE_LIMITS)
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
             raise ConfigError("max_lora_rank", self.max_lora_rank, f"between 1 and {MAX_LORA_RANK}")
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                "max_cpu_loras", self.max_cpu_loras, f"at least max_loras ({self.max_loras}), or left out"
-            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.lora_slots:
+            limit = f"at least max_loras ({self.max_loras or 1}), or left out"
+            raise ConfigError("max_cpu_loras", self.max_cpu_loras, limit)
         check_choices(self)
         self._check_data_parallel()
         self._check_offloading()

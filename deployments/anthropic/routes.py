@@ -37,7 +37,8 @@ class AnthropicRoutes:
         chat = body.for_chat(model.info.max_model_len)
         context = RequestContext.of(request, chat, "msg_")
         output = await model.chat(chat, context)
-        message = MessageResponse(context.response_id, output, body.max_tokens)
+        most = min(body.max_tokens, model.info.max_new_tokens or body.max_tokens)
+        message = MessageResponse(context.response_id, output, most)
         response: Response
         if body.stream:
             events = stream(message.events(), event_format(request.scope), context.source.event_ids)

@@ -166,7 +166,7 @@ class GenerationBody(SamplingBody):
                 **given,
                 "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
                 "logit_bias": self._token_biases(),
-                "max_tokens": self.token_limit(),
+                "max_tokens": defaults.get("max_tokens") if self.token_limit() is None else self.token_limit(),
                 "logprobs": self.num_logprobs(),
                 "prompt_logprobs": self.num_prompt_logprobs(),
                 "structured_outputs": self._structured_outputs(closed),

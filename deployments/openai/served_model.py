@@ -81,6 +81,8 @@ class ModelInfo:
     vocab_size: int
     default_sampling: dict[str, Any]
     """Defaults for fields that a request leaves open, by field of SamplingParams."""
+    max_new_tokens: int | None = None
+    """Limit of every answer, whatever its request says; None for no limit but the context."""
     request_timeout_s: float
     """Time limit of a request in the whole cluster, in seconds; a request may set a lower one."""
     admission: AdmissionLimits
@@ -450,6 +452,9 @@ class ServedModel:
     def _params(self, body: GenerationBody) -> SamplingParams:
         self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")
         params = body.sampling_params(self.info.default_sampling, closed=self.info.closed_objects)
+        most = self.info.max_new_tokens
+        if most is not None and (params.max_tokens is None or params.max_tokens > most):
+            params = msgspec.structs.replace(params, max_tokens=most)
         params.check_vocabulary(self.info.vocab_size)
         for name in ("max_tokens", "min_tokens"):
             if (getattr(params, name) or 0) > self.info.max_model_len:

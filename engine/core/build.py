@@ -122,7 +122,7 @@ def build_engine(
         handoffs=handoffs,
         speculation=make_speculation(loaded, step_times),
         images=make_images(loaded, open_channel, image_ranks),
-        adapters=AdapterSlots(config.max_loras) if loaded.config.enable_lora else None,
+        adapters=AdapterSlots(config.lora_slots) if loaded.config.enable_lora else None,
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
         holds=make_holds(loaded, kv_cache, offloading, clock),

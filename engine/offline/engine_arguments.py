@@ -38,8 +38,8 @@ DEFAULTS: dict[str, Any] = {  # the other defaults of vLLM 0.32, with which an a
     "video_pruning_method": "evs",
 }  # fmt: skip
 SERVED = {  # what only a server has, and `manta serve` has too
-    "allowed_origins", "api_key", "default_chat_template_kwargs", "generation_config", "host", "log_level",
-    "lora_modules", "override_generation_config", "port", "reasoning_parser", "root_path", "ssl_certfile",
+    "allowed_origins", "api_key", "default_chat_template_kwargs", "host", "log_level",
+    "lora_modules", "port", "reasoning_parser", "root_path", "ssl_certfile",
     "ssl_keyfile", "tool_call_parser",
 }  # fmt: skip
 

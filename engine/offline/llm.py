@@ -82,7 +82,9 @@ class LLM:
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
 
     chat_template: a file with a Jinja template, or its text; None for the model's own. revision: branch, tag or commit
-    of a Hub id. options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...), or vLLM's names of them
+    of a Hub id. generation_config, override_generation_config: where `get_default_sampling_params` comes from, as in
+    vLLM: `auto` (the model's generation_config.json), `vllm` (no file) or a folder; and fields in place of the file's.
+    options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...), or vLLM's names of them
     (docs/vllm.md).
     Raises ConfigError for an option that is not supported or not known, and StartupError if the
     model cannot be loaded. Not thread-safe: use it from one thread at a time.
@@ -95,6 +97,8 @@ class LLM:
         chat_template: str | Path | None = None,
         revision: str | None = None,
         served_model_name: str | Sequence[str] | None = None,
+        generation_config: str = "auto",
+        override_generation_config: dict[str, Any] | None = None,
         **options: Any,
     ):
         model = str(model) if revision is None else f"{model}@{revision}"
@@ -112,6 +116,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(
             folder, decodes="generate" in self._model_config.supported_tasks, template=template_text(chat_template)
         )
+        self._default_sampling = default_sampling(folder, generation_config, override_generation_config or {})
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
@@ -161,8 +166,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's authors recommend in its generation_config.json."""
-        recommended: dict[str, Any] = {**default_sampling(engine_folder(self.config))}
-        return SamplingParams(**recommended)
+        return SamplingParams(**self._default_sampling)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, since nothing runs between calls."""
@@ -270,8 +274,7 @@ class LLM:
             tokenizer.chat_template, tokenizer.tool_template = template, None
         prompts = [self._chat_prompt(tokenizer, list(c), variables) for c in conversations]
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-            sampling_params.max_tokens = None
+            sampling_params = SamplingParams(**{"max_tokens": None, **self._default_sampling})
         return self._generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
     def _chat_prompt(

@@ -76,7 +76,7 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
     if capability not in PROCESSORS:
         raise ValueError(f"compute capability {capability}, where {sorted(PROCESSORS)} are known")
     dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-    adapters = (config.max_loras, config.max_lora_rank) if config.enable_lora else None
+    adapters = (config.lora_slots, config.max_lora_rank) if config.enable_lora else None
     weightless = WeightlessModel(
         model,
         ranks=config.tensor_parallel_size,

@@ -83,13 +83,13 @@ def load_adapters(setup: RankSetup, model: Model) -> AdapterLoader | None:
         return None
     adapters = ModelAdapters(
         model,
-        config.max_loras,
+        config.lora_slots,
         config.max_lora_rank,
         config.max_num_batched_tokens,
         setup.torch_device,
         stage=setup.model.stage,
     )
-    return AdapterLoader(adapters, config.max_cpu_loras or config.max_loras, setup.device)
+    return AdapterLoader(adapters, config.max_cpu_loras or config.lora_slots, setup.device)
 
 
 def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:

@@ -443,7 +443,10 @@ def test_chat_template_and_defaults_of_sampling_are_those_of_the_configuration(t
     assert info.chat_template == "{{ style }}: {{ messages[0].content }}"
     assert info.fingerprint != plain.fingerprint, "it may answer otherwise"
     none = model_info(ModelSection(**{**keys, "generation_config": "vllm"}), IngressSection())
-    assert none.default_sampling == {}
+    assert (none.default_sampling, none.max_new_tokens) == ({}, None)
+    override = {"override_generation_config": {"max_new_tokens": 200}}
+    limited = model_info(ModelSection(**keys, **override), IngressSection())
+    assert limited.max_new_tokens == limited.default_sampling["max_tokens"] == 200
     tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
     variables = info.chat_template_kwargs
     assert tokenizer.render_chat_template([{"role": "user", "content": "hi"}], **variables) == "brief: hi"

@@ -175,6 +175,17 @@ async def test_best_of_below_n_is_refused_and_one_above_it_is_named_in_a_warning
         assert (len(response.json()["choices"]), response.headers.get("warning")) == (2, warning)
 
 
+@pytest.mark.parametrize(("asked", "most"), [({}, 7), ({"max_tokens": 3}, 3), ({"max_tokens": 300}, 300)])
+async def test_a_models_own_number_of_new_tokens_is_a_default_and_the_configurations_a_limit(asked, most):
+    async with fake_api(default_sampling={"max_tokens": 7}) as api:
+        await api.post("chat/completions", messages=HELLO, **asked)
+        assert api.engine.added[0].params.max_tokens == most
+    async with fake_api(default_sampling={"max_tokens": 7}, max_new_tokens=7) as api:
+        for route, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "a"})):
+            await api.post(route, **body, **asked)
+            assert api.engine.added[-1].params.max_tokens == min(most, 7)
+
+
 async def test_request_overrides_the_models_default_sampling():
     async with fake_api(default_sampling={"temperature": 0.6, "top_p": 0.9}) as api:
         await api.post("completions", prompt="a", max_tokens=1, top_p=0.5)

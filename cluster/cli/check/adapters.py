@@ -44,7 +44,7 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
     if engine.data_parallel_size > 1:
         tp.expert_exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=tp.size)
     built = build_model(shape, tp, dtype, "meta")
-    slots, rank = engine.max_loras, engine.max_lora_rank
+    slots, rank = engine.lora_slots, engine.max_lora_rank
     return ModelAdapters(built, slots, rank, 1, torch.device("meta"), for_gpu=model.on_gpu(role))
 
 

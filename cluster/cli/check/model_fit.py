@@ -96,7 +96,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     yield Finding("ok", topic, f"{most} {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if engine.enable_lora:
         layers = layers_of(model, role)
-        slots = f"{engine.max_loras} slots for adapters of rank {engine.max_lora_rank}"
+        slots = f"{engine.lora_slots} slots for adapters of rank {engine.max_lora_rank}"
         yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
         weights += layers.slot_bytes
         yield from check_adapters(model, layers)

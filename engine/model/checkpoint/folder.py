@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine import pocket
-from engine.errors import ModelFolderError
+from engine.errors import ConfigError, ModelFolderError
 from engine.json_file import MAX_INDEX_BYTES, read_object
 from engine.model.checkpoint import smollm2
 from engine.model.checkpoint.fields import Fields, reading
@@ -27,7 +29,13 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = re.compile(r"[\w-][\w. -]*\.safetensors")
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RECOMMENDED_FIELDS = {  # of generation_config.json, by their names in SamplingParams
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty", "max_tokens": "max_new_tokens",
+}  # fmt: skip
+# fields that may be overridden without effect, as in vLLM
+WITHOUT_EFFECT = ("bos_token_id", "do_sample", "eos_token_id", "max_length", "pad_token_id", "transformers_version")
 
 
 def resolve(model: str, weights: bool = True) -> Path:
@@ -160,10 +168,23 @@ def has_image_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES)
 
 
-def default_sampling(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters that the model's authors recommend, by their names in SamplingParams."""
-    fields = _generation_config(folder)
-    return {name: fields[name] for name in RECOMMENDED_FIELDS if fields.get(name) is not None}
+def default_sampling(
+    folder: Path, source: str = "auto", override: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the default sampling parameters, by their names in SamplingParams.
+
+    source: `auto` for what the model's authors recommend in its generation_config.json, `vllm` for nothing, or a folder
+    with another such file. override: fields of the file that take precedence. Raises ConfigError for an unknown one.
+    """
+    for name in override:
+        if name not in (*RECOMMENDED_FIELDS.values(), *WITHOUT_EFFECT):
+            limit = f"one of {', '.join(RECOMMENDED_FIELDS.values())}"
+            raise ConfigError("override_generation_config", name, limit)
+    own = {} if source == "vllm" else _generation_config(folder if source == "auto" else Path(source))
+    if source not in ("auto", "vllm"):
+        read_json(Path(source), "generation_config.json")  # raises if it is missing
+    given = {name: override.get(field, own.get(field)) for name, field in RECOMMENDED_FIELDS.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _generation_config(folder: Path) -> Fields:

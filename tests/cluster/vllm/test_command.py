@@ -93,6 +93,42 @@ def test_sizes_may_have_a_unit_as_in_vllm(given, number):
     assert found["ingress"] == {"max_waiting_tokens": number}
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--enable-lora --max-lora-rank 64 --max-cpu-loras 2", {"lora_slots": 2, "max_cpu_loras": 2}),
+        ("--enable-lora --max-lora-rank 64", {"lora_slots": 8}),
+        ("--enable-lora --max-loras 1 --max-cpu-loras 1", {"lora_slots": 1}),
+        ("--enable-lora --max-cpu-loras 30", {"lora_slots": 8, "max_cpu_loras": 30}),
+        ("--max-num-active-seqs 5", {"max_num_seqs": 5}),
+        ("--kv-cache-memory-bytes 1G --load-format gguf", {"kv_cache_memory_bytes": 2**30}),
+    ],
+)
+def test_a_valid_command_starts(flags, expected):
+    (model,) = AppConfig.parse(configured("pocket", *flags.split())).models
+    config = model.engine_config()
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling", "limit"),
+    [
+        ({"max_new_tokens": 200}, {"max_tokens": 200}, 200),
+        ({"temperature": 3.0, "do_sample": True}, {"temperature": 3.0}, None),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+            None,
+        ),
+    ],
+)
+def test_every_field_that_vllm_overrides_is_a_default_of_requests(given, sampling, limit):
+    flags = ["--generation-config", "vllm", "--override-generation-config", json.dumps(given)]
+    (model,) = AppConfig.parse(configured("pocket", *flags)).models
+    info = model_info(model, IngressSection())
+    assert (info.default_sampling, info.max_new_tokens) == (sampling, limit)
+
+
 def test_a_fraction_of_a_binary_unit_is_refused_as_in_vllm():
     with pytest.raises(InvalidParameter, match=r"--max-model-len must be a whole number, or written 1\.5k"):
         translated(["pocket", "--max-model-len", "1.5K"])

@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from engine import pocket
-from engine.errors import ModelFolderError
+from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint.folder import default_sampling, eos_token_ids, read_json, resolve
 
 
@@ -96,6 +96,26 @@ def test_default_sampling_holds_only_what_the_model_names(folder):
     fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "transformers_version": "4.51.0"}
     (folder / "generation_config.json").write_text(json.dumps(fields))
     assert default_sampling(folder) == {"temperature": 0.6, "top_k": 20}
+
+
+def test_default_sampling_comes_from_another_folder_or_from_nowhere_and_fields_may_be_overridden(folder, tmp_path):
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 9}')
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5}')
+    assert default_sampling(folder) == {"temperature": 0.6, "max_tokens": 9}
+    override = {"max_new_tokens": 200, "presence_penalty": 1.0, "do_sample": True}
+    assert default_sampling(folder, "vllm", override) == {"presence_penalty": 1.0, "max_tokens": 200}
+    assert default_sampling(folder, "auto", override) == {
+        "temperature": 0.6,
+        "presence_penalty": 1.0,
+        "max_tokens": 200,
+    }
+    assert default_sampling(folder, str(other)) == {"top_p": 0.5}
+    with pytest.raises(ConfigError, match=r"^configuration: override_generation_config must be one of temperature, "):
+        default_sampling(folder, "auto", {"temprature": 1})
+    with pytest.raises(ModelFolderError, match=r"generation_config\.json"):
+        default_sampling(folder, str(tmp_path / "none"))
 
 
 def test_a_generation_config_that_is_null_is_none(folder):
