@@ -326,8 +326,7 @@ VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the
     ),
     "--dtype": {"half": "float16", "float": "float32"},
     "--load-format": dict.fromkeys(
-        ("safetensors", "gguf", "hf", "mistral", "fastsafetensors", "instanttensor", "ipc_cache", "runai_streamer"),
-        "auto",
+        ("safetensors", "gguf", "hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"
     ),
     "--log-level": {"trace": "debug", "critical": "error"},
     "--max-model-len": {"auto": None, "-1": None},  # the default is the model's own length, or what fits

@@ -115,11 +115,7 @@ def test_a_valid_command_starts(flags, expected):
     [
         ({"max_new_tokens": 200}, {"max_tokens": 200}, 200),
         ({"temperature": 3.0, "do_sample": True}, {"temperature": 3.0}, None),
-        (
-            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-            None,
-        ),
+        ({"presence_penalty": 1.5, "min_p": 0.1}, {"presence_penalty": 1.5, "min_p": 0.1}, None),
     ],
 )
 def test_every_field_that_vllm_overrides_is_a_default_of_requests(given, sampling, limit):

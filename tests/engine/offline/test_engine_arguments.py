@@ -21,9 +21,9 @@ FLAGS = {
     if flag.startswith("--") and f"{flag}=" not in SPECIAL
 }
 ARGUMENTS = yaml.safe_load((Path(__file__).parent / "vllm_engine_args.yaml").read_text())
-DEFAULTS = {name: value for name, value in ARGUMENTS.items() if name not in ("revision", "served_model_name")}
 FLAGS |= {f"--{name.replace('_', '-')}" for name in ARGUMENTS} - {"--model"}
-OWN = {"chat_template", "revision", "served_model_name"}
+OWN = {"chat_template", "generation_config", "override_generation_config", "revision", "served_model_name"}
+DEFAULTS = {name: value for name, value in ARGUMENTS.items() if name not in OWN}
 
 
 @pytest.mark.parametrize(
