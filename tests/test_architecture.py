@@ -197,7 +197,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ]
     everything = [file for files in FILES.values() for file in files]
     lengths = []
-    for files, limit in ((set(path) - others, 16_248), (everything, 82_720)):
+    for files, limit in ((set(path) - others, 16_248), (everything, 82_746)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
         lengths.append(lines)

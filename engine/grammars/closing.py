@@ -31,6 +31,9 @@ class Names:
     def __bool__(self) -> bool:
         return bool(self.properties or self.patterns or self.required or self.all)
 
+    def __len__(self) -> int:
+        return len({**self.properties, **self.required})
+
     def __or__(self, other: Names) -> Names:
         return Names(
             {**self.properties, **other.properties},
@@ -96,7 +99,10 @@ def closed_to(schema: dict[str, Any] | bool, names: Names, rest: dict[str, Any] 
         if key in limit:
             own = schema.get(key, {})
             limit[key] = {**own, **{name: True for name in limit[key] if name not in own}}
-    return {**schema, **limit}
+    closed = {**schema, **limit}
+    if rest is False and not names.patterns and closed.get("maxProperties", 0) >= len(limit["properties"]):
+        closed.pop("maxProperties", None)
+    return closed
 
 
 def _branches(place: Place, key: str) -> Iterator[tuple[int | None, Place]]:

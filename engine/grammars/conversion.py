@@ -93,9 +93,8 @@ class Conversion:
             self._choose(possible)
         elif possible.count(True) > 1:
             self._impossible = True
-        else:
-            why = "cannot be enforced, because its branches are not known to exclude each other (use anyOf)"
-            raise self._place.refused(keyword, why)
+        else:  # llguidance decides
+            self._require({"oneOf": possible})
 
     def negate(self, keyword: str) -> None:
         inner = self._place.child(keyword)
@@ -139,7 +138,8 @@ class Conversion:
 
     def limit(self, keyword: str) -> None:
         number = self._whole(keyword)
-        if number or keyword.startswith("max"):
+        always = len(set(as_names(self._keywords.get("required")))) if keyword == "minProperties" else 0
+        if number > always or keyword.startswith("max"):
             self._out[keyword] = number
 
     # -- arrays ------------------------------------------------------------------------------------------------
@@ -201,13 +201,12 @@ class Conversion:
         self._out[keyword] = self._names(self._keywords[keyword], keyword)
 
     def property_names(self, keyword: str) -> None:
-        names = self._resolved(keyword)
-        if names is False or (isinstance(names, dict) and "string" not in possible_types(names)):
-            self._require({"maxProperties": 0})
-        if isinstance(names, bool) or names.keys() <= {"type"} or "string" not in possible_types(names):
+        names = self._of_texts(self._resolved(keyword))
+        if isinstance(names, bool):
+            self._require(names or {"maxProperties": 0})
             return
         values = [names["const"]] if "const" in names else names.get("enum")
-        rest = names.keys() - {"type", "const", "enum"}
+        rest = names.keys() - {"const", "enum"}
         if values is not None and not rest:
             self._require({"properties": dict.fromkeys(as_names(values), True), "additionalProperties": False})
         elif rest == {"pattern"} and values is None:
@@ -217,6 +216,16 @@ class Conversion:
             self._require({"patternProperties": {pattern: True}, "additionalProperties": False})
         else:
             raise self._place.refused(keyword)
+
+    def _of_texts(self, schema: Schema) -> Schema:
+        """Return what a converted schema asserts of texts."""
+        found = self._parts.resolved(schema)
+        if isinstance(found, bool) or "string" not in possible_types(found):
+            return found is True
+        kept = {key: value for key, value in found.items() if key != "type" and concerns(key, frozenset({"string"}))}
+        if "anyOf" in kept and any(self._of_texts(branch) is True for branch in kept["anyOf"]):
+            del kept["anyOf"]
+        return kept or True
 
     def dependencies(self, keyword: str) -> None:
         given = self._keywords[keyword]

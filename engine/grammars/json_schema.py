@@ -92,8 +92,11 @@ class SchemaBuilder:
             return self._define(place.target("$ref"), outermost=True)
         if conditions == {"allOf"} and isinstance(keywords["allOf"], list) and len(keywords["allOf"]) == 1:
             return self.start(place.child("allOf", 0))
-        if self._closed and "unevaluatedProperties" not in keywords and declared_names(place, self._step).declared:
-            return self._close(place, Names(), False)
+        if self._closed and "unevaluatedProperties" not in keywords:
+            names = declared_names(place, self._step)
+            least = keywords.get("minProperties", 0)
+            if names.declared and not (isinstance(least, int) and least > len(names) and not names.patterns):
+                return self._close(place, Names(), False)
         return self._open(place, {})
 
     def _close(self, place: Place, outer: Names, rest: Schema, *, exact: bool = False) -> Schema:

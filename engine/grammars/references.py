@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from referencing import Registry, Specification
+from referencing import Anchor, Registry, Specification
 from referencing.jsonschema import DRAFT202012, specification_with
 
 if TYPE_CHECKING:
     from referencing._core import Resolver
 
-_LEGACY = ("draft-03", "draft-04", "draft-06", "draft-07")  # in these, keywords next to `$ref` have no effect
+_CONDITIONS = ("if", "then", "else")
+_NEWER: dict[str, tuple[str, ...]] = {
+    "draft-03": (*_CONDITIONS, "contains", "propertyNames"),
+    "draft-04": (*_CONDITIONS, "contains", "propertyNames"),
+    "draft-06": _CONDITIONS,
+    "draft-07": (),
+}
+"""Drafts in which keywords next to `$ref` have no effect, each with keywords that it does not know, so that they assert
+nothing. Others that are newer are read."""
 _MAX_SHOWN = 80
 
 
@@ -21,12 +29,25 @@ def _schemas_in(contents: Any) -> Iterator[Any]:
         yield from found if isinstance(found, list) else [found]
 
 
-# that of draft 2020-12, and `items` may be a list as before it
+def _id_of(contents: Any) -> str | None:
+    return DRAFT202012.id_of(contents) if isinstance(contents, dict) else None
+
+
+def _anchors_in(contents: Any) -> Iterator[Any]:
+    if isinstance(contents, dict):
+        yield from DRAFT202012.anchors_in(contents)
+        identifier = _id_of(contents)
+        if isinstance(identifier, str) and identifier.startswith("#"):
+            resource = _ANY_DRAFT.create_resource(contents)
+            yield Anchor(identifier[1:], resource)  # type: ignore[call-arg]  # mypy does not see its fields
+
+
+# that of draft 2020-12, and what came before it: `items` may be a list, and `$id` may be an anchor
 _ANY_DRAFT: Specification[Any] = Specification(  # type: ignore[call-arg]  # mypy does not see its fields
     name="any draft",
-    id_of=lambda contents: DRAFT202012.id_of(contents) if isinstance(contents, dict) else None,
+    id_of=lambda contents: None if str(found := _id_of(contents)).startswith("#") else found,
     subresources_of=_schemas_in,
-    anchors_in=lambda specification, contents: DRAFT202012.anchors_in(contents) if isinstance(contents, dict) else [],
+    anchors_in=lambda specification, contents: [*_anchors_in(contents)],
     maybe_in_subresource=lambda segments, resolver, subresource: (
         DRAFT202012.maybe_in_subresource(segments, resolver, subresource)
         if isinstance(subresource.contents, dict)
@@ -47,8 +68,8 @@ class Place:
     path: str
     """JSON pointer to the schema, as written in the document; for messages."""
     resolver: Resolver[Any]
-    legacy: bool
-    """Whether the document's draft ignores keywords next to `$ref`."""
+    draft: str
+    """The document's draft if it is one of those above, else empty."""
     found: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     """Results of references so far, by the identity of the resolver and the reference."""
 
@@ -62,7 +83,7 @@ class Place:
             resolver = Registry().resolver_with_root(specification.create_resource(schema))
         except Exception as error:  # noqa: BLE001 - as in `target`
             raise SchemaError(f"$id at # must be a URI ({_short(error)})") from None
-        return cls(schema, "#", resolver, any(draft in dialect for draft in _LEGACY))
+        return cls(schema, "#", resolver, next((draft for draft in _NEWER if draft in dialect), ""))
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -71,9 +92,11 @@ class Place:
             return {}
         if not isinstance(self.schema, dict):
             raise self.error("a JSON schema")
-        if self.legacy and "$ref" in self.schema:
+        if self.draft and "$ref" in self.schema:
             return {"$ref": self.schema["$ref"]}
-        return {key: value for key, value in self.schema.items() if value is not None or key == "const"}
+        unknown = _NEWER.get(self.draft, ())
+        given = self.schema.items()
+        return {key: value for key, value in given if (value is not None or key == "const") and key not in unknown}
 
     def child(self, *keys: str | int) -> Place:
         schema, path = self.schema, self.path
@@ -94,6 +117,7 @@ class Place:
         reference = self.schema[keyword]
         if not isinstance(reference, str):
             raise self.error("a text", keyword)
+        reference = "#" if reference == "#/" else reference  # as some generators of schemas name the root
         key = (id(self.resolver), reference)
         if key not in self.found:
             try:
@@ -111,7 +135,7 @@ class Place:
         return SchemaError(f"{keyword} at {self.path} {why}")
 
     def _at(self, schema: Any, path: str, resolver: Resolver[Any]) -> Place:
-        if isinstance(schema, dict) and "$id" in schema and not (self.legacy and "$ref" in schema):
+        if isinstance(schema, dict) and "$id" in schema and not (self.draft and "$ref" in schema):
             try:
                 resolver = resolver.in_subresource(_ANY_DRAFT.create_resource(schema))
             except Exception as error:  # noqa: BLE001 - as in `target`

@@ -39,6 +39,7 @@ STOP_REASONS = {  # explanations for errors of which llguidance gives only a nam
     "NoExtension": "no token of this model can continue the output; allow more texts, or let the output end here",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
     "ParserTooComplex": "it is too ambiguous; make it simpler",
+    "oneOf constraints": "the branches of a oneOf are not known to exclude each other; use anyOf",
     "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level "
     "and byte-fallback tokenizers provide",
 }

@@ -37,6 +37,8 @@ def same(schema: dict[str, Any], plain: dict[str, Any]) -> bool:
         ),
         ({"type": "object", "propertyNames": {"$ref": "#/$defs/Key"}, "$defs": {"Key": TEXT}}, {"type": "object"}),
         ({"type": "object", "propertyNames": True}, {"type": "object"}),
+        ({"type": "object", "propertyNames": {"anyOf": [TEXT, NUMBER]}}, {"type": "object"}),
+        ({"type": "object", "propertyNames": {"minimum": 3}}, {"type": "object"}),
         ({"type": "object", "propertyNames": {"minLength": 0}}, {"type": "object"}),
         ({"type": "array", "items": NUMBER, "uniqueItems": False}, {"type": "array", "items": NUMBER}),
         ({"type": "array", "maxItems": 1, "uniqueItems": True}, {"type": "array", "maxItems": 1}),
@@ -78,6 +80,7 @@ def same(schema: dict[str, Any], plain: dict[str, Any]) -> bool:
         ({"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", **NUMBER}, NUMBER),
         ({"$id": "https://example.org/x", "$vocabulary": {"https://example.org/v": True}, **NUMBER}, NUMBER),
         ({"x-guidance": {"lenient": True}, "type": "integer"}, NUMBER),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "if": A, "then": B, "contains": A, **NUMBER}, NUMBER),
         ({"allOf": [NUMBER], "description": "pydantic 1 writes references so"}, NUMBER),
         *(
             ({"type": "string", "format": name}, TEXT)
@@ -106,8 +109,8 @@ def same(schema: dict[str, Any], plain: dict[str, Any]) -> bool:
 )
 def test_keyword_that_asserts_nothing_changes_nothing(schema, plain):
     assert same(schema, plain)
-    defs = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    nested = ({"type": "object", "properties": {"v": inner}, **defs} for inner in (schema, plain))
+    root = {key: schema[key] for key in ("$defs", "$schema") if key in schema}
+    nested = ({"type": "object", "properties": {"v": inner}, **root} for inner in (schema, plain))
     assert same(*nested)
 
 
@@ -124,7 +127,6 @@ def test_format_that_is_said_to_be_enforced_is(name):
         ({"type": "array", "contains": NUMBER}, "contains"),
         ({"type": "object", "if": A, "then": B}, "if"),
         ({"not": {"type": "string", "minLength": 3}}, "not"),
-        ({"oneOf": [A, B]}, "oneOf"),
         ({"type": "object", "propertyNames": {"format": "email"}}, "propertyNames"),
         ({"type": "object", "dependentRequired": {name: ["x"] for name in "abcdef"}}, "dependentRequired"),
         ({"$ref": "https://example.org/schema"}, "$ref"),
@@ -183,6 +185,20 @@ OBJECT = {"type": "object"}
         ({"type": "array", "items": SHAPES["A"]}, [[X, X]], [[BOTH]]),
         ({"type": ["object", "null"], "properties": {"a": TEXT}}, [None, X], [{"c": 1}, 1]),
         ({"properties": {"a": TEXT}}, [X, 1, None], [{"c": 1}]),
+        ({**OBJECT, **A, "minProperties": 2}, [{**X, "c": 1}], [X]),
+        (
+            {
+                **OBJECT,
+                "properties": {"a": TEXT, "b": NUMBER},
+                "required": ["a"],
+                "minProperties": 1,
+                "maxProperties": 2,
+            },
+            [X, BOTH],
+            [{}, Y],
+        ),
+        ({**OBJECT, "properties": {"next": {"$ref": "#/"}}}, [{"next": {"next": {}}}], [{"next": {"c": 1}}]),
+        ({**OBJECT, "propertyNames": {"type": "integer"}}, [{}], [X]),
         # several schemas for one value
         ({"allOf": [A, B]}, [BOTH], [X, Y, {**BOTH, "c": 1}]),
         ({**OBJECT, "allOf": [A], "properties": {"b": NUMBER}}, [X, BOTH], [{**X, "c": 1}]),
@@ -283,6 +299,7 @@ def test_objects_stay_open_if_that_is_asked_for(schema):
         ("#/$defs/A", {"$id": "https://example.org/tool"}),
         ("https://example.org/tool#/$defs/A", {"$id": "https://example.org/tool"}),
         ("#name", {}),
+        ("#old", {}),
         ("other", {"$id": "https://example.org/tool"}),
         ("#/properties/first", {}),
         ("#/properties/list/items/0", {}),
@@ -304,6 +321,7 @@ def test_every_form_of_a_reference_leads_to_its_schema(reference, more):
         "$defs": {
             **dict.fromkeys(names, NUMBER),
             "B": {"$anchor": "name", **NUMBER},
+            "D": {"$id": "#old", **NUMBER},
             "C": {"$id": "other", **NUMBER},
         },
         "definitions": {"$ref": NUMBER},

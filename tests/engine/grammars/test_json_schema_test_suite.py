@@ -17,7 +17,7 @@ BY_DESIGN = {  # files of which some values are valid and not taken
     "format": "formats that llguidance knows are enforced, though they need not be",
     "vocabulary": "dialects other than the drafts' are read as draft 2020-12",
 }
-BY_LLGUIDANCE = ("multipleOf", "patternProperty")  # that its reasons name
+BY_LLGUIDANCE = ("multipleOf", "patternProperty", "oneOf")  # that its reasons name
 REFUSED_IF_CLOSED = {  # and enforced if open, by llguidance's limits
     "patternProperties with boolean schemas",
     "A $dynamicRef that initially resolves to a schema without a matching $dynamicAnchor behaves like a normal $ref "
