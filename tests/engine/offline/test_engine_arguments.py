@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,18 @@ def test_vllms_own_defaults_are_accepted_all_together_without_a_word(caplog):
     fields = engine_options(DEFAULTS)
     EngineConfig(**fields)
     assert not caplog.messages
+
+
+def test_every_default_that_is_not_vllms_stands_in_the_table_of_defaults():
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    table = page.partition("\n## Defaults\n")[2].partition("\n## ")[0]
+    rows = {flag: cells for flag, *cells in re.findall(r"^\| `--([a-z0-9-]+)`.*? \| (.*?) \| (.*?) \|", table, re.M)}
+    for field in fields(EngineConfig):
+        theirs = ARGUMENTS.get(field.name, field.default)
+        if theirs != field.default and theirs != {} and field.name != "model":
+            left, right = rows[field.name.replace("_", "-")]
+            assert theirs is None or f"`{theirs}`" in left, field.name
+            assert field.default is None or f"`{field.default}`" in right, field.name
 
 
 def test_notes_about_flags_name_arguments():
