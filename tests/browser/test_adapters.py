@@ -50,8 +50,18 @@ def test_an_adapter_is_listed_and_chosen_and_answers_beside_the_model_it_adapts(
 
         page.get_by_role("link", name="Models").click()
         expect(page.locator("dl.pairs")).to_contain_text("adapterspirate")
-        shutil.copytree(PIRATE, tmp_path / "later")  # an adapter that comes while the page is open
+        later = "<img src=x onerror=document.title='owned'>"
+        shutil.copytree(PIRATE, tmp_path / later)  # an adapter that comes while the page is open
         page.get_by_role("link", name="Playground").click()
-        expect(options).to_have_text(["pocket", "pirate", "later"], timeout=SLOW_MS)
+        expect(options).to_have_text(["pocket", "pirate", later], timeout=SLOW_MS)
         expect(right.get_by_label("Model")).to_have_value("pirate")
+
+        right.get_by_label("Model").select_option(later)
+        ask(page, "Hi")
+        expect(answers).to_have_count(4, timeout=SLOW_MS)
+        for view, place in (("Requests", ".requests td"), ("Models", "dl.pairs")):
+            page.get_by_role("link", name=view).click()
+            expect(page.locator(place, has_text="onerror").first).to_be_visible(timeout=SLOW_MS)
+        assert page.locator("main img, main script").count() == 0
+        assert page.title() == "Manta · models"
         page.close()
