@@ -92,7 +92,7 @@ def use_gpu_kernels(model: nn.Module) -> None:
         if isinstance(layer, Attention):
             layer.ops = attention
         elif isinstance(layer, (Linear, LMHead)) and layer.weight is not None:
-            layer.kernel = Product(layer.weight)
+            layer.kernel = Product(layer.weight, torch.float32 if isinstance(layer, LMHead) else layer.weight.dtype)
 
 
 def pad_layers(model: nn.Module) -> None:

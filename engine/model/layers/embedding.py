@@ -23,7 +23,7 @@ class VocabParallel(Sharded):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        rows = -(-vocab_size // (tp.size * tp.vocab_multiple)) * tp.vocab_multiple
+        self.rows = rows = -(-vocab_size // (tp.size * tp.vocab_multiple)) * tp.vocab_multiple
         self.start = min(tp.rank * rows, vocab_size)
         self.stop = min(self.start + rows, vocab_size)
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
@@ -55,11 +55,11 @@ class LMHead(VocabParallel):
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
         super().__init__(vocab_size, hidden_size, tp)
         self.format = format
-        self.argmax = argmax.select(self.dtype, self.device)
+        self.argmax = argmax.select(self.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.tp.all_gather(self.multiply(hidden))
-        return logits[:, : self.vocab_size].float().contiguous()  # softmax would sum strided rows in another order
+        return logits[:, : self.vocab_size].contiguous()  # softmax would sum strided rows in another order
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's largest logit, [rows] float32, and its id, [rows] int64; among equal logits, the lowest id.
@@ -68,7 +68,7 @@ class LMHead(VocabParallel):
         if self.tp.size == 1:
             return self.argmax(own)
         if self.start == self.stop:  # a rank past the end of an odd vocabulary
-            own = hidden.new_full((len(hidden), 1), -torch.inf)
+            own = own.new_full((len(hidden), 1), -torch.inf)
         values, ids = self.argmax(own)
         pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
         values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
@@ -76,13 +76,19 @@ class LMHead(VocabParallel):
         return values, ids.gather(1, rank[:, None]).squeeze(1).long()
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's part of the vocabulary: [rows, hidden] -> [rows, rows of the weight]."""
-        return linear.linear(hidden, self.weight) if self.kernel is None else self.kernel(hidden, None)
+        """Return the logits of this rank's part of the vocabulary, [rows, hidden] -> [rows, rows of the weight], in
+        float32 whatever the model's dtype."""
+        if self.kernel is not None:
+            return self.kernel(hidden.float(), None)
+        return linear.logits(hidden, self.weight, self.rows)
 
     def pack(self) -> None:
         if self.format is not None:
             self.kernel = quantized_linear.select(self.format.quantize(self.weight.data), self.dtype)
-        self.weight = packed(self.weight) if self.kernel is None else nn.Parameter(torch.empty(0), requires_grad=False)
+        if self.kernel is None:
+            self.weight = packed(self.weight, linear.pack_head)
+        else:
+            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class TiedLMHead(LMHead):
@@ -92,9 +98,9 @@ class TiedLMHead(LMHead):
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)
         self.format = format
-        self.argmax = argmax.select(self.dtype, self.device)
+        self.argmax = argmax.select(self.device)
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
-        self.start, self.stop = embedding.start, embedding.stop
+        self.start, self.stop, self.rows = embedding.start, embedding.stop, embedding.rows
         self.weight = embedding.weight
         self.tied = True
         self.embedding = (embedding,)  # a tuple, so that the embedding is no submodule of the head

@@ -3,7 +3,7 @@ together need one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -200,5 +200,5 @@ class RowParallelLinear(Linear):
         return super().shards() | ({} if self.bias is None else {"bias": replicated(self.bias)})
 
 
-def packed(weight: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(linear.pack(weight.data), requires_grad=False)
+def packed(weight: nn.Parameter, pack: Callable[[Tensor], Tensor] = linear.pack) -> nn.Parameter:
+    return nn.Parameter(pack(weight.data), requires_grad=False)

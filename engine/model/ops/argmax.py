@@ -2,7 +2,7 @@
 
 argmax(logits) -> the largest logit of each row, [rows] float32, and its index, [rows] int64; among equal logits the
     lowest index; for a row with NaN, NaN and the index of the NaN
-    logits: [rows, size], each row's values contiguous
+    logits: [rows, size] float32, each row's values contiguous
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from engine.model.ops import dispatch
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def select(dtype: torch.dtype, device: torch.device) -> Argmax:
+def select(device: torch.device) -> Argmax:
     """Return the fastest version."""
-    if dtype == torch.bfloat16 and dispatch.cpu_kernels(dtype, device):
+    if dispatch.cpu_kernels(torch.float32, device):
         from engine.model.ops.cpu import sampling
 
+        sampling.ARGMAX.compile(torch.float32)
         return sampling.argmax
     return argmax_plain
 
 
 def argmax_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
     values, ids = logits.max(-1)
-    return values.float(), ids
+    return values, ids

@@ -19,6 +19,7 @@ from engine.model.ops import dispatch
 from engine.model.ops.dispatch import CPU_DTYPES
 
 BLOCK_INPUTS = 1024  # oneDNN sums this many inputs at a time in float32, but a single row in one go
+PLAIN_OUTPUTS = 4096  # logits that are computed at a time without a kernel
 BLOCK_ROWS = 16  # rows that oneDNN multiplies at a time in bfloat16: its order of sums depends on their number
 
 
@@ -44,6 +45,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_ours(weight):
         return cpu_kernels().multiply(x, weight, bias)
     return in_blocks(x, lambda rows: multiply(rows, weight, bias))
+
+
+def logits(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """Multiply by a weight from `pack_head`, in float32: [tokens, inputs] -> [tokens, outputs]. Rounded to bfloat16,
+    logits would have steps of 1/8, and near ties would be lost. outputs: those of the weight before it was packed."""
+    if is_ours(weight):
+        return cpu_kernels().multiply(x, weight, None, wide=True)[:, :outputs]
+    if x.dtype == torch.float32:
+        return linear(x, weight)
+    if x.device.type == "cuda":
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return logits_plain(x, weight)
+
+
+def logits_plain(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in PyTorch, some outputs at a time, since the whole weight in float32 would take too much memory."""
+    return torch.cat([_wide_product(x, part.float()) for part in weight.split(PLAIN_OUTPUTS)], dim=1)
+
+
+def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    return in_blocks(x, lambda rows: F.linear(rows.float(), weight))
 
 
 def in_blocks(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -125,6 +147,19 @@ def is_ours(weight: Tensor) -> bool:
 
 def is_packed(weight: Tensor) -> bool:
     return weight.is_mkldnn or is_ours(weight)
+
+
+def pack_head(weight: Tensor) -> Tensor:
+    """Rearrange the weight of `logits`, with zeros up to a whole column of our kernel. oneDNN would round what it
+    returns."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return pack(weight)
+    cpu = cpu_kernels()
+    padded = weight if cpu is None else F.pad(weight, (0, 0, 0, -len(weight) % cpu.COLUMN))
+    if cpu is None or not cpu.supports(padded):
+        return weight
+    cpu.MULTIPLY_WIDE.compile(weight.dtype)
+    return cpu.pack(padded)
 
 
 def pack(weight: Tensor) -> Tensor:

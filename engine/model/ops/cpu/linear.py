@@ -26,6 +26,7 @@ from engine.model.ops.cpu.kernel import (
     I32,
     I64,
     TokenCount,
+    as_f32,
     device_function,
     each_dtype,
     empty,
@@ -71,8 +72,8 @@ def multiply_tile(rows: int) -> Any:
         pace: Any,
     ) -> Any:  # fmt: skip
         """Compute out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. bias: a null pointer if there is
-        none. Each step prefetches `pace` bytes, beginning at the address `ahead`."""
-        dtype = out.dtype
+        none. out: of x's type or float32. Each step prefetches `pace` bytes, beginning at the address `ahead`."""
+        dtype, out_dtype = x.dtype, out.dtype
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, target_stride, left, left_stride, right, offset, size, wanted, wanted_bytes = args
@@ -116,11 +117,11 @@ def multiply_tile(rows: int) -> Any:
                 for row, row_sums in enumerate(sums):
                     for vector, total in zip(vectors, row_sums, strict=True):
                         index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
-                        store16(builder, builder.load(total), target, index, dtype)
+                        store16(builder, builder.load(total), target, index, out_dtype)
             return context.get_dummy_value()
 
         i64 = types.int64
-        return types.void(out, i64, out, i64, out, out, i64, i64, i64), generate
+        return types.void(out, i64, x, i64, column, bias, i64, i64, i64), generate
 
     return tile
 
@@ -167,8 +168,8 @@ def rows_at_once(left: int) -> int:
 
 @device_function
 def multiply_rows(
-    cast: Any, item_bytes: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, row: Any, end: Any, column: Any,
-    bias: Any, inputs: Any, ahead: Any,
+    cast: Any, cast_out: Any, item_bytes: Any, out_bytes: Any, x: Any, x_stride: Any, out: Any, out_stride: Any,
+    row: Any, end: Any, column: Any, bias: Any, inputs: Any, ahead: Any,
 ) -> None:  # fmt: skip
     """Multiply rows [row, end) of x with a column, and write them to the same rows of out. x, out: addresses of the
     first row; column, bias: pointers. Meanwhile prefetches the column at the address `ahead`."""
@@ -176,7 +177,7 @@ def multiply_rows(
     tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
     pace = STEP_BYTES // tiles  # each tile prefetches a part
     while row < end:
-        left, target = cast(x + item_bytes * row * x_stride), cast(out + item_bytes * row * out_stride)
+        left, target = cast(x + item_bytes * row * x_stride), cast_out(out + out_bytes * row * out_stride)
         count = rows_at_once(end - row)
         if count == MAX_ROWS:
             multiply_max(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
@@ -191,7 +192,7 @@ def multiply_rows(
 
 
 @device_function
-def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
+def multiply_columns(cast: Any, cast_out: Any, item_bytes: Any, out_bytes: Any, args: Any) -> None:
     rows, inputs, outputs, part_outputs, x_stride = args[5], args[6], args[7], args[8], args[9]
     x_part, out_stride, out_part = args[10], args[11], args[12]
     columns = outputs // COLUMN
@@ -203,14 +204,26 @@ def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
         end = min(row + BLOCK_ROWS, rows)
         part = first // part_outputs
         x = args[1] + item_bytes * part * x_part
-        out = args[4] + item_bytes * (part * out_part + first % part_outputs)
+        out = args[4] + out_bytes * (part * out_part + first % part_outputs)
         column, bias = cast(args[2] + item_bytes * first * inputs), cast(args[3] + item_bytes * first if args[3] else 0)
         ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
-        multiply_rows(cast, item_bytes, x, x_stride, out, out_stride, row, end, column, bias, inputs, ahead)
+        multiply_rows(
+            cast, cast_out, item_bytes, out_bytes, x, x_stride, out, out_stride, row, end, column, bias, inputs, ahead
+        )
         item = following
 
 
-MULTIPLY = each_dtype(multiply_columns)
+@device_function
+def multiply_all(cast: Any, item_bytes: Any, args: Any) -> None:
+    multiply_columns(cast, cast, item_bytes, item_bytes, args)
+
+
+@device_function
+def multiply_wide(cast: Any, item_bytes: Any, args: Any) -> None:
+    multiply_columns(cast, as_f32, item_bytes, 4, args)
+
+
+MULTIPLY, MULTIPLY_WIDE = each_dtype(multiply_all), each_dtype(multiply_wide)
 
 
 def supports(weight: Tensor) -> bool:
@@ -230,12 +243,13 @@ def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
     return weight[rows // COLUMN, :, rows % COLUMN].flatten(1)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1, wide: bool = False) -> Tensor:
     """Return the product, [tokens, outputs]. x: [tokens, inputs], each token's values contiguous. weight: packed; if it
-    has several parts, each multiplies its part of the inputs, and the products are concatenated."""
+    has several parts, each multiplies its part of the inputs, and the products are concatenated. wide: whether to
+    return the sums as they are, in float32, and not in x's type."""
     outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * weight.shape[3]
-    out = empty((len(x), outputs), x.dtype)
-    MULTIPLY.launch(
+    out = empty((len(x), outputs), torch.float32 if wide else x.dtype)
+    (MULTIPLY_WIDE if wide else MULTIPLY).launch(
         x.dtype, len(weight) * -(-len(x) // BLOCK_ROWS), x, weight, 0 if bias is None else bias, out,
         TokenCount(len(x)), inputs, outputs, outputs // parts, x.stride(0), inputs, outputs, outputs // parts,
     )  # fmt: skip

@@ -140,13 +140,13 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
         return None
     if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):
         return None
-    return Integers(weight, dtype)
+    return Integers(weight)
 
 
 class Integers:
     """A product of inputs in eight bits with weights in eight or four bits."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
+    def __init__(self, weight: QuantizedWeight):
         self.outputs, self.inputs = weight.values.shape
         self.groups = weight.scale.shape[1]
         if weight.activations is None and weight.group_size % INPUT_GROUP == 0:
@@ -163,8 +163,9 @@ class Integers:
             zero = (torch.zeros_like(weight.scale) if zero is None else zero) + middle
         self.scale, self.zero = self.panels(weight.scale), 0 if zero is None else self.panels(zero)
         self.multiply = MULTIPLY_INT8 if weight.bits == 8 else MULTIPLY_INT4
-        ROUND.compile(dtype)
-        self.multiply.compile(dtype)
+        for each in self.multiply.entries:  # a head computes logits in float32
+            ROUND.compile(each)
+            self.multiply.compile(each)
 
     def panels(self, of_groups: Tensor) -> Tensor:
         """Rearrange entries of groups: [outputs, groups of the weight] -> [panels, groups, outputs of a panel]."""

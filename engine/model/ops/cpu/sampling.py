@@ -1,4 +1,4 @@
-"""Chooses a token for each row on a CPU: the most likely token, or a random one. Logits in bfloat16 are compared as
+"""Chooses a token for each row on a CPU: the most likely token, or a random one. Logits are compared as
 integers."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
     Kernel,
-    as_bf16,
     as_f32,
+    as_i32,
     as_i64,
     device_function,
     empty,
@@ -30,28 +30,29 @@ SUMMED = 512  # logits per part whose weights are summed; the token is then sear
 
 
 @device_function
-def order(bits: int) -> int:
-    """Return an integer that is larger for a larger bfloat16 and largest for NaN; equal for both zeros."""
-    if bits & 0x7FFF > 0x7F80:
-        return 0x8000
-    return bits if bits < 0x8000 else 0x8000 - bits
+def order(bits: Any) -> Any:
+    """Return an integer that is larger for a larger float32 and largest for NaN; equal for both zeros."""
+    size = bits & np.int32(0x7FFFFFFF)
+    if size > np.int32(0x7F800000):
+        return np.int32(0x7FFFFFFF)
+    return bits if bits >= 0 else np.int32(-size)
 
 
 @kernel
-def argmax_bf16(args: Any) -> None:
-    logits, values, ids = as_bf16(args[1]), as_f32(args[2]), as_i64(args[3])
+def argmax_f32(args: Any) -> None:
+    logits, values, ids = as_i32(args[1]), as_f32(args[2]), as_i64(args[3])
     rows, size, stride = args[4], args[5], args[6]
     for row in work(args, rows):
-        start, top, found = row * stride, -0x10000, 0
+        start, top, found = row * stride, np.int32(-0x80000000), 0
         for part in range(0, size, PART):
-            highest = -0x10000
+            highest = np.int32(-0x80000000)
             for i in range(part, min(part + PART, size)):
                 highest = max(highest, order(logits[start + i]))
             if highest > top:
                 top, found = highest, part
         while order(logits[start + found]) != top:
             found += 1
-        store(values, row, load(logits, start + found))
+        store(values, row, load(as_f32(args[1]), start + found))
         ids[row] = found
 
 
@@ -96,7 +97,7 @@ def draw_f32(args: Any) -> None:
         tokens[item] = found
 
 
-ARGMAX = Kernel({torch.bfloat16: argmax_bf16})
+ARGMAX = Kernel({torch.float32: argmax_f32})
 DRAW = Kernel({torch.float32: draw_f32})
 
 

@@ -64,6 +64,24 @@ def test_a_largest_logit_that_is_not_finite_is_handed_on(size, broken):
         assert not best.isfinite().any()
 
 
+def test_logits_are_not_rounded_to_the_models_dtype_and_have_the_same_bits_in_any_batch():
+    """In bfloat16 the first two would be equal."""
+    vocab, inputs = 64, 128
+    weight = torch.zeros(vocab, inputs)
+    weight[:2], weight[1, 0] = 0.125, 0.1875
+    hidden = torch.ones(20, inputs).bfloat16()
+
+    for pack in (lambda head: None, LMHead.pack):
+        head = build(lambda: LMHead(vocab, inputs, TPGroup.single()), torch.bfloat16, "cpu")
+        head.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        pack(head)
+        logits = head(hidden)
+        assert logits.dtype == torch.float32
+        assert logits[0, :2].tolist() == [16.0, 16.0625]
+        assert torch.equal(logits[:1], head(hidden[:1]))
+        assert head.best(hidden)[1].tolist() == [1] * 20
+
+
 def test_a_tied_head_shares_the_memory_of_the_embedding():
     embedding = VocabEmbedding(97, HIDDEN, TPGroup.single())
     head = TiedLMHead(embedding)

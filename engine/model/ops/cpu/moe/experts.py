@@ -92,8 +92,9 @@ def multiply_segments(cast: Any, item_bytes: Any, args: Any) -> None:
         column = cast(args[2] + item_bytes * start * inputs)
         bias = cast(args[3] + item_bytes * start if args[3] else 0)
         multiply_rows(
-            cast, item_bytes, args[1], x_stride, args[4] + item_bytes * first, outputs, segments[segment + 1],
-            segments[segment + 2], column, bias, inputs, args[2] + item_bytes * ahead * inputs,
+            cast, cast, item_bytes, item_bytes, args[1], x_stride, args[4] + item_bytes * first, outputs,
+            segments[segment + 1], segments[segment + 2], column, bias, inputs,
+            args[2] + item_bytes * ahead * inputs,
         )  # fmt: skip
         item = following
 

@@ -52,22 +52,25 @@ def linear_kernel(
 
 
 class Product:
-    """The product with a weight, [outputs, inputs]."""
+    """The product with a weight, [outputs, inputs]. dtype: of the result."""
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight
+    def __init__(self, weight: Tensor, dtype: torch.dtype):
+        self.weight, self.dtype = weight, dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x [tokens, inputs], add bias [outputs]. Returns [tokens, outputs] of x's dtype."""
-        return linear_parts(x, self.weight, 1, bias)[0]
+        """Multiply x [tokens, inputs], add bias [outputs]. Returns [tokens, outputs]."""
+        return linear_parts(x.to(self.weight.dtype), self.weight, 1, bias, self.dtype)[0]
 
 
-def linear_parts(x: Tensor, weight: Tensor, parts: int, bias: Tensor | None = None) -> Tensor:
-    """Return the product of each of `parts` equal parts of the inputs, [parts, tokens, outputs]."""
+def linear_parts(
+    x: Tensor, weight: Tensor, parts: int, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the product of each of `parts` equal parts of the inputs, [parts, tokens, outputs]. dtype: of the result;
+    None for x's."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, (outputs, inputs) = len(x), weight.shape
-    out = torch.empty(parts, rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(parts, rows, outputs, dtype=dtype or x.dtype, device=x.device)
     linear_kernel[triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N), parts](
         x, weight, weight if bias is None else bias, out, rows, x.stride(0), outputs,
         INPUTS=inputs, PART=inputs // parts, BIAS=bias is not None, GROUP_M=GROUP_M,

@@ -261,7 +261,8 @@ def compile_strict() -> None:
         strict_attention.paged_attention(q, batch, 1, 0.1, case.window, softcap=case.softcap)
     for rows, bias in ((1, None), (300, torch.zeros(6144, dtype=torch.bfloat16))):
         x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.bfloat16)
-        strict_linear.Product(weight)(x, bias)
+        for dtype in (torch.bfloat16, torch.float32):
+            strict_linear.Product(weight, dtype)(x, bias)
         parts = strict_linear.linear_parts(x, weight, 8)
         strict_linear.tree_sum(parts.unbind(), torch.bfloat16)
 

@@ -17,14 +17,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(200, 136, True), (64, 24, False)])
-def test_a_row_of_a_product_has_the_same_bits_in_any_batch(inputs, outputs, bias):
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(inputs, outputs, bias, dtype):
     """Tiles have 128 rows and 128 outputs."""
     x, weight = random(150, inputs), random(outputs, inputs, seed=1)
-    product, added = linear.Product(weight), random(outputs, seed=2) if bias else None
+    product, added = linear.Product(weight, dtype), random(outputs, seed=2) if bias else None
     whole = product(x, added)
     expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
-    torch.testing.assert_close(whole, expected.to(x.dtype))
+    torch.testing.assert_close(whole, expected.to(dtype), atol=1e-4, rtol=0.016 if dtype == x.dtype else 1e-5)
     for first, rows in ((0, 1), (149, 1), (77, 2), (5, 17), (31, 33), (20, 129)):
         assert torch.equal(product(x[first : first + rows], added), whole[first : first + rows])
     assert torch.equal(product(x.repeat(1, 2)[:, :inputs], added), whole), "rows need not be contiguous"
