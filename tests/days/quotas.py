@@ -46,6 +46,8 @@ class Book:
         self.over = defaultdict[Window, float](float)
         """By how much that may exceed the limit: what requests cost more than expected, what ingresses take without the
         store, and what another ingress had admitted."""
+        self.most = defaultdict[Window, float](float)
+        """The same when it was the most: what requests do not use of their `max_tokens` comes back."""
         self.used_at: dict[Window, float] = {}
         """When that was the last time, by the clock of the ingress that did."""
         self.largest = defaultdict[Window, float](float)
@@ -63,6 +65,7 @@ class Book:
             return
         window = name, start
         self.used[window] += amount
+        self.most[window] = max(self.most[window], self.used[window])
         self.used_at[window] = quota.wall()
         self.over[window] += over
         quota.used[window] += amount
@@ -228,11 +231,11 @@ class QuotaPart(Part):
             case QuotaExceeded() if self._day.is_calm:
                 book, name = self.books[ask.api_key], str(error.param)
                 limit = book.limits[name]
-                used = max((used for (of, _), used in book.used.items() if of == name), default=0.0)
+                used = max((most for (of, _), most in book.most.items() if of == name), default=0.0)
                 own = sum(len(request.prompt) + request.params.max_tokens for request in ask.requests)
                 enough = used + (own if limit.unit == "tokens" else 1) > limit.value
                 comes_back = limit.is_cost or limit.duration is None  # until its client is told
-                assert comes_back or enough, f"a request is refused, but {used} of {name} are used"
+                assert comes_back or enough, f"a request is refused, but at most {used} of {name} were used"
         return True
 
     def check_end(self) -> None:
