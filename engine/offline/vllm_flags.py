@@ -118,8 +118,7 @@ TABLE = (
     ignored("--exclude-tools-when-tool-choice-none", "the model never sees tools that it must not call"),
     ignored("--enable-reasoning", "reasoning is always separated; see --reasoning-parser"),
     ignored("--guided-decoding-backend=", "structured outputs are always on"),
-    ignored("--chat-template-content-format=auto|string", "templates get the content as text"),
-    refused("--chat-template-content-format=", "templates get the content as text, and images as they expect them"),
+    ignored("--chat-template-content-format=", "templates get the form of content that they read"),
     refused("--reasoning-config=", "use --reasoning-parser to name the format of reasoning"),
     refused(
         "--tool-parser-plugin= --reasoning-parser-plugin= --logits-processors=* --logits-processor-pattern= "

@@ -6,7 +6,8 @@ from tokenizers import AddedToken
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.formats.chat_format import ChatFormat
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer, hf_tokenizer
+from tests.deployments.fake_api import fake_api
+from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, chat_tokenizer, hf_tokenizer
 from tests.models import CHAT_TEMPLATE
 
 HERMES_WITHOUT_REASONING = QWEN.replace("</think>", "").replace("<think>", "")
@@ -121,3 +122,21 @@ def test_answer_that_is_continued_inside_of_its_reasoning_goes_on_reasoning():
     fields = {"add_generation_prompt": False, "continue_final_message": True}
     body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "<think>\na"}], **fields})
     assert ChatFormat.of(chat_tokenizer(QWEN)).thinking(body, "<|im_start|>assistant\n<think>\na") == "begun"
+
+
+async def test_reasoning_before_a_call_reaches_the_template_of_gpt_oss():
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% for c in m.tool_calls or [] %}{{ m.thinking }}|{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% else %}{{ m.content }}{% endfor %};{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    called = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    messages = [{"role": "user", "content": "What?"}, called, {"role": "tool", "tool_call_id": "a", "content": "That."}]
+    tokenizer = chat_tokenizer(template)
+    expected = "user: What?;assistant: Hm.|look_up{};tool: That.;"
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == expected
+    async with fake_api(text_model=tokenizer, vocab_size=VOCAB_SIZE) as api:
+        for name in ("reasoning", "reasoning_content"):
+            sent = {"role": "assistant", name: "Hm.", "tool_calls": [call]}
+            await api.post("chat/completions", messages=[messages[0], sent, messages[2]], max_tokens=1)
+            assert tokenizer.decode(api.engine.added[-1].prompt) == expected
