@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -151,18 +152,10 @@ def target_of(reference: str, root: dict[str, Any]) -> Any:
         return None
 
 
-def is_ambiguous(root: Any, keyword: str) -> bool:
+def is_ambiguous(root: dict[str, Any], keyword: str) -> bool:
     """Return whether a dynamic reference may have several targets, which depend on the way that leads to it."""
     anchor = "$dynamicAnchor" if keyword == "$dynamicRef" else "$recursiveAnchor"
-    found, waiting = 0, [root]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            found += anchor in value
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-    return found > 1
+    return json.dumps(root).count(f'"{anchor}":') > 1
 
 
 def _short(error: Exception) -> str:
