@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
 )  # that llguidance enforces; by JSON Schema's rules any other asserts nothing
 UUIDS = frozenset(f"uuid{version}" for version in range(1, 9))  # that pydantic writes
+MAX_BOUND = 10**18  # of numbers, in llguidance; a bound further out becomes this one
+MAX_LENGTH = 2**31 - 1  # that an answer may have; longer ones are no limits
 MAX_DEPENDENCIES = 4  # of which each doubles the alternatives
 Schema = dict[str, Any] | bool
 Close = dict[str, Callable[[Place, Any], Schema]]
@@ -132,14 +135,18 @@ class Conversion:
         if isinstance(name, str) and name in FORMATS:
             self._out[keyword] = name
 
-    def exclusive(self, keyword: str) -> None:
-        if self._keywords[keyword] is not False:
-            self.copy(keyword)
+    def bound(self, keyword: str) -> None:
+        value, sign = self._keywords[keyword], 1 if keyword.endswith("aximum") else -1
+        if isinstance(value, bool) or not isinstance(value, int | float) or sign * value <= MAX_BOUND:
+            if value is not False:  # in draft 4, exclusiveMinimum is true or false
+                self.copy(keyword)
+        elif abs(value) < sys.float_info.max:
+            self._out[keyword] = sign * MAX_BOUND
 
     def limit(self, keyword: str) -> None:
         number = self._whole(keyword)
         always = len(set(as_names(self._keywords.get("required")))) if keyword == "minProperties" else 0
-        if number > always or keyword.startswith("max"):
+        if number <= MAX_LENGTH if keyword.startswith("max") else number > always:
             self._out[keyword] = number
 
     # -- arrays ------------------------------------------------------------------------------------------------
@@ -299,8 +306,8 @@ class Conversion:
 
 
 HANDLERS: dict[str, Callable[[Conversion, str], None]] = {
-    **dict.fromkeys(("type", "const", "pattern", "minimum", "maximum", "multipleOf"), Conversion.copy),
-    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), Conversion.exclusive),
+    **dict.fromkeys(("type", "const", "pattern", "multipleOf"), Conversion.copy),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Conversion.bound),
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), Conversion.limit
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -71,6 +72,8 @@ def same(schema: dict[str, Any], plain: dict[str, Any]) -> bool:
         ({"type": "object", "if": True, "then": {}}, {"type": "object"}),
         ({"type": "string", "maxLength": 10.0, "minLength": 0.0}, {"type": "string", "maxLength": 10}),
         ({"type": "array", "maxItems": 3.0}, {"type": "array", "maxItems": 3}),
+        ({"type": "string", "maxLength": 2**53 - 1}, TEXT),
+        ({"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max}, {"type": "number"}),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": False}, {"type": "integer", "minimum": 1}),
         ({"type": "integer", "format": "int64", "minLength": 3}, NUMBER),
         ({"type": "string", "format": None, "minLength": None, "title": None}, TEXT),
@@ -199,6 +202,9 @@ OBJECT = {"type": "object"}
         ),
         ({**OBJECT, "properties": {"next": {"$ref": "#/"}}}, [{"next": {"next": {}}}], [{"next": {"c": 1}}]),
         ({**OBJECT, "propertyNames": {"type": "integer"}}, [{}], [X]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -(10**18), 10**18], [10**19]),
+        ({"type": "number", "minimum": -3.4028234663852886e38, "exclusiveMaximum": 1e30}, [0.5], [10**31]),
+        ({"type": "array", "maxItems": 0}, [[]], [[1]]),
         # several schemas for one value
         ({"allOf": [A, B]}, [BOTH], [X, Y, {**BOTH, "c": 1}]),
         ({**OBJECT, "allOf": [A], "properties": {"b": NUMBER}}, [X, BOTH], [{**X, "c": 1}]),
