@@ -14,6 +14,7 @@ from deployments.openai.parsers.output_parser import (
     Reasoning,
     State,
 )
+from deployments.openai.parsers.tools.call_reader import MAX_HEAD
 from deployments.openai.parsers.tools.marked_calls import CallMarkup, MarkedCallsParser, ToolSchemas
 from engine.text.detokenizer import start_of_possible
 
@@ -54,6 +55,7 @@ class ThinkParser(OutputParser):
         self._openers = () if calls is None else tuple(filter(None, (*calls.markup.opens, calls.markup.call)))
         self._call_parser: MarkedCallsParser
         self._num_read = 0  # characters of the buffer that the parser of a call has read
+        self._is_finished = False  # whether that parser knows that no text follows
         self._after_call = ""  # content after a call that ended the reasoning, which may begin a closing tag
         self._after_tag = False  # whether line breaks that follow belong to such a tag
         self._consumed = 0  # number of characters before the buffer
@@ -115,37 +117,52 @@ class ThinkParser(OutputParser):
             self._consume(line_breaks + len(marker))
             return self._after_reasoning
         assert self._calls is not None
-        self._call_parser, self._num_read = MarkedCallsParser(self._calls.markup, self._calls.tools), line_breaks
+        self._call_parser = MarkedCallsParser(self._calls.markup, self._calls.tools)
+        self._num_read, self._is_finished = line_breaks, False
         return self._possible_call
 
     def _possible_call(self, out: list[OutputEvent], final: bool) -> State | None:
         """Decide whether the marker in front ends the reasoning. A call does so once its name is certain."""
-        events = self._read_call(final)
+        events = self._read_call(MAX_HEAD, final)
         if not events and not final:
             return None
         assert self._calls is not None
         if events and isinstance(events[0], CallStart) and events[0].name in self._calls.tools:
             self._end_offset = self._consumed + len(self._buffer) - len(self._buffer.lstrip("\n"))
-            self._pass(out, events, final)
-            self._consume(len(self._buffer))
-            return self._in_calls if not final else self._content
+            self._pass(out, events)
+            self._consume(self._num_read)
+            return self._in_calls
         line_breaks = len(self._buffer) - len(self._buffer.lstrip("\n"))
         marker = next(marker for marker in self._openers if self._buffer.startswith(marker, line_breaks))
-        self._emit(out, self._consume(line_breaks + len(marker)))
+        # what is longer than the beginning of a call is not searched for another one; however it was cut into chunks
+        searched = (self._num_read - line_breaks - 1) // MAX_HEAD * MAX_HEAD
+        self._emit(out, self._consume(line_breaks + (searched if searched > MAX_HEAD else len(marker))))
         return self._reasoning
 
-    def _read_call(self, final: bool) -> list[OutputEvent]:
-        events = self._call_parser.add(self._buffer[self._num_read :])
-        self._num_read = len(self._buffer)
-        return events + self._call_parser.finish(cut=self._cut) if final else events
+    def _read_call(self, size: int, final: bool) -> list[OutputEvent]:
+        """Let the parser of calls read the buffer in pieces of this size, until it finds something."""
+        events: list[OutputEvent] = []
+        while not events and self._num_read < len(self._buffer):
+            piece = self._buffer[self._num_read : self._num_read + size]
+            self._num_read += len(piece)
+            events = self._call_parser.add(piece)
+        if final and not events and not self._is_finished:
+            self._is_finished = True
+            events = self._call_parser.finish(cut=self._cut)
+        return events
 
     def _in_calls(self, out: list[OutputEvent], final: bool) -> State | None:
         self._num_read = 0
-        self._pass(out, self._read_call(final), final)
-        self._consume(len(self._buffer))
-        return self._content if final else None
+        events = self._read_call(max(1, len(self._buffer)), final)
+        self._pass(out, events)
+        self._consume(self._num_read)
+        if events:
+            return self._in_calls
+        if final:
+            self._emit_content(out, len(self._after_call))
+        return None
 
-    def _pass(self, out: list[OutputEvent], events: list[OutputEvent], final: bool) -> None:
+    def _pass(self, out: list[OutputEvent], events: list[OutputEvent]) -> None:
         """Pass the events on, without a closing tag that comes after the call."""
         for event in events:
             if not isinstance(event, Content):
@@ -164,8 +181,6 @@ class ThinkParser(OutputParser):
                 self._after_tag = not self._after_call
             ready = self._after_call[: start_of_possible(self._tags.closes, self._after_call)]
             self._emit_content(out, len(self._without_line_breaks(ready)))
-        if final:
-            self._emit_content(out, len(self._after_call))
 
     def _emit_content(self, out: list[OutputEvent], length: int) -> None:
         text, self._after_call = self._after_call[:length], self._after_call[length:]

@@ -80,7 +80,7 @@ class MarkedCallsParser(OutputParser):
         rest = self._buffer.lstrip()
         space = len(self._buffer) - len(rest)
         again = next((opener for opener in self._markup.opens if rest.startswith(opener)), "")
-        if again and space <= MAX_SPACE:
+        if again and space <= MAX_SPACE and len(self._skipped) <= MAX_HEAD:
             self._skipped += self._buffer[: space + len(again)]
             self._buffer = rest[len(again) :]
             return self._before_call

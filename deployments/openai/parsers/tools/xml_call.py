@@ -265,7 +265,8 @@ class XmlCall(CallReader):
         return text.startswith("</") and SequenceMatcher(None, text, self._tags.value_end).ratio() >= SIMILAR
 
     def _before_line_breaks(self, end: int) -> int:
-        return len(self._buffer[:end].rstrip("\n"))
+        """Return `end` without up to two line breaks before it, which may belong to the tags."""
+        return end - (end - len(self._buffer[max(0, end - 2) : end].rstrip("\n")) - max(0, end - 2))
 
     def _put(self, out: list[OutputEvent], length: int) -> None:
         """Take this many characters of the value from the buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -391,3 +392,39 @@ def test_granite_writes_its_answer_in_tags(text: str, reasoning: str, content: s
     assert "".join(event.text for event in events if isinstance(event, Reasoning)) == reasoning
     assert contents(events) == content
     assert read(output_format, [*text]) == events
+
+
+ENDLESS = [
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>{"name": "write", "arguments": {"text": "'),
+    ("hermes", '<tool_call>{"arguments": "'),
+    ("qwen3_coder", "<function=write><parameter=text>\n"),
+    ("qwen3_coder", "</parameter>x"),
+    ("lfm2", '<|tool_call_start|>[write(text="'),
+    ("gemma4", "<|tool_call>"),
+    ("gemma4", '<|tool_call>call:write{text:<|"|>'),
+]
+
+
+@pytest.mark.parametrize(("parser", "unit"), ENDLESS)
+def test_calls_that_begin_again_and_again_take_time_linear_in_their_length(parser: str, unit: str):
+    """Counts the lines of Python that run, which no other work on the machine changes."""
+
+    def lines(length: int) -> int:
+        text, count = "<function=write><parameter=text>" * (parser == "qwen3_coder") + unit * (length // len(unit)), 0
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += 1
+            return trace
+
+        output_format = OutputFormat(tool_calls=parser, tools=TOOLS, reasoning="think", reasoning_begun=True)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            read(output_format, [text])
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines(4_000) < 3 * lines(2_000)
