@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from deployments.openai.conversation import Tool
@@ -192,17 +193,22 @@ def calls_rule(lark: Lark, tools: list[Tool], key: str, strict_only: bool, **arr
     key: the model's name for the arguments. strict_only: whether tools that are not strict take any arguments. array:
     keywords of the array; none for one call.
     """
-    builder, calls = SchemaBuilder(closed=lark.closed), []
-    for tool in tools:
-        free = strict_only and not tool.function.strict
-        properties = {
-            "name": {"const": tool.function.name},
-            key: builder.add({"type": "object"} if free else tool.arguments_schema),
-        }
+    free = {tool.function.name for tool in tools if strict_only and not tool.function.strict}
+    schemas = {tool.function.name: tool.arguments_schema for tool in tools}
+    text = json.dumps({name: {"type": "object"} if name in free else schema for name, schema in schemas.items()})
+    return json_rule(_calls_document(text, key, lark.closed, tuple(array.items())))
+
+
+@lru_cache(32)  # agents send the same tools with each turn
+def _calls_document(schemas: str, key: str, closed: bool, array: tuple[tuple[str, int], ...]) -> str:
+    """schemas: object of the arguments' schemas by the names of the tools, as JSON."""
+    builder, calls = SchemaBuilder(closed=closed), []
+    for name, schema in json.loads(schemas).items():
+        properties = {"name": {"const": name}, key: builder.add(schema)}
         required = ["name", key]
         calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
     call = {"anyOf": calls}
-    return json_rule(builder.document({"type": "array", **array, "items": call} if array else call))
+    return builder.document({"type": "array", **dict(array), "items": call} if array else call)
 
 
 def _all_values(schema: Schema, builder: SchemaBuilder) -> list[Any] | None:

@@ -3,11 +3,11 @@ value, and how others are excluded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.grammars.references import Place
+from engine.grammars.references import Place, SchemaError
 from engine.grammars.value_types import as_names
 
 CHOICES = ("anyOf", "oneOf")
@@ -15,6 +15,7 @@ _CONDITIONS = ("if", "then", "else", "dependentSchemas", "dependencies")
 _SAME_VALUE = (*CHOICES, *_CONDITIONS, "allOf", "$ref", "$dynamicRef", "$recursiveRef")
 """Keywords whose schemas apply to the value itself, not to a part of it."""
 _LISTS = ("properties", "patternProperties")
+OF_NAMES = {*_SAME_VALUE, *_LISTS, "required", "additionalProperties", "unevaluatedProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,34 @@ class Names:
         )
 
 
-def declared_names(place: Place, step: Callable[[], None], *, without: Collection[str | tuple[str, int]] = ()) -> Names:
+NO_NAMES = Names()
+
+
+class Walk:
+    """What is known of the schemas of one document, and how many have been visited."""
+
+    def __init__(self, max_steps: int):
+        self.names: dict[int, Names] = {}  #: by the identity of a schema
+        self._left = self._max_steps = max_steps
+
+    def step(self) -> None:
+        """Raises SchemaError."""
+        self._left -= 1
+        if self._left < 0:
+            raise SchemaError(f"it has more than {self._max_steps} schemas, with those behind references")
+
+
+def declared_names(place: Place, walk: Walk, *, without: Collection[str | tuple[str, int]] = ()) -> Names:
     """Return the names listed in a schema and in those that apply to the same value, always or under a condition.
 
-    step: called for each schema. without: keywords to leave out, or pairs of a keyword and the index of a branch.
+    without: keywords to leave out, or pairs of a keyword and the index of a branch.
     """
-    step()
+    if not without and id(place.schema) in walk.names:
+        return walk.names[id(place.schema)]
+    walk.step()
     keywords = place.keywords
+    if keywords.keys().isdisjoint(OF_NAMES):
+        return NO_NAMES
     listed = {key: value for key in _LISTS if isinstance(value := keywords.get(key), dict)}
     names = Names(
         dict.fromkeys(listed.get("properties", ())),
@@ -64,18 +86,20 @@ def declared_names(place: Place, step: Callable[[], None], *, without: Collectio
         if key in _SAME_VALUE and key not in without:
             for index, branch in _branches(place, key):
                 if (key, index) not in without:
-                    inner = declared_names(branch, step)
+                    inner = declared_names(branch, walk)
                     names |= replace(inner, conditional=inner.conditional or (key in _CONDITIONS and bool(inner)))
+    if not without:
+        walk.names[id(place.schema)] = names
     return names
 
 
-def has_choices(place: Place, key: str, step: Callable[[], None]) -> bool:
+def has_choices(place: Place, key: str, walk: Walk) -> bool:
     """Return whether a value has different names by the branch of this keyword in which it is valid."""
-    step()
+    walk.step()
     if key in CHOICES:
-        return any(declared_names(branch, step) for _, branch in _branches(place, key))
+        return any(declared_names(branch, walk) for _, branch in _branches(place, key))
     return key in ("allOf", "$ref") and any(
-        inner in branch.keywords and has_choices(branch, inner, step)
+        inner in branch.keywords and has_choices(branch, inner, walk)
         for _, branch in _branches(place, key)
         for inner in (*CHOICES, "allOf", "$ref")
     )

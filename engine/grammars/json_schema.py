@@ -7,13 +7,14 @@ is refused by name. References are resolved, so that a schema keeps its meaning 
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
-from engine.grammars.closing import CHOICES, Names, closed_to, declared_names, has_choices
+from engine.grammars.closing import CHOICES, NO_NAMES, OF_NAMES, Names, Walk, closed_to, declared_names, has_choices
 from engine.grammars.conversion import HANDLERS, Close, Conversion, Schema
 from engine.grammars.references import Place, SchemaError, is_ambiguous
 from engine.grammars.value_types import TYPES, are_disjoint, concerns, possible_types
@@ -21,13 +22,26 @@ from engine.grammars.value_types import TYPES, are_disjoint, concerns, possible_
 # At most one space, or a line break with its indentation, as in llama.cpp: a weak model that may write any number of
 # blanks between two tokens of JSON would write nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
+CACHED_RESULTS = 256  # agents send the same tools with each turn
+MAX_CACHED_CHARS = 20_000
+T = TypeVar("T")
 MAX_STEPS = 20_000  # schemas visited for one document; those behind a reference or in several groups count again
 
 
 def enforceable(schema: dict[str, Any], *, closed: bool) -> str:
     """Return a schema as llguidance reads it, as JSON. Raises SchemaError. closed: as in SchemaBuilder."""
+    return cached(_enforceable, json.dumps(schema), closed)
+
+
+def cached(function: Callable[..., T], text: str, *more: Hashable) -> T:
+    """Return the result of a function with a cache, which keeps no results of long texts."""
+    return (function if len(text) <= MAX_CACHED_CHARS else inspect.unwrap(function))(text, *more)
+
+
+@lru_cache(CACHED_RESULTS)
+def _enforceable(text: str, closed: bool) -> str:
     builder = SchemaBuilder(closed=closed)
-    return builder.document(builder.add(schema))
+    return builder.document(builder.add(json.loads(text)))
 
 
 class SchemaBuilder:
@@ -39,12 +53,13 @@ class SchemaBuilder:
         self._defs: dict[str, Any] = {}
         self._names: dict[tuple[int, bool], str] = {}
         self._roots: list[Any] = []  # keeps schemas alive, so that their ids stay theirs
-        self._steps = 0
+        self._root: dict[str, Any] = {}
+        self._walk = Walk(MAX_STEPS)
 
     def add(self, schema: dict[str, Any]) -> Schema:
         """Return the schema in a form that `document` completes. Raises SchemaError."""
         self._roots.append(schema)
-        self._steps = 0
+        self._root, self._walk = schema, Walk(MAX_STEPS)
         try:
             return self.start(Place.root(schema))
         except RecursionError:
@@ -92,11 +107,11 @@ class SchemaBuilder:
             return self._define(place.target("$ref"), outermost=True)
         if conditions == {"allOf"} and isinstance(keywords["allOf"], list) and len(keywords["allOf"]) == 1:
             return self.start(place.child("allOf", 0))
-        if self._closed and "unevaluatedProperties" not in keywords:
-            names = declared_names(place, self._step)
+        if self._closed and "unevaluatedProperties" not in keywords and not keywords.keys().isdisjoint(OF_NAMES):
+            names = declared_names(place, self._walk)
             least = keywords.get("minProperties", 0)
             if names.declared and not (isinstance(least, int) and least > len(names) and not names.patterns):
-                return self._close(place, Names(), False)
+                return self._close(place, NO_NAMES, False)
         return self._open(place, {})
 
     def _close(self, place: Place, outer: Names, rest: Schema, *, exact: bool = False) -> Schema:
@@ -106,14 +121,14 @@ class SchemaBuilder:
         If branches name different properties, each is closed by itself: a value has only those of one branch, even if
         it is valid in several. exact: whether it may have those of all then, as with `unevaluatedProperties`.
         """
-        self._step()
+        self._walk.step()
         keywords = place.keywords
         branching = [
-            key for key in (*CHOICES, "allOf", "$ref") if key in keywords and has_choices(place, key, self._step)
+            key for key in (*CHOICES, "allOf", "$ref") if key in keywords and has_choices(place, key, self._walk)
         ]
-        if (outer | declared_names(place, self._step, without=branching)).all:
+        if (outer | declared_names(place, self._walk, without=branching)).all:
             return self.part(place)
-        names = outer | declared_names(place, self._step)
+        names = outer | declared_names(place, self._walk)
         if exact and names.conditional:
             raise place.refused("unevaluatedProperties", "cannot be enforced beside conditions")
         close: Close = {key: partial(self._close_branch, place, key, outer, rest, exact) for key in branching}
@@ -130,9 +145,9 @@ class SchemaBuilder:
         self, place: Place, key: str, outer: Names, rest: Schema, exact: bool, branch: Place, index: Any
     ) -> Schema:
         """Return a branch of `place`, closed to the names of its own and those of all but the branches beside it."""
-        if key == "allOf" and not any(has_choices(branch, inner, self._step) for inner in branch.keywords):
+        if key == "allOf" and not any(has_choices(branch, inner, self._walk) for inner in branch.keywords):
             return self.part(branch)
-        around = outer | declared_names(place, self._step, without=[(key, index) if key == "allOf" else key])
+        around = outer | declared_names(place, self._walk, without=[(key, index) if key == "allOf" else key])
         if rest is False and not exact and not around:
             return self.start(branch)
         return self._close(branch, around, rest, exact=exact)
@@ -162,7 +177,7 @@ class SchemaBuilder:
 
     def reference(self, place: Place, keyword: str) -> Schema:
         """See Parts."""
-        if keyword != "$ref" and is_ambiguous(self._roots[-1], keyword):
+        if keyword != "$ref" and is_ambiguous(self._root, keyword):
             raise place.refused(keyword, "may have several targets")
         return self._define(place.target(keyword), outermost=False)
 
@@ -183,7 +198,7 @@ class SchemaBuilder:
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _open(self, place: Place, close: Close) -> Schema:
-        self._step()
+        self._walk.step()
         if isinstance(place.schema, bool):
             return place.schema
         keywords = place.keywords
@@ -191,7 +206,8 @@ class SchemaBuilder:
             rest = self.start(place.child("unevaluatedProperties"))
             if rest is not True and concerns("unevaluatedProperties", self._types(place)):
                 without = {key: value for key, value in keywords.items() if key != "unevaluatedProperties"}
-                return self._close(replace(place, schema=without), Names(), rest, exact=True)
+                self._roots.append(without)
+                return self._close(replace(place, schema=without), NO_NAMES, rest, exact=True)
         return Conversion(self, place, self._types(place), close).result()
 
     def _types(self, place: Place) -> frozenset[str]:
@@ -203,8 +219,3 @@ class SchemaBuilder:
         if "enum" in keywords and not isinstance(keywords["enum"], list):
             raise place.error("a list", "enum")
         return possible_types(keywords)
-
-    def _step(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise SchemaError(f"it has more than {MAX_STEPS} schemas, with those behind references")

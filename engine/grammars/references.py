@@ -96,6 +96,8 @@ class Place:
         if self.draft and "$ref" in self.schema:
             return {"$ref": self.schema["$ref"]}
         unknown = _NEWER.get(self.draft, ())
+        if not unknown and not any(value is None for value in self.schema.values()):
+            return self.schema
         given = self.schema.items()
         return {key: value for key, value in given if (value is not None or key == "const") and key not in unknown}
 
@@ -141,7 +143,7 @@ class Place:
                 resolver = resolver.in_subresource(_ANY_DRAFT.create_resource(schema))
             except Exception as error:  # noqa: BLE001 - as in `target`
                 raise SchemaError(f"$id at {path} must be a URI ({_short(error)})") from None
-        return replace(self, schema=schema, path=path, resolver=resolver)
+        return Place(schema, path, resolver, self.draft, self.found)
 
 
 def target_of(reference: str, root: dict[str, Any]) -> Any:

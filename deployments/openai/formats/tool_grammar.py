@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -27,7 +28,7 @@ from deployments.openai.formats.families import CALL_FORMATS, HARMONY
 from deployments.openai.parsers import harmony
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import InvalidParameter
-from engine.grammars.json_schema import enforceable
+from engine.grammars.json_schema import CACHED_RESULTS, cached, enforceable
 from engine.grammars.references import SchemaError
 from engine.text.grammar import limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -183,10 +184,15 @@ class ToolGrammar:
 
 def check_schema(schema: dict[str, Any], field: str, *, closed: bool) -> None:
     """Raise InvalidParameter for a JSON schema that cannot be enforced. closed: as in SchemaBuilder."""
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(enforceable(schema, closed=closed))
-        problem = LLMatcher.validate_grammar(grammar, None, limits=limits())
-    except BaseException as error:  # noqa: BLE001 - a panic in Rust is not an Exception, and concerns only this schema
-        problem = str(error) or type(error).__name__
-    if problem:
+    if problem := cached(_problem_of, json.dumps(schema), closed):
         raise InvalidParameter(field, schema, f"a JSON schema that can be enforced ({one_line(problem)})")
+
+
+@lru_cache(CACHED_RESULTS)
+def _problem_of(schema: str, closed: bool) -> str:
+    """Return the reason why a JSON schema cannot be enforced; empty if it can."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(enforceable(json.loads(schema), closed=closed))
+        return str(LLMatcher.validate_grammar(grammar, None, limits=limits()))
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is not an Exception, and concerns only this schema
+        return str(error) or type(error).__name__
