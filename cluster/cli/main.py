@@ -22,6 +22,7 @@ from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
 from engine.model.checkpoint import smollm2
+from engine.offline.vllm_flags import RENAMED
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
 
@@ -379,6 +380,9 @@ def main() -> None:
         message, context = error.format_message(), getattr(error, "ctx", None)
         if message and "\n" not in message:  # else it is the help, since there is no command
             path = "manta" if context is None else context.command_path
+            given = getattr(error, "option_name", "")
+            if renamed := RENAMED.get(given.replace("--no-", "--", 1).lstrip("-").replace("-", "_")):
+                message = f"{given} must be written --{renamed.replace('_', '-')}"
             message = f"manta: {message.rstrip('.')}; see {path} --help"
         print(message, file=sys.stderr)
         sys.exit(1)

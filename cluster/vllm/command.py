@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.offline.vllm_flags import ALL2ALL, NAMES, NOT_READ, RENAMED, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import ALL2ALL, NAMES, NOT_READ, VALUES, Row, draft_options, find, takes
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
@@ -92,8 +92,6 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
     if base.startswith("--no-") and _switch(base) in NAMES:
         _take_negated(command, base)
         return
-    if renamed := RENAMED.get(_switch(base).lstrip("-").replace("-", "_")):
-        raise RequestError(f"{name} must be written {_flag(renamed)}")
     if base not in NAMES and base not in OBJECTS:
         command.args.append(name if value is None else f"{name}={value}")
         if base in VALUES or base in SIZES:

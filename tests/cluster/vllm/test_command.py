@@ -72,13 +72,21 @@ def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_former_name_is_refused_with_the_new_one_in_a_command_and_a_file_of_flags(old, new, tmp_path):
-    written = rf"--{old} must be written --{new}$".replace("_", "-")
-    file = tmp_path / "flags.yaml"
-    file.write_text(f"model: pocket\n{old}: 2\n")
-    for given in (["pocket", f"--{old}=2"], ["pocket", f"--{old.replace('_', '-')}", "2"], ["--config", str(file)]):
-        with pytest.raises(RequestError, match=written):
-            translated(given)
+@pytest.mark.parametrize("command", ["serve pocket", "generate", "bench offline"])
+def test_a_former_name_is_refused_with_the_new_one(command, old, new, monkeypatch, capsys):
+    flag = f"--{old.replace('_', '-')}"
+    monkeypatch.setattr("sys.argv", ["manta", *command.split(), flag])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith(f"manta: {flag} must be written --{new.replace('_', '-')}; see manta ")
+
+
+def test_a_former_name_in_a_file_of_flags_is_refused_with_the_new_one(tmp_path, monkeypatch, capsys):
+    (tmp_path / "flags.yaml").write_text("model: pocket\noverlap: false\n")
+    monkeypatch.setattr("sys.argv", ["manta", "serve", "--config", str(tmp_path / "flags.yaml")])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith("manta: --no-overlap must be written --async-scheduling; see manta serve")
 
 
 @pytest.mark.parametrize(
