@@ -135,7 +135,7 @@ def server_keys(server: ServerFlags, replicas: ReplicaFlags) -> dict[str, Any]:
         "prefill.num_replicas": replicas.prefill_replicas,
         "ingress.api_keys_file": server.api_keys_file,
         "ingress.api_keys": [key_line(f"key-{i}", key) for i, key in enumerate(server.api_key or (), 1)] or None,
-        "ingress.cors_origins": _json(server, "allowed_origins", list),
+        "ingress.allowed_origins": _json(server, "allowed_origins", list),
         "ingress.allow_runtime_lora_updating": server.allow_runtime_lora_updating,
         "ingress.root_path": server.root_path,
         "log_level": server.log_level,

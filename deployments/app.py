@@ -126,9 +126,9 @@ def http_app(
     app.add_middleware(FirstTokenMiddleware)
     app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth, open_paths=open_paths(routes))
     hosts = auth.allowed_hosts if auth.is_on_loopback and api_keys is None else None
-    app.add_middleware(OriginMiddleware, cors_origins=auth.cors_origins, allowed_hosts=hosts)
-    if auth.cors_origins:  # outside the check of keys: a browser's preflight request has no key
-        app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(OriginMiddleware, allowed_origins=auth.allowed_origins, allowed_hosts=hosts)
+    if auth.allowed_origins:  # outside the check of keys: a browser's preflight request has no key
+        app.add_middleware(CORSMiddleware, allow_origins=auth.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response
     # added last, so outermost: the other middleware sees requests without the root path
     app.add_middleware(RootPathMiddleware, root_path=auth.root_path)

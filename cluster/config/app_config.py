@@ -21,6 +21,9 @@ from placement.console_log import LogConfig, LogFormat, LogLevel
 TracingSection = section_of(TracingConfig, without=set())
 
 
+FORMER_KEYS: dict[int | str, str] = {**RENAMED, "cors_origins": "allowed_origins"}
+
+
 class AppConfig(Section):
     """One application."""
 
@@ -91,8 +94,8 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
     problem = error.errors(include_url=False)[0]
     path = _path(problem["loc"])
     match problem["type"]:
-        case "extra_forbidden" if problem["loc"][-2:-1] == ("engine",) and problem["loc"][-1] in RENAMED:
-            return ConfigError(path, problem["input"], f"written {RENAMED[problem['loc'][-1]]}")
+        case "extra_forbidden" if (renamed := FORMER_KEYS.get(problem["loc"][-1])) is not None:
+            return ConfigError(path, problem["input"], f"written {renamed}")
         case "extra_forbidden":
             known = ", ".join(_known_keys(problem["loc"][:-1]))
             return ConfigError(path, problem["loc"][-1], f"one of the known keys ({known})")

@@ -51,7 +51,7 @@ class IngressSection(Section):
     may."""
     allow_runtime_key_updating: bool = False  #: admin_keys may make API keys and change limits (docs/quotas.md)
     allow_runtime_lora_updating: bool = False  #: requests may load and unload LoRA adapters (docs/lora.md)
-    cors_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
+    allowed_origins: list[str] = Field(default=[])  #: origins of web pages that may send requests; `*` for all
     allowed_hosts: list[str] = Field(default=[])
     """Names by which clients may call a server without keys that listens on loopback, besides localhost, 127.0.0.1 and
     ::1; `*` for all."""

@@ -51,7 +51,7 @@ class AuthConfig:
     """Seconds from the first byte of a request to the last byte of its body."""
     max_upload_bytes: int = 200 * 2**20
     """Limit for bodies at UPLOAD_PATH. Their time limit is proportionally longer."""
-    cors_origins: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
     """Origins of web pages that may send requests from a browser; `*` for all."""
     allowed_hosts: Sequence[str] = ()
     """Names by which clients may call the server besides those of this machine, if only this machine reaches it and it

@@ -25,11 +25,11 @@ class OriginMiddleware:
     and can read them: then only the name tells it from a page of this server.
     """
 
-    def __init__(self, app: ASGIApp, cors_origins: Sequence[str], allowed_hosts: Sequence[str] | None):
-        """cors_origins: further origins that may send requests; `*` for all. allowed_hosts: names by which the server
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str], allowed_hosts: Sequence[str] | None):
+        """allowed_origins: further origins that may send requests; `*` for all. allowed_hosts: names by which the server
         may be called besides LOCAL_HOSTS, `*` for all; None for all."""
-        self._app, self._origins = app, frozenset(cors_origins)
-        self._any_origin = "*" in cors_origins
+        self._app, self._origins = app, frozenset(allowed_origins)
+        self._any_origin = "*" in allowed_origins
         self._hosts = None
         if allowed_hosts is not None and "*" not in allowed_hosts:
             self._hosts = LOCAL_HOSTS | {name.lower() for name in allowed_hosts}
@@ -50,9 +50,7 @@ class OriginMiddleware:
         if scope["method"] in CHANGING and not self._any_origin:
             for origin in headers.getlist("origin"):
                 if origin not in self._origins and not any(_is_own(origin, host) for host in hosts):
-                    return (
-                        f"pages of {origin[:100]!r} may not send {scope['method']} requests; see ingress.cors_origins"
-                    )
+                    return f"pages of {origin[:100]!r} may not send {scope['method']} requests; see ingress.allowed_origins"
         return None
 
 

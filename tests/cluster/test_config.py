@@ -109,6 +109,11 @@ def test_pools_share_the_engine_section_but_for_keys_of_their_own():
     assert model.group_spec("decode").bundles == [{"CPU": 1.1}]
 
 
+def test_a_former_key_of_the_ingress_is_refused_with_the_new_one():
+    with pytest.raises(ConfigError, match=r"ingress\.cors_origins must be written allowed_origins, got \['\*'\]"):
+        AppConfig.parse({"models": [MODEL], "ingress": {"cors_origins": ["*"]}})
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_former_name_is_refused_with_the_new_one(old, new):
     for model, path in (({"engine": {old: 2}}, ""), ({"prefill": {"engine": {old: 2}}}, "prefill.")):

@@ -178,7 +178,7 @@ async def test_pages_of_other_origins_are_answered_only_if_the_configuration_nam
     page = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
 
     async def asked(*origins: str) -> tuple[int, str | None]:
-        async with fake_api(auth=replace(auth, cors_origins=origins)) as api:
+        async with fake_api(auth=replace(auth, allowed_origins=origins)) as api:
             response = await api.client.options("/v1/completions", headers=page)
             return response.status_code, response.headers.get("access-control-allow-origin")
 

@@ -66,20 +66,20 @@ FOREIGN_ORIGINS = [
 
 
 async def test_pages_of_other_origins_change_nothing_with_any_method():
-    async with fake_api(auth=AuthConfig(cors_origins=("https://a.example",))) as api:
+    async with fake_api(auth=AuthConfig(allowed_origins=("https://a.example",))) as api:
         await api.until_status()
         for origin in FOREIGN_ORIGINS:
             for method in ("POST", "PUT", "PATCH", "DELETE"):
                 answer = await api.client.request(method, "/reset_prefix_cache", headers={"origin": origin})
                 assert answer.status_code == 403, origin
                 message = answer.json()["error"]["message"]
-                assert repr(origin) in message and "ingress.cors_origins" in message and "\n" not in message
+                assert repr(origin) in message and "ingress.allowed_origins" in message and "\n" not in message
             assert (await api.client.get("/v1/models", headers={"origin": origin})).status_code == 200
         assert api.engine.resets == 0
         for origin in OWN_ORIGINS:
             assert (await api.client.post("/reset_prefix_cache", headers={"origin": origin})).status_code == 200, origin
         assert (await api.client.post("/reset_prefix_cache")).status_code == 200, "no browser"
-    async with fake_api(auth=AuthConfig(cors_origins=("*",))) as api:
+    async with fake_api(auth=AuthConfig(allowed_origins=("*",))) as api:
         await api.until_status()
         for origin in FOREIGN_ORIGINS:
             assert (await api.client.post("/reset_prefix_cache", headers={"origin": origin})).status_code == 200

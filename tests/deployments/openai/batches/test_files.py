@@ -104,7 +104,7 @@ async def test_a_key_neither_sees_nor_deletes_the_files_of_another(tmp_path, bat
 
 
 async def test_a_web_page_of_another_origin_cannot_upload(batches):
-    async with fake_api(batches=batches, auth=AuthConfig(cors_origins=("https://mine",))) as api:
+    async with fake_api(batches=batches, auth=AuthConfig(allowed_origins=("https://mine",))) as api:
         assert (await upload(api, headers={"Origin": "https://other"})).status_code == 403
         assert (await upload(api, headers={"Origin": "https://mine"})).status_code == 200
 
