@@ -21,7 +21,7 @@ from placement.console_log import LogConfig, LogFormat, LogLevel
 TracingSection = section_of(TracingConfig, without=set())
 
 
-FORMER_KEYS: dict[int | str, str] = {**RENAMED, "cors_origins": "allowed_origins"}
+FORMER_KEYS = {**RENAMED, "cors_origins": "allowed_origins"}
 
 
 class AppConfig(Section):
@@ -94,7 +94,7 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
     problem = error.errors(include_url=False)[0]
     path = _path(problem["loc"])
     match problem["type"]:
-        case "extra_forbidden" if (renamed := FORMER_KEYS.get(problem["loc"][-1])) is not None:
+        case "extra_forbidden" if (renamed := FORMER_KEYS.get(str(problem["loc"][-1]))) is not None:
             return ConfigError(path, problem["input"], f"written {renamed}")
         case "extra_forbidden":
             known = ", ".join(_known_keys(problem["loc"][:-1]))

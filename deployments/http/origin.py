@@ -26,8 +26,8 @@ class OriginMiddleware:
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str], allowed_hosts: Sequence[str] | None):
-        """allowed_origins: further origins that may send requests; `*` for all. allowed_hosts: names by which the server
-        may be called besides LOCAL_HOSTS, `*` for all; None for all."""
+        """allowed_origins: further origins that may send requests; `*` for all. allowed_hosts: names by which the
+        server may be called besides LOCAL_HOSTS, `*` for all; None for all."""
         self._app, self._origins = app, frozenset(allowed_origins)
         self._any_origin = "*" in allowed_origins
         self._hosts = None
@@ -50,7 +50,8 @@ class OriginMiddleware:
         if scope["method"] in CHANGING and not self._any_origin:
             for origin in headers.getlist("origin"):
                 if origin not in self._origins and not any(_is_own(origin, host) for host in hosts):
-                    return f"pages of {origin[:100]!r} may not send {scope['method']} requests; see ingress.allowed_origins"
+                    what = f"pages of {origin[:100]!r} may not send {scope['method']} requests"
+                    return f"{what}; see ingress.allowed_origins"
         return None
 
 
