@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import tempfile
+import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.peer_engines import CONTEXT, KV_GIB, LAST_ID
+from benchmarks.peer_engines import LAST_ID
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.serve import measure
-from tests.serve.serve_run import ServeRun, free_port, wait_until
+from tests.serve.serve_run import free_port, wait_until
 
 if TYPE_CHECKING:
     from benchmarks.peers import Load
@@ -30,10 +29,19 @@ WAVES = 4  # requests of a repetition, in multiples of those under way
 
 
 class Server:
-    """A server that has started."""
+    """A server that has started by the command that a user would type, without any option that changes its speed."""
 
-    name: str
-    url: str
+    def __init__(self, name: str, serve: list[str], environment: dict[str, str], running: ExitStack):
+        """serve: the command, up to the model. environment: beside this process's. running: ends the server."""
+        port = free_port()
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(
+            [*serve, "--served-model-name", MODEL, "--port", str(port)], env=os.environ | environment
+        )
+        running.callback(stop, process)
+        wait_until(lambda: process.poll() is not None or is_up(self.url), START_S)
+        if process.poll() is not None:
+            raise SystemExit(f"{name} did not come up; its own error stands above")
 
     def measure(self, load: Load, repetition: int) -> dict[str, float]:
         """Keep the load's requests under way all the time; the number of the repetition is the seed of the prompts."""
@@ -48,41 +56,13 @@ class Server:
         return {"output": report.throughputs["output_throughput"], "p99": gaps.p99}
 
 
-class MantaServer(Server):
-    name = "manta"
-
-    def __init__(self, model: str, running: ExitStack):
-        """running: ends the server."""
-        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="peers", dir="/tmp")))
-        engine = {"dtype": "bfloat16", "max_model_len": CONTEXT, "kv_cache_memory_bytes": KV_GIB * 2**30}
-        args: dict[str, Any] = {"models": [{"name": MODEL, "model": str(Path(model).absolute()), "engine": engine}]}
-        server = ServeRun(folder, args, manta=True)
-        running.callback(server.stop)
-        self.url = server.url
-        server.wait_until_healthy()
+def manta_server(model: str, running: ExitStack) -> Server:
+    return Server("manta", [sys.executable, "-m", "manta", "serve", model], {}, running)
 
 
-class VllmServer(Server):
-    name = "vllm"
-
-    def __init__(self, model: str, python: str, environment: dict[str, str], running: ExitStack):
-        """running: ends the server."""
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        ours = {
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }  # fmt: skip
-        process = subprocess.Popen(
-            [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
-             "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-             "--uvicorn-log-level", "warning"],
-            env=os.environ | environment | ours,
-        )  # fmt: skip
-        running.callback(stop, process)
-        wait_until(lambda: process.poll() is not None or is_up(self.url), START_S)
-        if process.poll() is not None:
-            raise SystemExit("vllm serve did not come up; its own error stands above")
+def vllm_server(model: str, python: str, environment: dict[str, str], running: ExitStack) -> Server:
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return Server("vllm", [python, "-m", "vllm.entrypoints.cli.main", "serve", model], environment | quiet, running)
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

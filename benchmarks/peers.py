@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.peer_engines import OPTIONS
-from benchmarks.peer_servers import MantaServer, VllmServer, stop
+from benchmarks.peer_servers import manta_server, stop, vllm_server
 from cluster.cli.bench.tables import figure, make_table, show
 
 WARM_UP = 1000  # number of the repetition that is not counted
@@ -215,9 +215,9 @@ def main(
                 Row.of(PROCESS, "memory", {worker.name: [worker.memory_mib()] for worker in workers}),
             ]
         if online := [load for load in chosen if load.http]:
-            servers: list[Contender] = [MantaServer(model, running)]
+            servers: list[Contender] = [manta_server(model, running)]
             if vllm:
-                servers.append(VllmServer(model, vllm, preloaded(vllm), running))
+                servers.append(vllm_server(model, vllm, preloaded(vllm), running))
             rows += compare(online, servers, repetitions)
     print_report(PeersReport(Path(model).name, threads, repetitions, rows), as_json, show_report)
 
