@@ -139,7 +139,11 @@ class SchemaBuilder:
                 del close[key]
         if close or names.all:
             return self._open(place, close)
-        return closed_to(self.part(place), replace(names, required={}) if exact else names, rest)
+        whole = self.part(place)
+        own = whole.get("patternProperties", {}) if isinstance(whole, dict) else {}
+        if not exact and len(names.patterns) > 1 and names.patterns.keys() - own:
+            return whole  # llguidance takes no patterns of which a name may fit several
+        return closed_to(whole, replace(names, required={}) if exact else names, rest)
 
     def _close_branch(
         self, place: Place, key: str, outer: Names, rest: Schema, exact: bool, branch: Place, index: Any

@@ -183,6 +183,8 @@ OBJECT = {"type": "object"}
             [{**X, "y": 1}],
         ),
         ({**OBJECT, "patternProperties": {"^x-": NUMBER}}, [{"x-y": 1}], [{"y": 1}]),
+        ({**OBJECT, "patternProperties": {"^x": NUMBER, "^y": TEXT}}, [{"x": 1, "y": "x"}], [{"z": 1}]),
+        ({**OBJECT, "patternProperties": {"f.*": True, "b.*": {}}}, [{"foobar": 1}, {"z": 1}], []),
         ({**OBJECT, "properties": {"a": TEXT}, "required": ["b"]}, [BOTH, Y], [X, {**BOTH, "c": 1}]),
         ({**OBJECT, "properties": {"in": SHAPES["A"]}}, [{"in": X}], [{"in": BOTH}]),
         ({"type": "array", "items": SHAPES["A"]}, [[X, X]], [[BOTH]]),

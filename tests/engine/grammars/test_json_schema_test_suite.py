@@ -19,7 +19,6 @@ BY_DESIGN = {  # files of which some values are valid and not taken
 }
 BY_LLGUIDANCE = ("multipleOf", "patternProperty", "oneOf")  # that its reasons name
 REFUSED_IF_CLOSED = {  # and enforced if open, by llguidance's limits
-    "patternProperties with boolean schemas",
     "A $dynamicRef that initially resolves to a schema without a matching $dynamicAnchor behaves like a normal $ref "
     "to $anchor",
 }
