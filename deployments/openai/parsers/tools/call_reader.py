@@ -23,6 +23,7 @@ class CallReader(OutputParser):
         super().__init__()
         self.ended = False
         self.failed = False
+        self.complete = False  # whether a call that has failed came to its end, so that another one may follow
         self._begun = False
         self._pieces: list[str] = []
 

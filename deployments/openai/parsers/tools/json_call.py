@@ -170,6 +170,7 @@ class JsonCall(CallReader):
         known = has_arguments or members.keys() <= _KEYS  # else its other members may be the arguments
         begun = has_arguments or not missing
         self.failed = not (self._allows(name) and isinstance(given, dict) and known and begun)
+        self.complete = not self._open
         if not self.failed:
             self._begin(out, name)
             out.append(CallArguments(msgspec.json.encode(given).decode()))

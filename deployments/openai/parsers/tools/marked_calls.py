@@ -114,6 +114,22 @@ class MarkedCallsParser(OutputParser):
         if not self._call.failed:
             self._called = True
             return self._after_call
+        if self._call.complete and self._markup.separator:
+            return self._after_bad_call
+        return self._bad_call
+
+    def _after_bad_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        """Go on with the next call of a list."""
+        rest = self._buffer.lstrip()
+        if not rest and not final and len(self._buffer) <= MAX_SPACE:
+            return None
+        if not rest.startswith(self._markup.separator):
+            return self._bad_call
+        out.append(Content(self._skipped + self._call.raw))
+        self._skipped, self._buffer = self._markup.separator, rest[len(self._markup.separator) :]
+        return self._before_call
+
+    def _bad_call(self, out: list[OutputEvent], final: bool) -> State | None:
         if len(self._call.raw) <= MAX_HEAD:  # short enough that another call may begin inside it
             self._buffer = self._call.raw + self._buffer
         else:

@@ -117,6 +117,7 @@ class PythonicCall(CallReader):
             arguments = _Literals(self.raw + missing, self._texts).arguments(self.raw.index("(") + 1)
             encoded = msgspec.json.encode(arguments).decode()
         except (ValueError, TypeError, RecursionError):
+            self.complete = True
             return self._fail()
         self._begin(out, self._name)
         out.append(CallArguments(encoded))

@@ -115,16 +115,16 @@ class JsonCallsParser(OutputParser):
         self._buffer = ""
         if not self._call.ended:
             return None
-        if self._call.failed and len(self._call.raw) > MAX_HEAD and self._begins == ("[",):
-            self._emit(out, self._skipped + self._call.raw)  # too long that another call may begin inside
-            self._buffer = self._call.rest
-            return self._start
+        self._buffer = self._call.rest
         if self._call.failed:
-            text = self._skipped + self._call.raw + self._call.rest
-            self._skipped = text[: len(text) - len(text.lstrip(" \n\r\t,;"))]
-            return self._no_call(out, text[len(self._skipped) :])
-        self._buffer, self._called = self._call.rest, True
+            return self._bad_call
+        self._called = True
         return self._after_call
+
+    def _bad_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        text = self._skipped + self._call.raw + self._buffer
+        self._skipped = text[: len(text) - len(text.lstrip(" \n\r\t,;"))]
+        return self._no_call(out, text[len(self._skipped) :])
 
     def _after_call(self, out: list[OutputEvent], final: bool) -> State | None:
         rest = self._buffer.lstrip()
@@ -169,6 +169,17 @@ class PythonicCallsParser(JsonCallsParser):
         if not self._buffer.startswith("[") and not self._in_list:
             return self._no_call(out, self._buffer)
         return super()._candidate(out, final)
+
+    def _bad_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        rest = self._buffer.lstrip()
+        if self._call.complete and not rest and not final and len(self._buffer) <= MAX_SPACE:
+            return None
+        has_next = self._call.complete and self._in_list and rest.startswith(",")
+        if not has_next and len(self._call.raw) <= MAX_HEAD:
+            return super()._bad_call(out, final)
+        self._emit(out, self._skipped + self._call.raw)  # if it is long, no other call may begin inside
+        self._skipped = ""
+        return self._after_call if has_next else self._start
 
     def _no_call(self, out: list[OutputEvent], text: str) -> State:
         self._emit(out, self._skipped + text[:1])

@@ -86,6 +86,17 @@ def test_python_that_python_would_not_read(text: str, name: str, arguments: dict
         check(parser, output.replace(text, f"{text}, now()"), [(name, arguments), ("now", {})])
 
 
+@pytest.mark.parametrize("bad", ["write(text=b'z')", "write(text=a)", "write(1)", "now(x=1e999)"])
+def test_call_that_cannot_be_read_harms_no_other_in_its_list(bad: str):
+    good = "list-files(from='a')"
+    expected = [("list-files", {"from": "a"})]
+    check("pythonic", f"[{bad}, {good}]", expected, f"[{bad}")
+    check("pythonic", f"[{good}, {bad}, {good}]", expected * 2, f", {bad}")
+    check("lfm2", f"<|tool_call_start|>[{bad}, {good}]<|tool_call_end|>", expected, f"<|tool_call_start|>[{bad}")
+    check("lfm2", f"<|tool_call_start|>[{good}, {bad} , {good}]<|tool_call_end|>", expected * 2, f", {bad}")
+    check("granite", '<|tool_call|>[{"name": 1}, {"name": "now"}]', [("now", {})], '<|tool_call|>[{"name": 1}')
+
+
 TEXTS = [
     "<a>CLOSE</a>",
     "CLOSE",
