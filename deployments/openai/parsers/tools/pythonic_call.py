@@ -16,6 +16,7 @@ from deployments.openai.parsers.tools.call_reader import CallReader
 _NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _PLAIN = re.compile(r"""[^'"()\[\]{}\\]*""")
+_SPREAD = re.compile(r"\s*\*\*\s*(?=\{)")
 _KEYWORD = re.compile(r"\s*(?P<name>[\w$.-]+)\s*=\s*")
 _BARE = re.compile(r"[\w.+-]+")
 _ESCAPE = re.compile(
@@ -26,7 +27,8 @@ _IN_PATH = re.compile(r"(?<![A-Za-z])[A-Za-z]:\\(?!\\)")
 
 
 class PythonicCall(CallReader):
-    """Reads a call of one of `names` with keyword arguments that are literals. The call is emitted all at once.
+    """Reads a call of one of `names` with keyword arguments that are literals, or `**` and a dictionary of them. The
+    call is emitted all at once.
 
     Names may have characters and be words that Python does not allow. A quote ends a text if the next entry or a
     bracket follows, so that others of its kind, and line breaks, may stand inside. The last bracket may be missing.
@@ -135,8 +137,11 @@ class _Literals:
 
     def arguments(self, start: int) -> dict[str, Any]:
         self._at = start
-        found = {}
+        found: dict[str, Any] = {}
         while not self._ends(")"):
+            if self._match(_SPREAD):
+                found |= self._value()
+                continue
             keyword = self._match(_KEYWORD)
             if keyword is None:
                 raise ValueError("a keyword is missing")

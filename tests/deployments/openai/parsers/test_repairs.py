@@ -56,6 +56,7 @@ def python(text: str, arguments: dict[str, Any], name: str = "write") -> Any:
 
 PYTHON = [
     python('list-files(from="a")', {"from": "a"}, "list-files"),
+    python('list-files(**{"from": "a", "n": 1}, user="b")', {"from": "a", "n": 1, "user": "b"}, "list-files"),
     python("list-files(user-id=7, from='b')", {"user-id": 7, "from": "b"}, "list-files"),
     python("maps.find(class=1, in=[2], lambda=None)", {"class": 1, "in": [2], "lambda": None}, "maps.find"),
     python("write(text='a\nb')", {"text": "a\nb"}),
