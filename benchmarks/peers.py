@@ -215,9 +215,9 @@ def main(
                 Row.of(PROCESS, "memory", {worker.name: [worker.memory_mib()] for worker in workers}),
             ]
         if online := [load for load in chosen if load.http]:
-            servers: list[Contender] = [manta_server(model, running)]
+            servers: list[Contender] = [manta_server(model)]
             if vllm:
-                servers.append(vllm_server(model, vllm, preloaded(vllm), running))
+                servers.append(vllm_server(model, vllm, preloaded(vllm)))
             rows += compare(online, servers, repetitions)
     print_report(PeersReport(Path(model).name, threads, repetitions, rows), as_json, show_report)
 
