@@ -38,6 +38,7 @@ class StateCacheManager(KVCacheManager):
         self._kv_cache, self._interval = kv_cache, interval
         self._kv_size = kv_cache.pool.block_size
         self._restored: list[StateRestore] = []
+        self._read: list[tuple[int, BlockAccount]] = []  # snapshots that are held until the step is planned
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -63,9 +64,7 @@ class StateCacheManager(KVCacheManager):
         return hashes[-1:]
 
     def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin as other groups do, but spare the snapshots from which the step being planned restores. They were
-        released last, so they are overwritten last: leaving that many snapshots is enough."""
-        return super().pin(needed, len(self._restored))
+        return super().pin(needed, 0)  # watermarks are of blocks, not of snapshots
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
         known, size = min(request.computed, len(request.tokens)), self.pool.block_size
@@ -95,8 +94,7 @@ class StateCacheManager(KVCacheManager):
         return BlockTable(source, matched), int(needed)
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        # another engine may write the new ones before the step that is being planned restores from what it has released
-        return self.pool.can_reserve(table.blocks, missing, len(self._restored) if missing else 0)
+        return self.pool.can_reserve(table.blocks, missing)
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         snapshots = self.pool.reserve(table.blocks, missing, account=self._account(request))
@@ -136,8 +134,7 @@ class StateCacheManager(KVCacheManager):
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
-            # safe: steps run in order, so a later write follows this read
-            self.pool.release([source.snapshot], self._account(request))
+            self._read.append((source.snapshot, self._account(request)))
 
     def received(self, request: Request) -> int:
         states = request.states
@@ -188,12 +185,16 @@ class StateCacheManager(KVCacheManager):
     # -- steps ---------------------------------------------------------------------------------------------
 
     def take_states(self, requests: list[Request]) -> StateChanges:
+        # Not when the sequence was added: another engine might have been told to write the snapshot before this step
+        # has read it. What this step saves, and what later ones do, follows the read.
+        for snapshot, account in self._read:
+            self.pool.release([snapshot], account)
+        restored, self._restored, self._read = self._restored, [], []
         saved = [
             save
             for request in requests
             if request.computed >= request.states.next_save and (save := self._save(request))
         ]
-        restored, self._restored = self._restored, []
         return StateChanges(restored, saved)
 
     def _save(self, request: Request) -> StateSave | None:
@@ -223,7 +224,7 @@ class StateCacheManager(KVCacheManager):
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
         self.pool.check()
         held = Counter(snapshot for request in holders for snapshot in request.states.held) + self.pool.pinned
-        held += self.pool.held
+        held += self.pool.held + Counter(snapshot for snapshot, _ in self._read)
         assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
 
     def _last_border(self, request: Request) -> int:

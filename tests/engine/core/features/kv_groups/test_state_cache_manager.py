@@ -132,8 +132,9 @@ def test_without_the_prefix_cache_nothing_is_kept():
     assert saved(h) == []
 
 
-def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_restores():
-    kv_cache, snapshots = KVCacheManager(BlockPool(20, 2)), BlockPool(1, CHUNK)
+@pytest.mark.parametrize("caching", [True, False])
+def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_restores(caching):
+    kv_cache, snapshots = KVCacheManager(BlockPool(20, 2)), BlockPool(2, CHUNK, enable_prefix_caching=caching)
     states = StateCacheManager(snapshots, kv_cache, interval=0)
     (snapshot,) = snapshots.allocate(1)
     snapshots.cache_block(snapshot, b"hash")
@@ -141,6 +142,7 @@ def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_rest
     request = Request.create(message, (0, 0), 100, 0.0)
     request.states.source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
     states.add_sequence(request)
+    assert snapshots.reserve([], 1) != [snapshot]
     assert not states.can_reserve(BlockTable([]), 1, 0)
     assert states.take_states([]).restored == [(0, snapshot)]
     assert states.can_reserve(BlockTable([]), 1, 0), "a later step may be planned with it"

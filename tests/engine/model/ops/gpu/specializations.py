@@ -133,7 +133,7 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     images are among the steps before."""
     shape, options, engine = CASES[case]
     config = shape_config(shape, num_hidden_layers=2, **options)
-    adapters = (engine.max_loras, engine.max_lora_rank) if engine.enable_lora else None
+    adapters = (engine.lora_slots, engine.max_lora_rank) if engine.enable_lora else None
     sizes = config, engine.tensor_parallel_size
     if engine.speculative_config is not None and engine.speculative_config.method != "ngram":
         model: WeightlessModel = Drafting(engine, *sizes)
