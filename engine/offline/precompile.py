@@ -52,7 +52,8 @@ def first_steps(config: EngineConfig, context: int, *, images: bool = False) -> 
         steps += [Step(size * tokens, size, context, tokens) for size in sizes]
         steps.append(Step(1 + tokens, 2, context, tokens))
     if images:
-        steps += [Step(chunk, 1, context, images=True) for chunk in (*CHUNKS, most)]
+        steps += [Step(chunk, 1, length, images=True) for chunk in CHUNKS for length in (*shorter, context)]
+        steps.append(Step(most, 1, context, images=True))
     return [*steps, Step(most, seqs, context)]
 
 
