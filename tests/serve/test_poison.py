@@ -73,7 +73,8 @@ def server(tmp_path_factory, model_folder, adapters, killing) -> Iterator[ServeR
         "ingress": {"num_replicas": 2},
     }
     preloaded = f"{without_pandas.__name__},{killers.__name__}"
-    environment = {killers.VARIABLE: str(killing), "RAY_preload_python_modules": preloaded}
+    own = str(Path(killers.__file__).parents[2])  # the tests are installed nowhere
+    environment = {killers.VARIABLE: str(killing), "RAY_preload_python_modules": preloaded, "PYTHONPATH": own}
     with ServeRun(tmp_path_factory.mktemp("serve"), args, environment=environment) as server:
         server.wait_until_healthy(REPLICAS)
         yield server
