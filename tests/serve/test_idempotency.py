@@ -99,7 +99,8 @@ class Serving:
         return self.scrape().sum("vllm:request_success_total")
 
     def scrape(self) -> Scrape:
-        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self._key}"}, timeout=20)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=20)
         assert answer.status_code == 200, answer.text
         return Scrape(answer.text)
 
