@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from itertools import chain, islice
 from typing import Literal
@@ -17,6 +18,8 @@ MAX_EVENTS = 200  # per timeline: engines and routers may report events again an
 MAX_TEXT_TOKENS = 1000  # kept of a prompt, and of an output
 
 State = Literal["waiting", "running", "ended"]
+
+_KIND = re.compile(r"^[a-z]+[-_]")  # the beginning of an answer's id, before the client's own: cmpl-, msg_
 
 
 class SequenceTimeline(msgspec.Struct, kw_only=True):
@@ -60,7 +63,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     def is_of(self, name: str) -> bool:
         """Return whether `name` identifies the sequence: as an answer's `id`, an X-Request-Id, or a sequence id from a
         log line."""
-        return name in (self.answer_id, self.answer_id.partition("-")[2], *self.attempts)
+        return name in (self.answer_id, _KIND.sub("", self.answer_id), *self.attempts)
 
 
 class RequestTimeline(msgspec.Struct):

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
@@ -17,10 +18,12 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import fake_api, until
+from tests.deployments.openai.chat_models import QWEN, VOCAB_SIZE, chat_tokenizer
 from tests.deployments.real_api import real_api_with_prefill
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, ingress, listen
 
 ASKED = {"prompt": "A secret prompt", "max_tokens": 4}
+OWN_ID = {"X-Request-Id": "mine-1"}
 
 
 def timeline(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceTimeline:
@@ -46,6 +49,15 @@ async def test_finished_request_is_told_under_every_name_that_clients_and_logs_k
     assert [one["request_id"] for one in await told(api.client, "mine/1")] == names
     for name in (first, second):
         assert [one["request_id"] for one in await told(api.client, name)] == [name]
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions", "/v1/completions"])
+async def test_a_request_is_told_under_its_clients_id_whatever_the_ids_of_its_route_begin_with(route):
+    asked = {"prompt": "hi"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    async with fake_api(text_model=chat_tokenizer(QWEN), vocab_size=VOCAB_SIZE) as api:
+        answer = await api.client.post(route, json={"model": "fake", "max_tokens": 4, **asked}, headers=OWN_ID)
+        assert answer.status_code == 200, answer.text
+        assert len(await told(api.client, OWN_ID["X-Request-Id"])) == 1
 
 
 async def test_timeline_has_the_numbers_and_events_of_a_request_and_not_its_text(api):
