@@ -47,11 +47,6 @@ def compute_key(request_id: str) -> str:
     return f"computes {request_id}"
 
 
-def trial_key(request_id: str) -> str:
-    """Return the key of a request that is tried apart from others, because an engine ended with it."""
-    return f"tries {request_id}"
-
-
 def ended_key(engine: str) -> str:
     """Return the key that tells one engine that has ended from others. It is added to what the engine was doing."""
     return f"ended {engine}"

@@ -23,13 +23,13 @@ from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
 from deployments.poison.named import suspected
-from deployments.poison.poison import TRIAL_TOKENS, Poison
+from deployments.poison.poison import Poison
 from deployments.poison.trial import Trial
 from deployments.replicas.pools import EngineClient
 from engine.errors import EngineError, EngineUnavailable, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.generate_request import GenerateRequest
+from engine.wire.generate_request import TRIAL_TOKENS, GenerateRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
 from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
@@ -413,7 +413,7 @@ class Sequence:
         now = asyncio.get_running_loop().time()
         retry.is_suspect = retry.is_suspect or self._poison.suspects(retry.request, now)
         if retry.is_suspect:
-            self._trial = await self._poison.begin_trial(retry.request_id)
+            self._trial = await self._poison.begin_trial()
             self._trial_ends_at = len(retry.output) + TRIAL_TOKENS
             self._poison.check(retry.request, asyncio.get_running_loop().time())
         while True:

@@ -2,7 +2,8 @@
 
 An engine that ends by itself leaves behind what it was doing (engine/black_box.py): adapters that it read, grammars
 that it compiled, requests that it computed. All of these are suspects. An ingress sends one suspect at a time to an
-engine, until it has got a few tokens and is no suspect any more. If an engine ends by itself with it, it is poison:
+engine, and an engine computes one at a time of those that ingresses send (engine/core/serving/trial_queue.py), until it
+has got a few tokens and is no suspect any more. If an engine ends by itself with it, it is poison:
 what it names is remembered and refused for POISON_S, by all ingresses that are up. Uses no clock and no socket.
 """
 
@@ -15,14 +16,12 @@ from typing import NamedTuple, TypeVar
 
 from deployments.poison.named import Named, all_named
 from deployments.poison.trial import Trial
-from engine.black_box import Doings, ended_key, read_key, trial_key
+from engine.black_box import Doings, ended_key, read_key
 from engine.errors import PoisonRequest
 from engine.wire.generate_request import GenerateRequest
 
 T = TypeVar("T")
 POISON_S = 600.0  # for which it is refused
-TRIAL_TOKENS = 8  # after which a request is no suspect any more
-OTHERS_TRIAL_S = 5.0  # for which a request that another ingress tries may be the cause
 MAX_REMEMBERED = 1000
 
 
@@ -52,7 +51,6 @@ class Poison:
         """Called with what is refused from now on, so that other ingresses refuse it too."""
         self._refused: OrderedDict[str, float] = OrderedDict()  # by digest, until when
         self._suspects: OrderedDict[str, Suspicion] = OrderedDict()  # by digest
-        self._tried: OrderedDict[str, None] = OrderedDict()  # ids of attempts that this ingress has tried apart
         self._lock = asyncio.Lock()
 
     def check(self, request: GenerateRequest, now: float) -> None:
@@ -83,8 +81,7 @@ class Poison:
         known = self._suspects.get(named.digest)
         engines = {ended} if known is None or now >= known.until else {*known.engines, ended}
         _remember(self._suspects, named.digest, Suspicion(engines, now + POISON_S))
-        tried_alone = on_trial and (len(engines) > 2 or not self._others_are_tried(doing))
-        if len(engines) < 2 or not (tried_alone if named.is_own else on_trial or _is_only_name(doing)):
+        if len(engines) < 2 or not (on_trial or (not named.is_own and _is_only_name(doing))):
             return None
         self.refuse(named, now)
         self.tell_others(named)
@@ -94,16 +91,8 @@ class Poison:
         """Refuse this from now on for POISON_S."""
         _remember(self._refused, named.digest, now + POISON_S)
 
-    def _others_are_tried(self, doing: Doings) -> bool:
-        """Return whether the engine that has ended also tried suspects of other ingresses. This ingress tries one at a
-        time, so its earlier ones are none any more."""
-        own = {trial_key(name) for name in self._tried}
-        tried = (key for key, age_s in doing if key.startswith(trial_key("")) and age_s < OTHERS_TRIAL_S)
-        return any(key not in own for key in tried)
-
-    async def begin_trial(self, request_id: str) -> Trial:
-        """Wait until this ingress tries no other suspect, but at most TRIAL_S. request_id: that of the attempt."""
+    async def begin_trial(self) -> Trial:
+        """Wait until this ingress tries no other suspect, but at most TRIAL_S."""
         trial = Trial(self._lock)
         await trial.begin()
-        _remember(self._tried, request_id, None)
         return trial

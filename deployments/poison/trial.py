@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-TRIAL_S = 30.0  # after which the next suspect does not wait any longer for the one that is tried
+from engine.wire.generate_request import TRIAL_S
 
 
 class Trial:

@@ -13,6 +13,9 @@ from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 
+TRIAL_TOKENS = 8  # after which a request on trial is no suspect any more
+TRIAL_S = 30.0  # after which the next suspect does not wait any longer for the one that is tried
+
 
 class HoldMark(msgspec.Struct, frozen=True, array_like=True):
     """Asks to keep the first `tokens` tokens of a prompt for `ttl_s` seconds after their last use."""

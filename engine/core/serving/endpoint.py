@@ -8,13 +8,13 @@ from typing import Literal, Protocol
 import msgspec
 import zmq
 
-from engine.black_box import BLACK_BOX, trial_key
 from engine.clock import Clock
 from engine.core.engine import EngineCore
 from engine.core.features.handoffs import STUCK
 from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
+from engine.core.serving.trial_queue import TrialQueue
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
@@ -88,6 +88,7 @@ class EngineEndpoint:
         self._prefixes = PrefixCounter(core.scheduler.kv_cache, num_ranks)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
+        self._trials = TrialQueue()
         self._ended: list[str] = []  # requests and remote prefills, since the last status
         self._status_due = self._timelines_due = clock.monotonic()
 
@@ -127,8 +128,6 @@ class EngineEndpoint:
 
     def _add(self, request: GenerateRequest) -> None:
         self._kv_events.admitted(request.request_id)
-        if request.on_trial:
-            BLACK_BOX.begin(trial_key(request.request_id))
         try:
             self._peers.connect(request.reply_to)
         except zmq.ZMQError as error:
@@ -137,6 +136,13 @@ class EngineEndpoint:
             )
             self._end(request.request_id)
             return
+        if request.on_trial:
+            self._trials.add(request)
+            self._start_trials()
+        else:
+            self._start(request)
+
+    def _start(self, request: GenerateRequest) -> None:
         try:
             if request.when_idle and self._core.scheduler.has_work:
                 raise Overloaded("the engine has other requests, and this one may only run while there are none")
@@ -145,6 +151,10 @@ class EngineEndpoint:
         except ServingError as error:
             delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
             self._reply(request.reply_to, delta)
+
+    def _start_trials(self) -> None:
+        while (request := self._trials.next(self._clock.monotonic())) is not None:
+            self._start(request)
 
     def _load_adapter(self, call_id: str, lora: LoRARequest) -> None:
         try:
@@ -160,6 +170,9 @@ class EngineEndpoint:
         self._runs_when_idle = runs_when_idle
 
     def _abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
+        if (waiting := self._trials.remove(request_id)) is not None:
+            self._reply(waiting.reply_to, TokenDelta(request_id=request_id, finish_reason=reason))
+            return
         event = self._core.abort(request_id, reason)
         if event is not None:
             self._reply(event.request.reply_to, event.delta)
@@ -193,12 +206,12 @@ class EngineEndpoint:
 
     def _reply(self, address: str, delta: TokenDelta) -> None:
         self._deltas.setdefault(address, []).append(delta)
+        self._trials.answered(delta.request_id, len(delta.token_ids), bool(delta.finish_reason))
         if delta.finish_reason and delta.kv_source is None:  # else it ends once its KV is read
             self._end(delta.request_id)
 
     def _end(self, request_id: str) -> None:
         """Report to routers and the control actor that a request or remote prefill has ended."""
-        BLACK_BOX.end(trial_key(request_id))
         self._kv_events.finished(request_id)
         self._ended.append(request_id)
 
@@ -250,6 +263,7 @@ class EngineEndpoint:
                 self._reply(event.request.reply_to, event.delta)
             else:  # the other engine knows of its end
                 self._end(event.request.request_id)
+        self._start_trials()
         for notice in self._core.take_notices():
             self._push(self._status_to, self._encode(notice))
         deltas_by_address, self._deltas = self._deltas, {}

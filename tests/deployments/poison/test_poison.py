@@ -13,10 +13,10 @@ import zmq.asyncio
 
 from deployments.frontend import retry
 from deployments.poison.named import suspected
-from deployments.poison.poison import POISON_S, TRIAL_TOKENS, Poison
-from engine.black_box import Doings, compile_key, compute_key, ended_key, read_key, trial_key
+from deployments.poison.poison import POISON_S, Poison
+from engine.black_box import Doings, compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, PoisonRequest, ServingError
-from engine.wire.generate_request import GenerateRequest
+from engine.wire.generate_request import TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -76,8 +76,6 @@ class Engines:
             doing.append((compute_key(name), 0.1))
             if message.lora is not None:
                 doing.append((read_key(message.lora.digest), 0.1))
-            if message.on_trial:
-                doing.append((trial_key(name), 0.1))
         for _, ended in engine.values():
             ended.set_exception(EngineUnavailable("rank 0 died", [] if self._outside else doing))
         engine.clear()
@@ -252,21 +250,3 @@ def test_it_is_remembered_by_what_decides_what_is_computed(fields, same):
             memory.check(msgspec.structs.replace(bad, request_id="new", **fields), 1.0)
     else:
         memory.check(msgspec.structs.replace(bad, request_id="new", **fields), 1.0)
-
-
-@pytest.mark.parametrize(
-    ("others", "told_apart"),
-    [([("mine.1", 0.1)], True), ([("theirs", 0.1)], False), ([("theirs", 60.0)], True), ([], True)],
-)
-async def test_suspects_that_two_ingresses_try_in_one_engine_at_a_time_are_not_told_apart(others, told_apart):
-    memory, bad = Poison(), request("bad")
-    for name in ("mine.1", "bad.1"):
-        (await memory.begin_trial(name)).end()
-    tried = [("bad.1", 0.1), *others]
-    poison = None
-    for engine in "ab":
-        doing = [(ended_key(engine), 0.0), (compute_key("bad.1"), 1.0), *((trial_key(n), age_s) for n, age_s in tried)]
-        named = suspected(bad, "bad.1", doing, began=False)
-        assert named is not None
-        poison = memory.blame(named, doing, True, 0.0)
-    assert (poison is not None) == told_apart
