@@ -54,9 +54,9 @@ def logits(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
         return cpu_kernels().multiply(x, weight, None, wide=True)[:, :outputs]
     if x.dtype == torch.float32:
         return linear(x, weight)
-    if x.device.type == "cuda":
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return logits_plain(x, weight)
+    if x.device.type == "cpu":
+        return logits_plain(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def logits_plain(x: Tensor, weight: Tensor) -> Tensor:
