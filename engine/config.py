@@ -17,8 +17,7 @@ GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 MAX_LORA_RANK = 256
 DEFAULT_LORAS = 8
 
-All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "flashinfer_nvlink_one_sided"]
-ONE_SIDED = "flashinfer_nvlink_one_sided"
+All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall"]
 
 ENGINE_LIMITS = {
     "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size pipeline_parallel_size "
@@ -202,7 +201,7 @@ class EngineConfig:
         "auto",
         "How tokens travel between engines of `data_parallel_size` and the ranks that have their experts "
         "(docs/rank_groups.md): `allgather_reducescatter` sends them to all ranks, `alltoall` only to those that need "
-        "them, and `flashinfer_nvlink_one_sided` does so by FlashInfer's kernels. `auto` chooses one of the first two.",
+        "them. `auto` chooses one of the two.",
     )
     enable_elastic_ep: bool = option(
         False,
@@ -361,14 +360,6 @@ class EngineConfig:
                 if getattr(self, key):
                     limit = f"false with both data_parallel_size and pipeline_parallel_size above 1, because {why}"
                     raise ConfigError(key, True, limit)
-        if self.all2all_backend == ONE_SIDED:
-            reasons = {
-                "determinism: strict": (self.determinism, "it adds in another order than the fixed one"),
-                "enable_elastic_ep": (self.enable_elastic_ep, "its memory belongs to all ranks of the start"),
-            }
-            for key, (given, because) in reasons.items():
-                if given:
-                    raise ConfigError("all2all_backend", ONE_SIDED, f"another one with {key}, because {because}")
 
     def _check_offloading(self) -> None:
         if self.offloads_kv and not self.enable_prefix_caching:

@@ -176,7 +176,6 @@ OTHER_MODELS = """
     distributed/part_group.py distributed/data_parallel_group.py
     distributed/exchange/__init__.py distributed/exchange/expert_exchange.py distributed/exchange/members.py
     distributed/exchange/rows.py distributed/exchange/all_gather.py distributed/exchange/all_to_all.py
-    distributed/exchange/one_sided.py distributed/exchange/open_exchange.py
     runner/graphs/shared_graphs.py runner/launching/wave_launcher.py
     distributed/survivors.py distributed/roster.py runner/launching/recovery.py
 """

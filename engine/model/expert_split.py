@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ONE_SIDED, EngineConfig
+from engine.config import EngineConfig
 from engine.device import copy_to
+from engine.distributed.exchange.all_gather import AllGather
+from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.exchange.members import PER_RANK, Counts, Ranks
-from engine.distributed.exchange.one_sided import RowSizes
-from engine.distributed.exchange.open_exchange import exchange_named
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_count, check_shared, choose_backend
 
 logger = logging.getLogger(__name__)
@@ -302,19 +301,11 @@ def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes:
     return (tp.size - 1) * tp.parts * experts_per_token * hidden_size * item_bytes
 
 
-def choose_exchange(
-    config: EngineConfig, model: ModelConfig, exchange: ExpertExchange, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Choose how tokens travel to experts, and log why. Every rank has to call this at the same time. Raises
-    ConfigError."""
-    moe, ranks = model.moe, exchange.members.ranks.size
-    assert moe is not None, "check_experts has refused this model"
-    on_gpu = device.type == "cuda"
+def choose_exchange(config: EngineConfig, exchange: ExpertExchange, *, on_gpu: bool) -> None:
+    """Choose how tokens travel to experts, and log why. Every rank has to call this at the same time."""
+    ranks = exchange.members.ranks.size
     backend, why = choose_backend(config.all2all_backend, ranks, on_gpu=on_gpu)
-    if backend == ONE_SIDED and not on_gpu:
-        raise ConfigError("all2all_backend", backend, "another one on a CPU")
-    sizes = RowSizes(config.max_num_batched_tokens, model.hidden_size, moe.experts_per_token, dtype.itemsize)
-    exchange.choose(exchange_named(backend, sizes))
+    exchange.choose(AllToAll if backend == "alltoall" else AllGather)
     logger.info("experts exchanged by all2all_backend=%s ranks=%d, because %s", backend, ranks, why)
 
 

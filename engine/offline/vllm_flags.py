@@ -321,6 +321,7 @@ VALUES: dict[str, dict[str, str | None]] = {  # renamed values of flags with the
         (
             *("naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep"),
             *("mori_high_throughput", "mori_low_latency", "flashinfer_all2allv", "flashinfer_nvlink_two_sided"),
+            "flashinfer_nvlink_one_sided",
         )
     ),
     "--dtype": {"half": "float16", "float": "float32"},

@@ -39,7 +39,7 @@ def load_model(setup: RankSetup) -> Model:
         group = fixed_order.FixedOrder(setup.tp)
     group.enable_expert_parallel, group.redundant_experts = config.enable_expert_parallel, config.redundant_experts
     if group.expert_exchange is not None:
-        choose_exchange(config, setup.model, group.expert_exchange, setup.dtype, device)
+        choose_exchange(config, group.expert_exchange, on_gpu=device.type == "cuda")
     model = build_model(setup.model, group, setup.dtype, device)
     if (
         config.enable_expert_parallel

@@ -206,10 +206,11 @@ def test_experts_move_as_in_vllm():
 
 def test_tokens_travel_to_experts_as_in_vllm_or_as_manta_chooses():
     flags = "pocket", "-ep", "-dp", "4", "--all2all-backend"
-    (model,) = configured(*flags, "flashinfer_nvlink_one_sided")["models"]
-    assert model["engine"]["all2all_backend"] == "flashinfer_nvlink_one_sided"
-    (model,) = configured(*flags, "deepep_high_throughput")["models"]
-    assert "all2all_backend" not in model["engine"]
+    (model,) = configured(*flags, "allgather_reducescatter")["models"]
+    assert model["engine"]["all2all_backend"] == "allgather_reducescatter"
+    for name in ("deepep_high_throughput", "flashinfer_nvlink_one_sided"):
+        (model,) = configured(*flags, name)["models"]
+        assert "all2all_backend" not in model["engine"]
 
 
 @pytest.mark.parametrize("flags", [["-tp", "2", "-ep"], ["-dp", "4"], ["-dp", "1", "-ep"]], ids=" ".join)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,10 +12,8 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
 from engine.distributed.exchange.members import PER_RANK, Counts, Members, Ranks
-from engine.distributed.exchange.one_sided import OneSided, RowSizes
-from engine.distributed.exchange.open_exchange import exchange_named
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ConfigError, EngineUnavailable
+from engine.errors import EngineUnavailable
 from tests.rank_pool import RankPool
 from tests.ranks import ThreadGroup, make_ranks, on_all
 
@@ -195,104 +190,3 @@ def test_while_memory_is_measured_all_rows_go_to_all_ranks_with_the_results_of_t
     assert [rows for rows, *_ in real] == [5 * engines, *[0] * (engines - 1)]
     for (_, *before), (_, *after) in zip(measured, real, strict=True):
         assert all(map(torch.equal, before, after))
-
-
-class FakeAlltoall:
-    """FlashInfer's MoeAlltoAll as its documentation describes it, between threads."""
-
-    def __init__(self, mapping: Any, max_num_tokens: int, top_k: int, num_experts: int, **options: Any):
-        self.comm = options["mnnvl_config"].comm_backend
-        self.ranks, self.most, self.per_rank = self.comm._ranks, max_num_tokens, num_experts // mapping.moe_ep_size
-        self.room = options["workspace_size_per_rank"]
-        assert self.comm.allgather([self.ranks.rank, b"handle"]) == [[r, b"handle"] for r in range(self.ranks.size)]
-        assert self.comm.bcast(self.ranks.rank, 1) == 1
-
-    def dispatch(
-        self, token_selected_experts: Tensor, input_payloads: list[Tensor], runtime_max_tokens_per_rank: int,
-        invalid_token_expert_id: int, expert_id_payload_index: int,
-    ) -> list[Tensor]:  # fmt: skip
-        size, most = self.ranks.size, runtime_max_tokens_per_rank
-        assert most <= self.most and token_selected_experts.dtype == torch.int32
-        found = [torch.full((size, most, *part.shape[1:]), 77).to(part.dtype) for part in input_payloads]
-        found[expert_id_payload_index].fill_(invalid_token_expert_id)
-        self.sent = self.ranks._exchange((token_selected_experts, input_payloads))
-        for sender, (experts, payloads) in enumerate(self.sent):
-            rows = (experts // self.per_rank == self.ranks.rank).any(1)
-            for part, payload in zip(found, payloads, strict=True):
-                part[sender, : int(rows.sum())] = payload[rows]
-        return found
-
-    def combine(self, payload: Tensor, runtime_max_tokens_per_rank: int) -> Tensor:
-        everyone = self.ranks._exchange(payload)
-        experts, (x, *_) = self.sent[self.ranks.rank]
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for rank, found in enumerate(everyone):
-            rows = (experts // self.per_rank == rank).any(1)
-            out[rows] += found[self.ranks.rank, : int(rows.sum())]
-        return out.to(x.dtype)
-
-
-@pytest.fixture
-def flashinfer(monkeypatch) -> None:
-    package, mnnvl, kernels = (ModuleType(name) for name in ("comm", "mnnvl", "kernels"))
-    package.Mapping = lambda size, rank, gpus, tp_size, moe_ep_size: SimpleNamespace(moe_ep_size=moe_ep_size)  # type: ignore[attr-defined]
-    mnnvl.MnnvlConfig = SimpleNamespace  # type: ignore[attr-defined]
-    kernels.MoeAlltoAll = FakeAlltoall  # type: ignore[attr-defined]
-    kernels.moe_a2a_get_workspace_size_per_rank = lambda *sizes: sizes  # type: ignore[attr-defined]
-    for name, module in (("", package), (".mnnvl", mnnvl), (".trtllm_moe_alltoall", kernels)):
-        monkeypatch.setitem(sys.modules, f"flashinfer.comm{name}", module)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-
-
-class StringGroup(ThreadGroup):
-    def exchange(self, value: str, timeout_s: float = 0) -> list[str]:
-        return self._exchange(value)  # type: ignore[arg-type, return-value]
-
-
-@pytest.mark.usefixtures("flashinfer")
-@pytest.mark.parametrize(("engines", "width"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("counts", [[5, 3, 0, 9], [40, 40, 40, 40]])
-def test_flashinfers_exchange_gets_the_rows_of_its_experts_and_adds_up_what_comes_back(engines, width, counts):
-    counts, groups = counts[-engines:], make_ranks(engines * width)
-    for group in groups:
-        group.__class__ = StringGroup
-    open_one_sided = exchange_named("flashinfer_nvlink_one_sided", RowSizes(64, HIDDEN, K, 4))
-
-    def sums(rank: int, kind: Any) -> Tensor:
-        members = Members(groups[rank], width)
-        exchange = kind(members)
-        found = exchange.dispatch(
-            *rows_of(members.engine, counts[members.engine], engines * width, torch.float32), counts
-        )
-        here = (found.places.long() // PER_RANK == rank)[..., None]
-        pairs = torch.where(here, products(found.x, found.places.long()), 0)
-        out = found.combine((pairs * torch.where(here, found.weights[..., None], 0)).sum(1))
-        if isinstance(exchange, OneSided):
-            assert exchange._alltoall.room == (engines * width, 64 // width, HIDDEN * 4 + K * 8, HIDDEN * 4)
-        return out
-
-    one_sided, gathered = (
-        on_all(groups, lambda rank, kind=kind: sums(rank, kind)) for kind in (open_one_sided, AllGather)
-    )
-    for own, expected in zip(one_sided, gathered, strict=True):
-        torch.testing.assert_close(own, expected)
-
-
-@pytest.mark.usefixtures("flashinfer")
-@pytest.mark.parametrize(
-    ("ranks", "k", "limit"),
-    [
-        (65, 8, "another one, because flashinfer exchanges rows between at most 64 ranks, not 65"),
-        (2, 5, "another one, because flashinfer exchanges rows with 1, 2, 4, .* experts per token, not 5"),
-    ],
-)
-def test_flashinfers_exchange_is_refused_if_its_kernels_know_no_such_sizes(ranks, k, limit):
-    group: Any = SimpleNamespace(size=ranks, rank=0)
-    with pytest.raises(ConfigError, match=f"all2all_backend must be {limit}"):
-        OneSided(Members(group, 1), RowSizes(1, 1, k, 1))
-
-
-def test_flashinfers_exchange_is_refused_without_flashinfer(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="all2all_backend must be another one, because flashinfer is not installed"):
-        OneSided(Members(make_ranks(2)[0], 1), RowSizes(1, 1, 1, 1))
