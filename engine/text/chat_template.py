@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any, cast
@@ -31,7 +31,7 @@ MAX_ENTRIES = 1 << 20  # of a list
 MAX_BITS = 1 << 14  # of a whole number
 MAX_WIDTH = 10_000  # of padding and indentation
 MAX_FIELDS = 100  # of a text that is formatted
-MISSING = ("urlize", "xmlattr", "pprint", "striptags", "wordwrap")  # filters whose time is not bounded
+MISSING = ("urlize", "xmlattr", "pprint", "striptags", "wordwrap", "sum")  # filters whose time is not bounded
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the same field of a message
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 WIDE = re.compile(r"\d{5,}|\*")  # in a format
@@ -177,6 +177,9 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 class _Namespace(Namespace):
+    def __repr__(self) -> str:
+        return "<Namespace>"  # and not all that it holds, which may be itself
+
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
             raise SecurityError(f"a namespace cannot have the attribute {name!r}")
@@ -242,16 +245,27 @@ def _spent(value: Any) -> Any:
 
 
 def _entries(value: Any) -> int:
-    """Return how many entries lists and objects have with all that is in them, each as often as it is there."""
-    count, inside = 0, [value] if isinstance(value, list | tuple | dict) else []
+    """Return how many entries a list or an object has with all that is in it, each as often as it is there. Raises
+    SecurityError if they are too many, or if their texts are too long to be written out."""
+    entries = characters = 0
+    inside = [value]
     while inside:
-        each = inside.pop()
-        count += len(each)
-        if count > MAX_ENTRIES:
+        match inside.pop():
+            case str(text):
+                characters += len(text)
+            case int(number):
+                characters += number.bit_length() // 3
+            case dict(each):
+                entries += len(each)
+                inside += (each.keys(), each.values())
+            case list() | tuple() | KeysView() | ValuesView() | ItemsView() as each:
+                entries += len(each)
+                inside += each
+        if entries > MAX_ENTRIES:
             raise SecurityError(f"it makes lists of more than {MAX_ENTRIES:,} entries")
-        inside += [inner for inner in (each.values() if isinstance(each, dict) else each)
-                   if isinstance(inner, list | tuple | dict)]  # fmt: skip
-    return count
+        if characters > MAX_CHARACTERS // 4:
+            raise SecurityError(f"it makes lists of more than {MAX_CHARACTERS // 4:,} characters")
+    return entries
 
 
 def _measured(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:

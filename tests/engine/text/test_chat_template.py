@@ -47,6 +47,7 @@ ENDLESS = {
     "joins": "{% set l = ['a' * 100] * 10000 %}{% for i in range(99999) %}{{ l | join | length }}{% endfor %}",
 }
 START = "{% set ns = namespace(s='aaaaaaaaaa', l=[1]) %}{% for i in range(99) %}"
+LONG = "{% set s = 'a' * 10**6 %}{% macro show(x) %}{{ x }}{% endmacro %}{% set l = [s] * 9999 %}"
 LARGE = {
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "product": "{{ ('a' * 10**10) | length }}",
@@ -74,6 +75,19 @@ LARGE = {
     "nested lists": START + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson }}",
     "nested tuples": START + "{% set ns.l = (ns.l, ns.l) %}{% endfor %}{{ ns.l | string }}",
     "nested objects": START + "{% set ns.l = {'a': ns.l, 'b': ns.l} %}{% endfor %}{{ ns.l == ns.l }}",
+    **{
+        f"list of texts, {name}": LONG + way
+        for name, way in {
+            "written": "{{ l }}", "joined": "{{ (l ~ '') | length }}", "filtered": "{{ l | lower | length }}",
+            "as JSON": "{{ l | tojson | length }}", "formatted": "{{ ('%s' % (l,)) | length }}",
+            "formatted by a method": "{{ '{}'.format(l) | length }}", "raised": "{{ raise_exception(l) }}",
+            "in a macro": "{{ show(l) | length }}", "in a list": "{{ [l] | join | length }}",
+        }.items()
+    },
+    "list of numbers": "{% set l = [2 ** 9999] * 9999 %}{{ l | string | length }}",
+    "list of views": "{% set l = [{'a': 'a' * 10**6}.items()] * 9999 %}{{ l | string | length }}",
+    "list of namespaces": "{% set ns = namespace(s='a' * 10**6) %}{% set l = [ns] * 9999 %}"
+                          "{{ 'a' * 10**7 if (l | string | length) < 10**6 }}",
     "source": "a" * 300_000,
 }  # fmt: skip
 OTHERS = {
