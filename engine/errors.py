@@ -141,12 +141,13 @@ class PromptTooLong(RequestError):
         """estimated: whether `tokens` is only a lower bound. answer: whether output tokens will follow. prompt: field
         of the prompt."""
         Exception.__init__(self, tokens, limit, estimated, answer, prompt)
-        self.tokens, self.limit, self.param = tokens, limit, prompt.partition("[")[0]
-        # clients know this error by its code (LangChain), or by "this model's maximum context length is" (litellm)
+        self.param = prompt.partition("[")[0]
+        # clients know this error by its code, or by "prompt is too long: N tokens > M" (Claude Code, LangChain), or by
+        # "this model's maximum context length is" (litellm)
         self.message = (
-            f"{prompt} has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - answer} fit: "
-            f"this model's maximum context length is {limit} tokens"
-            + (", and the answer needs at least one token" if answer else "; truncate_prompt_tokens can shorten it")
+            f"{prompt} is too long: {'at least ' if estimated else ''}{tokens} tokens > {limit - answer} maximum "
+            f"(this model's maximum context length is {limit} tokens"
+            + (", and the answer needs at least one)" if answer else "; truncate_prompt_tokens can shorten it)")
         )
 
     @property

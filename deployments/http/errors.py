@@ -16,7 +16,7 @@ from starlette.types import Scope
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
-from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError, UnsupportedMediaType
+from engine.errors import BodyTimeout, Overloaded, ServingError, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,6 @@ def anthropic_error_body(error: Exception, scope: Scope) -> tuple[int, Anthropic
     message = body.error.message
     for ours, theirs in ANTHROPIC_WORDS.items():
         message = message.replace(ours, theirs)
-    if isinstance(error, PromptTooLong):  # Claude Code shortens the conversation when it finds these words
-        message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum; {message}"
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, AnthropicErrorBody(AnthropicError(kind, message), request_id(scope))
 

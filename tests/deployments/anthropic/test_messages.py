@@ -246,7 +246,7 @@ REFUSED = [
     ("BadRequestError", "invalid_request_error", {"messages": []}, "messages"),
     ("BadRequestError", "invalid_request_error", {"max_tokens": 0}, "max_tokens"),
     ("BadRequestError", "invalid_request_error", {"messages": [{"role": "user", "content": "a b " * 4000}]},
-     "prompt is too long: 1234 tokens > 512 maximum"),
+     "prompt is too long: 1234 tokens > 511 maximum"),
     ("BadRequestError", "invalid_request_error", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
      "tools[0].input_schema"),
     ("BadRequestError", "invalid_request_error", {"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -62,11 +63,27 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(path, body
         assert max(tokenized, default=0) < 100
 
 
-@pytest.mark.parametrize("prompt", ["a b " * 300, [5] * MAX_MODEL_LEN, "a" * 10**5])
-async def test_prompt_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(prompt, api):
-    error = (await api.post("completions", prompt=prompt)).json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
+WORDS_OF_CLIENTS = (
+    rf"this model's maximum context length is {MAX_MODEL_LEN} tokens",  # litellm
+    r"prompt is too long: ",  # LangChain with version 3 of OpenAI's library, Strands
+    rf"prompt is too long[^0-9]*\d+\s*tokens?\s*>\s*{MAX_MODEL_LEN - 1}\b",  # Claude Code
+)
+
+
+@pytest.mark.parametrize("text", ["a b " * 300, "a" * 10**5])
+@pytest.mark.parametrize("route", ["completions", "token ids", "chat/completions", "responses", "messages"])
+async def test_prompt_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(text, route, api):
+    if route in ("chat/completions", "messages"):
+        response = await api.post(route, model="fake", messages=[{"role": "user", "content": text}], max_tokens=5)
+    elif route == "responses":
+        response = await api.post(route, input=text)
+    else:
+        response = await api.post("completions", prompt=text if route == "completions" else [5] * MAX_MODEL_LEN)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error.get("code") == (None if route == "messages" else "context_length_exceeded")
+    for words in WORDS_OF_CLIENTS:
+        assert re.search(words, error["message"])
 
 
 JSON = {"Content-Type": "application/json"}

@@ -297,7 +297,7 @@ def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine
 
 def test_a_refused_request_raises_and_leaves_nothing(make_engine):
     engine = make_engine(max_model_len=32, max_waiting=1)
-    with pytest.raises(PromptTooLong, match="32 tokens, but at most 31 fit"):
+    with pytest.raises(PromptTooLong, match="32 tokens > 31"):
         engine.add("long", [1] * 32, timeout_s=1.0)
     with pytest.raises(InvalidParameter, match="prompt must be token ids from 0 to 96"):
         engine.add("unknown token", [1, 97])
@@ -482,7 +482,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
     ("change", "reason"),
     [
         ({"fingerprint": "another model"}, "fingerprint must be that of this engine"),
-        ({"token_ids": [1] * 300, "num_prompt": 300}, "prompt has 300 tokens"),
+        ({"token_ids": [1] * 300, "num_prompt": 300}, "prompt is too long: 300 tokens"),
         ({"token_ids": [], "num_prompt": 0}, "prompt must be at least one token"),
     ],
 )

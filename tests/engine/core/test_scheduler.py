@@ -74,9 +74,7 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one(depth):
 
 def test_a_prompt_that_fills_the_context_is_refused_with_the_limit():
     h = Harness(num_blocks=8, max_model_len=32)
-    with pytest.raises(
-        PromptTooLong, match=r"32 tokens, but at most 31 fit: this model's maximum context length is 32 tokens"
-    ):
+    with pytest.raises(PromptTooLong, match=r"32 tokens > 31 maximum .*context length is 32 tokens"):
         h.add("a", ids(32))
     assert not h.scheduler.has_work
 

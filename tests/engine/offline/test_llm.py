@@ -501,7 +501,7 @@ def test_log_probabilities_are_those_of_the_model_before_any_edit(llm):
     [
         ([], {}, InvalidParameter, "prompt must be at least one token"),
         ("", {}, InvalidParameter, "prompt must be at least one token"),
-        ([1] * 512, {}, PromptTooLong, "prompt has 512 tokens, but at most 511 fit"),
+        ([1] * 512, {}, PromptTooLong, "prompt is too long: 512 tokens > 511"),
         ([1, 100_000], {}, InvalidParameter, "prompt must be token ids from 0 to"),
         ([1], {"stop_token_ids": [100_000]}, InvalidParameter, "stop_token_ids must be a token id below"),
         ([1], {"logit_bias": {100_000: 1.0}, "n": 3}, InvalidParameter, "logit_bias must be a token id below"),
@@ -522,7 +522,7 @@ def test_run_yields_refused_requests_with_the_reason_and_computes_the_others(llm
     assert set(results) == {request.request_id for request, _ in jobs}, "each once"
     reasons = [[output.finish_reason for output in request.outputs] for request, _ in jobs]
     assert reasons == [["error"] * 2, ["length"] * 2, ["error"] * 2, ["length"] * 2]
-    assert "at most 511 fit" in jobs[0][0].outputs[0].error
+    assert "> 511" in jobs[0][0].outputs[0].error
     assert jobs[1][0].outputs[0].error is None
 
 
