@@ -1,7 +1,7 @@
 """Conversations of well-known clients with the HTTP API, each with a tool call and a stream: `make test-clients`.
 
 They run in virtual environments of the clients' own, since their dependencies do not all go with Ray's (nor with each
-other's: those in `openai_2` need version 2 of OpenAI's library), and with the command-line programs of `package.json`.
+other's: those in `openai_2` need version 2 of OpenAI's library), and with the programs and the SDK of `package.json`.
 The server is another process, of Manta's environment.
 """
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from pydantic_ai import Agent
+from pydantic_ai.exceptions import ModelContextWindowExceededError
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -34,3 +35,8 @@ def test_agent_streams_what_follows_its_tool(model):
             assert WEATHER in "".join([text async for text in result.stream_text(delta=True)])
 
     asyncio.run(scenario())
+
+
+def test_a_prompt_beyond_the_context_is_pydantic_ais_own_error(model):
+    with pytest.raises(ModelContextWindowExceededError):
+        Agent(model).run_sync("word " * 250_000)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from deployments.app import http_app
 from deployments.billing.usage_files import NoUsageFiles
@@ -101,6 +102,7 @@ class LocalPool:
 
 @dataclass(slots=True)
 class FakeApi:
+    app: FastAPI
     client: httpx.AsyncClient
     model: ServedModel
     engine: FakeEngine
@@ -175,7 +177,7 @@ async def fake_api(
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://fake") as client,
         ):
-            yield FakeApi(client, model, engine, replica, channel, telemetry, pool)
+            yield FakeApi(app, client, model, engine, replica, channel, telemetry, pool)
     finally:
         engine.stop()
         for task in tasks:
