@@ -71,7 +71,7 @@ class EngineConfig:
     determinism: Literal["strict"] | None = option(
         None,
         "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
-        "(docs/determinism.md). Needs unquantized weights; on a GPU, it supports only dense models in bfloat16.",
+        "(docs/determinism.md). Needs CPUs and unquantized weights.",
     )
     torch_compile: bool = option(
         False,

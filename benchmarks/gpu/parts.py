@@ -403,8 +403,6 @@ PARTS = (
     Part(SANITIZER, 150),
     Part("attention libraries", 90, libraries),
     Part("latent attention libraries", 90, latent_libraries),
-    Part("decode 8B, batch 64, strict", 90, lambda card: decode(card, 64, determinism="strict")),
-    Part("prefill 8B, 8192 tokens, strict", 90, lambda card: prefill(card, determinism="strict")),
     Part("decode 8B, batch 64, our attention", 90, without_libraries),
     Part("decode 8B, one of 100k among 63 of 1k", 120, lambda card: decode(card, 64, longest=LONG)),
     Part("decode 8B, batch 1, drafts", 90, lambda card: drafts(card, 1)),

@@ -5,8 +5,8 @@ So another number of ranks gives other bits. Here the product is always PARTS su
 of them. The sums are added as a binary tree. With one, two, four or eight ranks, each rank holds a whole subtree. So
 the result is the same for each of these numbers of ranks.
 
-On a CPU a row has the same bits in any batch anyway. On a GPU, `use_gpu_kernels` gives layers the kernels of
-ops/gpu/strict.
+On a CPU a row has the same bits in any batch anyway. A GPU's libraries choose by the number of rows how they sum a row,
+so there this mode is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.layers.attention import Attention
-from engine.model.layers.embedding import LMHead
-from engine.model.layers.linear import ColumnParallelLinear, Linear
-from engine.model.ops import dispatch, linear, tree_sum
+from engine.model.layers.linear import ColumnParallelLinear
+from engine.model.ops import linear, tree_sum
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64
@@ -33,22 +31,12 @@ LEAST_OUTPUTS = 2
 """Fewest outputs of a layer in float32: the products of a single output are summed in another order."""
 
 
-VOCAB_MULTIPLE = 4
-"""torch's softmax on a GPU reads a row in pieces of this many float32, from the first address that is a multiple of a
-piece. If the size of the vocabulary is not a multiple, the order of the sums depends on the row's index."""
-
-MAX_HEAD_DIM = 128
-"""Largest size of a head for which our strict attention fits into the registers of a GPU."""
-
-
-def check(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
     """Raise ConfigError for options that could make bits depend on the batch or on the number of ranks."""
-    on_cpu = device.type == "cpu"
+    if device.type != "cpu":
+        why = "because libraries choose by the number of rows how they sum a row"
+        raise ConfigError("determinism", "strict", f"left out on a GPU, {why}")
     for name, value, known in (
-        ("device", device.type, on_cpu or dispatch.gpu_kernels(dtype, device)),
-        ("dtype", str(dtype).removeprefix("torch."), on_cpu or dtype == torch.bfloat16),
-        ("kv_cache_dtype", config.kv_cache_dtype, on_cpu or config.kv_cache_dtype == "auto"),
-        ("enable_lora", True, on_cpu or not config.enable_lora),
         ("torch_compile", True, not config.torch_compile),
         ("model", model_config.architecture, is_known(model_config)),
         ("quantization", config.quantization or "that of the model", model_config.quantization is None),
@@ -57,42 +45,10 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device,
             raise ConfigError(
                 name, value, "another value, or determinism left out, because `strict` does not support this value yet"
             )
-    if not on_cpu and (parts := unknown_on_gpu(model_config)):
-        limit = f"left out: on a GPU it does not support {', '.join(parts)} of {model_config.architecture} yet"
-        raise ConfigError("determinism", "strict", limit)
 
 
 def is_known(model: ModelConfig) -> bool:
     return not model.transformers and model.encoder is None
-
-
-def unknown_on_gpu(model: ModelConfig) -> list[str]:
-    """Return which parts of a model have no kernel in ops/gpu/strict."""
-    parts = {
-        "experts": model.moe,
-        "recurrent layers": model.recurrent,
-        "latent attention": model.latent,
-        "images": model.vision,
-        "layers of Gemma 3n and Gemma 4": model.gemma,
-        "bidirectional attention": model.bidirectional,
-        f"heads of more than {MAX_HEAD_DIM}": model.head_dim > MAX_HEAD_DIM,
-        "pooling": model.head != "lm",
-        f"a vocab_size that is no multiple of {VOCAB_MULTIPLE}": model.vocab_size % VOCAB_MULTIPLE,
-    }
-    return [name for name, present in parts.items() if present]
-
-
-def use_gpu_kernels(model: nn.Module) -> None:
-    """Give packed layers the kernels in which a row has the same bits in any batch. Row-parallel layers already use
-    such kernels in `linear_parts`. All other kernels compute each row, head or token separately in every mode."""
-    from engine.model.ops.gpu.strict import attention
-    from engine.model.ops.gpu.strict.linear import Product
-
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.ops = attention
-        elif isinstance(layer, (Linear, LMHead)) and layer.weight is not None:
-            layer.kernel = Product(layer.weight, torch.float32 if isinstance(layer, LMHead) else layer.weight.dtype)
 
 
 def pad_layers(model: nn.Module) -> None:

@@ -86,7 +86,6 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn,
         block_size=config.known_block_size,
         adapters=adapters,
-        strict=config.determinism == "strict",
     )
     images = model.vision is not None and model.vision.mm_tokens_per_image > 0
     context = config.max_model_len or model.max_position_embeddings

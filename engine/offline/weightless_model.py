@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.lora.model_adapters import ModelAdapters
-from engine.model import fixed_order, fused_rows
+from engine.model import fused_rows
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.loader import pack_weights
@@ -95,23 +95,18 @@ class WeightlessModel:
     kv_dtype: torch.dtype = torch.bfloat16
     block_size: int = 64
     adapters: tuple[int, int] | None = None  #: slots for adapters, and their highest rank
-    strict: bool = False  #: with the kernels of `determinism: strict`
     launched: list[str] = field(default_factory=list)
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
         with as_on_a_gpu(self.capability):
             self.tp: TPGroup = RankOf(self.ranks, self.launched)
-            if self.strict:
-                self.tp = fixed_order.FixedOrder(self.tp)
             self.model = build_model(self.config, self.tp, self.dtype, META)
             pack_weights(self.model)
             if self.adapters is None:
                 fused_rows.fuse(self.model)
             else:
                 ModelAdapters(self.model, *self.adapters, 8192, META)
-            if self.strict:
-                fixed_order.use_gpu_kernels(self.model)
 
     @torch.inference_mode()
     def compute(self, tokens: int, seqs: int, context: int, verified: int = 0, images: bool = False) -> Tensor:

@@ -35,7 +35,7 @@ def load_model(setup: RankSetup) -> Model:
     started = time.perf_counter()
     config, device, group = setup.config, setup.torch_device, setup.tp
     if config.determinism == "strict":
-        fixed_order.check(config, setup.model, device, setup.dtype)
+        fixed_order.check(config, setup.model, device)
         group = fixed_order.FixedOrder(setup.tp)
     group.enable_expert_parallel, group.redundant_experts = config.enable_expert_parallel, config.redundant_experts
     if group.expert_exchange is not None:
@@ -65,8 +65,6 @@ def load_model(setup: RankSetup) -> Model:
         add_slots(model)
     if not config.enable_lora:
         fused_rows.fuse(model)
-    if isinstance(group, fixed_order.FixedOrder) and device.type == "cuda":
-        fixed_order.use_gpu_kernels(model)
     logger.info(
         "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
         setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),

@@ -99,7 +99,6 @@ def rehearsal(monkeypatch, request) -> None:
 LIKE_OTHERS = (
     "decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs",
     "8192 tokens, torch.compile", "our attention", "batch 1, drafts", "batch 64, drafts by EAGLE-3",
-    "8192 tokens, strict",
     "none in the batch", "Lite, batch 64",
 )  # fmt: skip
 

@@ -82,10 +82,6 @@ def in_blocks(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 
 def linear_parts(x: Tensor, weights: Sequence[Tensor], parts: int) -> Sequence[Tensor]:
     """Return one product for each of `parts` equal parts of the inputs. weights: from `pack_parts`."""
-    if dispatch.gpu_kernels(x.dtype, x.device):
-        from engine.model.ops.gpu.strict import linear as gpu
-
-        return gpu.linear_parts(x, weights[0], parts).unbind()
     if len(weights) < parts:
         return cpu_kernels().multiply(x, weights[0], None, parts).chunk(parts, dim=1)
     return [linear(part, weight) for part, weight in zip(x.chunk(parts, dim=1), weights, strict=True)]

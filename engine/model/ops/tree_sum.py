@@ -1,7 +1,6 @@
 """Sums tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
 
-parts: tensors [tokens, size], their number a power of two, with equal strides and each token's values contiguous; on a
-GPU one after the other in memory, as `linear_parts` returns them
+parts: tensors [tokens, size], their number a power of two, with equal strides and each token's values contiguous
 """
 
 from __future__ import annotations
@@ -18,10 +17,6 @@ def tree_sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tenso
     """Return the sum, rounded once to `dtype`; None: the dtype of the parts."""
     own, device = parts[0].dtype, parts[0].device
     dtype = dtype or own
-    if dispatch.gpu_kernels(own, device):
-        from engine.model.ops.gpu.strict import linear as gpu
-
-        return gpu.tree_sum(parts, dtype)
     if dtype == own and dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import linear
 

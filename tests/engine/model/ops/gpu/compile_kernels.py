@@ -41,8 +41,6 @@ from engine.model.ops.gpu import (
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.kernel_cache.target import Target
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
-from engine.model.ops.gpu.strict import attention as strict_attention
-from engine.model.ops.gpu.strict import linear as strict_linear
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
@@ -253,20 +251,6 @@ def compile_latent() -> None:
     latent_attention.latent_attention(q, batch, 1, 0.1, 512)
 
 
-def compile_strict() -> None:
-    """Compile for rows, a long and a short chunk, a window, and capped scores."""
-    short, capped = CHUNK.but(sequences=[(4000, 4)]), DECODE.but(softcap=50.0)
-    for case in (DECODE, CHUNK, short, CHUNK.but(head_dim=64, window=512), capped):
-        q, _, _, batch = case.inputs()
-        strict_attention.paged_attention(q, batch, 1, 0.1, case.window, softcap=case.softcap)
-    for rows, bias in ((1, None), (300, torch.zeros(6144, dtype=torch.bfloat16))):
-        x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, torch.float32):
-            strict_linear.Product(weight, dtype)(x, bias)
-        parts = strict_linear.linear_parts(x, weight, 8)
-        strict_linear.tree_sum(parts.unbind(), torch.bfloat16)
-
-
 def compile_adapters() -> None:
     """Compile for one slice of outputs and for three, with ranks of 16 and more."""
     for rank, slices in ((16, [4096]), (48, [4096, 1024, 1024])):
@@ -276,9 +260,7 @@ def compile_adapters() -> None:
 
 
 if __name__ == "__main__":
-    OTHERS = {
-        "recurrent": compile_recurrent, "latent": compile_latent, "strict": compile_strict, "adapters": compile_adapters
-    }  # fmt: skip
+    OTHERS = {"recurrent": compile_recurrent, "latent": compile_latent, "adapters": compile_adapters}
     driver.set_active(Driver(90))
     JITFunction.__getitem__ = compile_only
     for chosen in sys.argv[1:]:

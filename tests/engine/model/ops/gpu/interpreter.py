@@ -142,16 +142,6 @@ def dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *opt
     return TensorHandle(np.matmul(*wide) + d.data, d.dtype.scalar)
 
 
-def ordered_dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: object) -> TensorHandle:
-    """a @ b + d, in which every row and column is summed in the same order, as tensor cores do for tiles of one size.
-    NumPy's products depend, in the last bits, on a row's place in its tile."""
-    left, right = (convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32) for x in (a, b))
-    total = d.data.copy()
-    for k in range(left.shape[1]):
-        total += left[:, k, None] * right[k]
-    return TensorHandle(total, d.dtype.scalar)
-
-
 DOT_SCALED = TritonSemantic.dot_scaled
 
 

@@ -78,10 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], EngineConfig]] = {
     "a layer that predicts further tokens": (
         "Qwen3-Next 80B-A3B", {"full_attention_interval": 2, "num_nextn_predict_layers": 1}, MTP,
     ),
-    **{
-        f"strict, {ranks} ranks": ("8B", {}, replace(PLAIN, determinism="strict", tensor_parallel_size=ranks))
-        for ranks in (1, 2, 4, 8)
-    },
+    "two ranks": ("8B", {}, replace(PLAIN, tensor_parallel_size=2)),
 }  # fmt: skip
 
 

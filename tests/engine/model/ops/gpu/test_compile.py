@@ -92,16 +92,6 @@ def test_kernels_of_common_models_compile_for_hopper():
 
 
 @pytest.mark.slow
-def test_strict_kernels_compile_for_hopper():
-    kernels = compiled("strict")
-    assert kinds(kernels) == {"plan_splits_kernel", "attend_splits_kernel", "linear_kernel", "tree_sum_kernel"}
-    products = [kernel for kernel in kernels if kernel["kernel"] in ("attend_splits_kernel", "linear_kernel")]
-    assert all(kernel["wgmma"] and not kernel["mma"] and kernel["async_copies"] for kernel in products), (
-        "few rows and many are multiplied by the same instruction"
-    )
-
-
-@pytest.mark.slow
 def test_kernels_of_recurrent_layers_and_of_latent_attention_compile_for_hopper():
     kernels = compiled("recurrent", "latent")
     recurrent = {
