@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 from engine.model.ops.gpu import logits as logit_edits
 from engine.model.ops.gpu import sampling
-from engine.model.ops.gpu.kernel_cache.target import Variant, variants
+from engine.model.ops.gpu.compile_target import Variant, variants
 from engine.model.ops.sampling_plain import RandomRows
 from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, as_on_a_gpu
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes

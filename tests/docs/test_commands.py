@@ -59,7 +59,6 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,
-    r"python -m manta.cluster.cli.precompile": "tests/engine/model/ops/gpu/test_kernel_cache.py",
     r"python -m benchmarks.(peers|embeddings)": PEERS,
     r"python -m benchmarks.random_gguf": "writes a model of 0.58 billion weights",
     r"python -m benchmarks.real_model|python -m tools.medusa": "minutes of SmolLM2, if it was fetched",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
-
-from cluster.config.app_config import AppConfig
-from tests.k8s.overlays import OVERLAYS
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "k8s" / "docker"
@@ -55,23 +50,3 @@ def test_image_without_gpus_is_built_without_nixl():
             ["sh", "-c", f"VARIANT={variant}; {choice}; echo $extras"], capture_output=True, text=True
         )
         assert made.stdout.strip() == extras
-
-
-def test_image_has_compiled_kernels_for_the_models_of_every_overlay_with_gpus():
-    models, found = DOCKER / "models", set()
-    for overlay in OVERLAYS:
-        config = yaml.safe_load((overlay / "serve_config.yaml").read_text())
-        for model in AppConfig.of(config["applications"][0]).models:
-            if any(map(model.on_gpu, model.pools)):
-                found.add(Path(model.model).name)
-    assert found == {folder.name for folder in models.iterdir()}
-    for name in found:
-        assert json.loads((models / name / "config.json").read_text())["architectures"]
-
-
-def test_kernels_are_compiled_where_an_engine_of_the_image_looks_for_them():
-    (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", DOCKERFILE)
-    (prefix,) = re.findall(r"python3 -m venv (\S+)", DOCKERFILE)
-    reader = (ROOT / "engine/model/ops/gpu/kernel_cache/image_cache.py").read_text()  # imports Triton
-    assert 'FOLDER = Path(sys.prefix) / "kernels" / "triton"\n' in reader
-    assert folder == f"{prefix}/kernels/triton"

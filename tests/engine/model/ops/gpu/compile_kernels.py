@@ -38,8 +38,8 @@ from engine.model.ops.gpu import (
     rope,
     sampling,
 )
+from engine.model.ops.gpu.compile_target import Target
 from engine.model.ops.gpu.experts import moe, routing
-from engine.model.ops.gpu.kernel_cache.target import Target
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.ops.sampling_plain import RandomRows

@@ -25,7 +25,7 @@ from benchmarks.gpu.engines import SHAPES, shape_config
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
-from engine.model.ops.gpu.kernel_cache.target import variants
+from engine.model.ops.gpu.compile_target import variants
 from engine.offline.precompile import Step, compute, first_steps
 from engine.offline.weightless_model import BLOCKS, META, WeightlessModel, as_on_a_gpu
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes
