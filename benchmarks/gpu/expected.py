@@ -23,9 +23,7 @@ import torch
 from benchmarks.gpu.card import CARDS, Card, prompt_flops, step_bytes
 from benchmarks.gpu.engines import shape_config
 from benchmarks.gpu.meta_steps import Launches, MetaModel
-from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
-from engine.model.ops.gpu import int4
 from engine.model.ops.gpu.experts.moe import row_format
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.offline.weightless_model import as_on_a_gpu
@@ -37,8 +35,8 @@ KERNEL_S = 1.3e-6  # between two kernels of a graph
 HIDDEN_S = 0.7e-6  # of it, for a kernel that is launched while the one before it ends
 SMALL_S = 3e-6  # a kernel that reads little: as long as it takes to start and to end
 LARGE = {
-    "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "int4_linear_kernel", "_grouped_mm", "grouped_kernel",
-    "int8_linear_kernel", "attend_kernel", "latent_kernel", "linear_attention_kernel",
+    "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_kernel",
+    "attend_kernel", "latent_kernel", "linear_attention_kernel",
 }  # fmt: skip
 """Kernels whose time is that of what they read."""
 CONVERTED = {"mxfp4": 7.4, "int8": 7.0, "float8": 9.0, "int4": 9.0}
@@ -147,8 +145,6 @@ def conversions(model: MetaModel, tokens: int) -> list[tuple[float, float]]:
                 for weight in layer.kept[1:]:
                     if isinstance(weight, PackedExperts) and row_format(weight, model.dtype) is None:
                         note(share, math.prod(weight.shape), weight.values.nbytes + weight.scales.nbytes, weight.format)
-            elif isinstance(layer, Linear) and isinstance(layer.kernel, int4.Int4) and tokens <= int4.MOST:
-                note(1.0, math.prod(layer.kernel.size), layer.kernel.values.nbytes, "int4")
     return found
 
 

@@ -27,7 +27,6 @@ from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
 META = torch.device("meta")
 BLOCKS = 8192  # of a KV cache
 PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
-SHARED_KIB = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}  # of a program
 
 
 class RankOf(TPGroup):
@@ -52,7 +51,7 @@ class RankOf(TPGroup):
 def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Let layers that are built on META choose the kernels of a GPU of this compute capability."""
     from engine.model.ops.gpu import attention as triton_attention
-    from engine.model.ops.gpu import dependent_launch, int4
+    from engine.model.ops.gpu import dependent_launch
     from engine.model.ops.gpu import quantized_linear as gpu_linear
     from engine.model.ops.gpu.experts import moe as gpu_experts
 
@@ -75,7 +74,6 @@ def as_on_a_gpu(capability: tuple[int, int]) -> Iterator[None]:
         (gpu_experts, "multiplies_float8", lambda device: capability >= gpu_experts.LEAST_FLOAT8),
         (triton_attention, "hopper", lambda device: capability >= (9, 0)),
         (triton_attention, "processors", lambda device: PROCESSORS[capability]),
-        (int4, "shared_bytes", lambda device: SHARED_KIB[capability] * 1024),
         (torch, "equal", lambda one, other: True),  # groups of a checkpoint are taken to be even
     ]  # fmt: skip
     with ExitStack() as stack:

@@ -179,9 +179,9 @@ QUANTIZED = {
         ("0.6B", {}, LAYER),
         ("8B", {"quantization": "fp8"}, {**LAYER, **QUANTIZED, "_scaled_mm": 4}),
         ("8B", {"quantization": "int8"}, {
-            **LAYER, **QUANTIZED, "int8_linear_kernel": 4,
+            **LAYER, **QUANTIZED, "_int_mm": 4, "mul": 8,
         }),
-        ("8B", {"quantization": "int4"}, {**LAYER, "linear": 0, "int4_linear_kernel": 4}),
+        ("8B", {"quantization": "int4"}, LAYER),
         ("30B-A3B", {}, {
             **LAYER, "linear": 3, "top_k_softmax_kernel": 1, "order_kernel": 1, "index": 1, "_grouped_mm": 2,
             "combine_kernel": 1,

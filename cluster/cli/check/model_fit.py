@@ -25,6 +25,7 @@ from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.loader import tensors_by_file
 from engine.model.models.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
+from engine.model.quantization.packed_int import PackedInt
 from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
@@ -34,6 +35,7 @@ from engine.runner.stages.stage_runner import divide_layers
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
+PACKED = ("qweight", "weight_packed")  # names of tensors whose words of 32 bits hold several weights
 CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are converted to the model's when it is loaded
 
 
@@ -82,16 +84,21 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel_size
+    packed = packed_numbers(shape) if on_gpu else 0
+    weights = weight_bytes(folder, dtype, with_text=role != "encode", packed=packed) // engine.tensor_parallel_size
     if engine.pipeline_parallel_size > 1:
         counts = divide_layers(engine, shape)
         stages = [nth_stage(stage, counts, shape) for stage in range(len(counts))]
-        sizes = [weight_bytes(folder, dtype, stage=stage) // engine.tensor_parallel_size for stage in stages]
+        sizes = [
+            weight_bytes(folder, dtype, stage=stage, packed=packed) // engine.tensor_parallel_size for stage in stages
+        ]
         told = (f"{count} layers with {size / GIB:.2f} GiB" for count, size in zip(counts, sizes, strict=True))
         yield Finding("ok", topic, f"{len(counts)} pipeline stages, of which a rank has {', '.join(told)} of weights")
         weights, _, fullest = max(zip(sizes, counts, range(len(counts)), strict=True))
         shape = config_of(stages[fullest], shape)
     quantized = " before they are quantized" if engine.quantization in METHODS else ""
+    if packed or (on_gpu and engine.quantization == "int4"):
+        quantized = ", to which a GPU dequantizes weights of four bits"
     most = "at most" if engine.pipeline_parallel_size > 1 else "about"
     yield Finding("ok", topic, f"{most} {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if engine.enable_lora:
@@ -163,13 +170,28 @@ def describe_states(engine: EngineConfig, specs: list[StateSpec], snapshots: int
     return [f"{found}, and {snapshots} snapshots: {snapshots * kept / GIB:.2f} GiB"] if specs else []
 
 
+def packed_numbers(shape: ModelConfig) -> int:
+    """Return how many weights a word of 32 bits holds in the checkpoint, if a GPU has to dequantize them as they are
+    loaded; 0 if it has not, or if the weights are stored otherwise. Experts stay as they are stored."""
+    for rule in () if shape.quantization is None else shape.quantization.rules:
+        if rule.format is not None and isinstance(made := rule.format.make(), PackedInt):
+            return made.word
+    return 0
+
+
 def weight_bytes(
-    folder: Path, dtype: torch.dtype, *, with_text: bool = True, stage: Stage = ALL_LAYERS, part: str = ""
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    with_text: bool = True,
+    stage: Stage = ALL_LAYERS,
+    part: str = "",
+    packed: int = 0,
 ) -> int:
     """Return the bytes of the whole model, or of a stage, when loaded in `dtype`, computed from its files' headers.
 
     with_text: whether to count the language model; without it, only the image encoder counts. part: what the names of
-    all counted tensors contain.
+    all counted tensors contain. packed: of `packed_numbers`.
     """
 
     def counts(name: str) -> bool:
@@ -180,7 +202,11 @@ def weight_bytes(
     total = 0
     for file, names in tensors_by_file(folder).items():
         with open_weights(file) as tensors:
-            for tensor in (tensors.get_slice(name) for name in names if part in name and counts(name)):
-                count = torch.Size(tensor.get_shape()).numel()
-                total += count * (dtype.itemsize if tensor.get_dtype() in CONVERTED else 1)
+            for name in (name for name in names if part in name and counts(name)):
+                tensor = tensors.get_slice(name)
+                count, stored = torch.Size(tensor.get_shape()).numel(), tensor.get_dtype()
+                if packed and name.endswith(PACKED) and ".experts." not in name:
+                    total += count * packed * dtype.itemsize
+                else:
+                    total += count * (dtype.itemsize if stored in CONVERTED else 4 if stored == "I32" else 1)
     return total

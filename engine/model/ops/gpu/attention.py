@@ -40,7 +40,6 @@ PLAN_BLOCK = 256  # tiles that are planned at a time
 COMBINED_VALUES = 8192  # values of partial results that a program holds at a time
 PARTIAL_BYTES = 64 << 20
 INTERPRETED_PROCESSORS = 8
-INTERPRETED_SHARED_BYTES = 227 * 1024
 
 
 @triton.jit
@@ -444,11 +443,3 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory for one program: all but 1 KiB; in the interpreter, those of a Hopper."""
-    if device.type == "cpu":
-        return INTERPRETED_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

@@ -1,6 +1,5 @@
 """Quantizes the inputs of quantized weights, in Triton: one pass replaces eight small kernels, which in decode would
-take as long as the product itself. See `quantize_rows` in quantization/weight.py. Products of int8 with up to MOST rows
-are computed here. With more rows, torch computes the product, and a kernel scales it."""
+take as long as the product itself. See `quantize_rows` in quantization/weight.py."""
 
 from __future__ import annotations
 
@@ -13,10 +12,6 @@ from engine.model.ops.gpu import dependent_launch
 from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
-SCALED_COLUMNS = 1024
-MOST = 512  # rows; with more, as in prompts, cuBLAS and a pass over its int32 sums should be faster
-TILES = ((16, 64), (64, 64), (128, 128))  # rows and outputs; used is the first that holds all rows, else the last
-BLOCK_K = 64
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, so adding it rounds to the nearest, ties to even
 
 
@@ -95,75 +90,3 @@ def scale_arguments(values: Tensor, scale: Tensor) -> tuple[float, int, int]:
 
 def rounding(dtype: torch.dtype) -> dict[str, bool | float]:
     return {"INTEGER": dtype == torch.int8, "ROUNDS": ROUNDS}
-
-
-@triton.jit(do_not_specialize=["rows"])
-def int8_linear_kernel(
-    x, rows_scale, values, scale, bias, out, rows, size_n, size_k,
-    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):  # fmt: skip
-    """Multiply BLOCK_M rows with BLOCK_N outputs and scale the sums. Grid (rows / BLOCK_M, size_n / BLOCK_N)."""
-    dependent_launch.begin(DEPENDENT)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for start in range(0, size_k, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        here = (k < size_k)[None, :]
-        a = tl.load(x + m[:, None] * size_k + k[None, :], mask=(m < rows)[:, None] & here, other=0)
-        b = tl.load(values + n.to(tl.int64)[:, None] * size_k + k[None, :], mask=(n < size_n)[:, None] & here, other=0)
-        acc = tl.dot(a, b.trans(), acc, out_dtype=tl.int32)
-    wide = acc.to(tl.float32) * tl.load(rows_scale + m, mask=m < rows, other=0.0)[:, None]
-    wide *= tl.load(scale + n, mask=n < size_n, other=0.0)[None, :]
-    if BIASED:
-        wide += tl.load(bias + n, mask=n < size_n, other=0.0).to(tl.float32)[None, :]
-    target = out + m.to(tl.int64)[:, None] * size_n + n[None, :]
-    tl.store(target, wide.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < size_n)[None, :])
-
-
-def int8_linear(
-    x: Tensor, rows_scale: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Multiply x [rows, inputs] with values [outputs, inputs], both int8 and contiguous, and scale the sums.
-
-    rows_scale: [rows, 1] float32; scale: [1, outputs] float32. Has run under Triton's interpreter only, not on a GPU
-    yet.
-    """
-    (rows, inputs), outputs = x.shape, len(values)
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    block_m, block_n = next((tile for tile in TILES if tile[0] >= rows), TILES[-1])
-    int8_linear_kernel[triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)](
-        x, rows_scale, values, scale, out if bias is None else bias, out, rows, outputs, inputs,
-        BIASED=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K,
-        num_warps=8 if block_m > 64 else 4, num_stages=4, **dependent_launch.options(x.device),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def scale_products_kernel(sums, rows_scale, scale, bias, out, columns, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """Scale a product of int8. Grid (rows, columns / BLOCK)."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < columns
-    wide = tl.load(sums + row * columns + i, mask=inside, other=0).to(tl.float32)
-    wide = wide * tl.load(rows_scale + row) * tl.load(scale + i, mask=inside, other=0.0)
-    if BIASED:
-        wide += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + i, wide.to(out.dtype.element_ty), mask=inside)
-
-
-def scale_products(sums: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale products of int8, [rows, columns] int32, and add the bias, in one pass.
-
-    rows_scale: [rows, 1] float32; scale: [1, columns] float32. Has run under Triton's interpreter only, not on a GPU
-    yet.
-    """
-    rows, columns = sums.shape
-    out = torch.empty(rows, columns, dtype=dtype, device=sums.device)
-    scale_products_kernel[rows, triton.cdiv(columns, SCALED_COLUMNS)](
-        sums, rows_scale, scale, sums if bias is None else bias, out, columns,
-        BIASED=bias is not None, BLOCK=SCALED_COLUMNS,
-    )  # fmt: skip
-    return out

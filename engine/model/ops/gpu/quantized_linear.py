@@ -1,5 +1,5 @@
-"""Products with quantized weights on an NVIDIA GPU, by torch's kernels; int4 (int4.py) and few rows of int8 use our
-own. Nothing is copied to the host, so the products can be part of CUDA graphs."""
+"""Products with quantized weights on an NVIDIA GPU, by torch's kernels: float8 and int8. Other weights are
+dequantized as they are loaded. Nothing is copied to the host, so the products can be part of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
-INT4_GROUPS = (32, 64, 128, 256)
 INT8_ROWS = 32  # _int_mm needs at least 17
 
 Multiply = Callable[[Tensor, Tensor | None], Tensor]
@@ -35,10 +34,6 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
             return RowFP8(with_scale_per_output(weight))
     if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
         return Int8(weight)
-    if weight.bits == 4 and weight.group_size in INT4_GROUPS and dtype == torch.bfloat16 and dispatch.triton_found():
-        from engine.model.ops.gpu.int4 import Int4
-
-        return Int4(weight)
     return None
 
 
@@ -121,12 +116,6 @@ class Int8:
 
     def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
         values, scale, rows, dtype = quantized(x, self.format)
-        if dispatch.triton_found():
-            from engine.model.ops.gpu import quantize
-
-            if rows <= quantize.MOST:
-                return quantize.int8_linear(values, scale, self.values.T, self.scale, bias, dtype)
-            return quantize.scale_products(torch._int_mm(values, self.values), scale, self.scale, bias, dtype)
         if rows < INT8_ROWS:
             values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
         out = torch._int_mm(values, self.values)[:rows].float() * scale * self.scale

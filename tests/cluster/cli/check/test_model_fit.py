@@ -28,6 +28,7 @@ from engine.runner.kv_cache import GIB
 from placement.capacity import Node
 from tests.adapter_folders import write_adapter
 from tests.engine.lora.peft_adapters import make_adapter
+from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import make_model
 from tests.vision_models import make_vision_chat_model
 
@@ -81,6 +82,18 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(folder: Path):
     float32 = weight_bytes(folder, torch.float32)
     assert float32 == 2 * weight_bytes(folder, torch.bfloat16)
     assert stored / 2 < float32 <= 2 * stored
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "ct_int4", "ct_packed_int8"])
+def test_weights_of_four_bits_take_on_a_gpu_what_they_are_dequantized_to(name, tmp_path: Path):
+    source = make_model(tmp_path / "source", "llama", hidden_size=64, intermediate_size=96)
+    quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[name])
+    packed = model_fit.packed_numbers(ModelConfig.from_folder(tmp_path / "model"))
+    expected = weight_bytes(tmp_path / "twin", torch.bfloat16)
+    on_gpu, on_cpu = (weight_bytes(tmp_path / "model", torch.bfloat16, packed=count) for count in (packed, 0))
+    assert expected <= on_gpu < 1.2 * expected, "the weights, and their scales"
+    assert on_cpu < 0.9 * on_gpu
+    assert model_fit.packed_numbers(ModelConfig.from_folder(source)) == 0
 
 
 def test_replica_that_fits_no_node_is_a_problem_and_one_that_fits_is_not(folder: Path):

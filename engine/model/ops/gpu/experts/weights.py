@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.ops.gpu import int4
-from engine.model.ops.gpu.experts import mxfp4
-from engine.model.ops.gpu.quantized_linear import INT4_GROUPS
+from engine.model.ops.gpu.experts import int4, mxfp4
 from engine.model.quantization.weight import QuantizedWeight
 
 GROUP_UNIT = 64  # groups of 8-bit weights must be multiples of it, since a tile has at most 64 inputs
@@ -48,7 +46,7 @@ def pack(weight: QuantizedWeight) -> tuple[Tensor, ...] | None:
     """Return an expert's values, scales and, for int4, offsets for PackedExperts; None if `load_tile` cannot read
     it."""
     if weight.bits == 4:
-        return int4.pack(weight) if weight.group_size in INT4_GROUPS else None
+        return int4.pack(weight) if weight.group_size in int4.GROUPS else None
     if weight.zero is not None or (weight.scale.shape[1] > 1 and weight.group_size % GROUP_UNIT):
         return None
     return weight.values, weight.scale

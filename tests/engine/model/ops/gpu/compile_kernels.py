@@ -28,7 +28,6 @@ from engine.model.ops.gpu import (
     attention,
     dependent_launch,
     fused_quantize,
-    int4,
     latent_attention,
     latent_rope,
     logits,
@@ -45,7 +44,6 @@ from engine.model.ops.norm_plain import HeadNorms
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import RowFormat
-from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
 from tests.state_batches import state_batch
 
@@ -89,7 +87,6 @@ class Driver(Target):
         attention.hopper = lambda device: capability in (90, 100)
         dependent_launch.supported = lambda device: capability >= 90
         moe.multiplies_float8 = lambda device: capability >= 89
-        int4.shared_bytes = lambda device: (227 if capability in (90, 100) else 99) * 1024
 
 
 def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
@@ -162,14 +159,6 @@ def compile_elementwise(float8: bool) -> None:
         fused_quantize.rms_norm(x, x[0], 1e-6, 0.0, format)
         fused_quantize.add_rms_norm(x, x, x[0], 1e-6, 0.0, format)
         fused_quantize.silu_mul(x.repeat(1, 4), format)
-    for rows in (1, 64, 300):
-        codes = torch.zeros(rows, 4096, dtype=torch.int8)
-        quantize.int8_linear(codes, codes[:, :1].float(), codes[:1].repeat(4096, 1), x[:1].float(), None, x.dtype)
-    quantize.scale_products(torch.zeros(4, 8192, dtype=torch.int32), column, column.T, None, torch.bfloat16)
-    scale, values = torch.ones(4096, 32), torch.zeros(4096, 4096, dtype=torch.int8)
-    packed = int4.Int4(QuantizedWeight(values, scale, None, 4, None))
-    for rows in (1, 64, 300, 600):
-        packed(x.new_zeros(rows, 4096), None)
 
 
 PACKED_EXPERTS = ("mxfp4", "float8", "float8 in blocks", "int8", "int4")

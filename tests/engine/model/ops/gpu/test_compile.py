@@ -30,8 +30,8 @@ ROUTING = {
 DEPENDENT = {
     "attend_kernel", "rotate_and_write_kernel", "rms_norm_kernel", "gated_kernel", "swigluoai_kernel",
     "open_gate_kernel",
-    "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel", "int8_linear_kernel",
-    "grouped_kernel", "collect_kernel", "draw_kernel", "mask_kernel", "penalise_kernel", "int4_linear_kernel",
+    "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel",
+    "grouped_kernel", "collect_kernel", "draw_kernel", "mask_kernel", "penalise_kernel",
     *ROUTING,
 }  # fmt: skip
 """Kernels that are launched before the one before them has ended, from Hopper on."""
@@ -76,10 +76,6 @@ def test_kernels_of_common_models_compile_for_hopper():
         "quantize_kernel",
         "norm_quantize_kernel",
         "gated_quantize_kernel",
-        "int8_linear_kernel",
-        "scale_products_kernel",
-        "int4_linear_kernel",
-        "dequantize_kernel",
     }
     assert kinds(kernels) == expected
     assert {kernel["kernel"] for kernel in kernels if kernel["dependent"]} == DEPENDENT

@@ -16,7 +16,6 @@ from engine.model.ops.gpu import (
     attention,
     dependent_launch,
     fused_quantize,
-    int4,
     latent_attention,
     latent_rope,
     logits,
@@ -28,7 +27,6 @@ from engine.model.ops.gpu import (
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.quantization.rows import RowFormat
-from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import Case, latent_inputs
 from tests.state_batches import state_batch
 
@@ -88,8 +86,6 @@ def run_kernels() -> None:
     experts, weights = routing.top_k_softmax(x[:, :8], 2, True)
     pairs = routing.sort_pairs(experts, 8, 16)
     moe.grouped_linear(x, x.repeat(8, 1).unflatten(0, (8, -1)), None, pairs.order, pairs.tiles, 16)
-    codes = x.to(torch.int8)
-    quantize.int8_linear(codes, x[:, :1].float(), codes, x[:1, :3].float(), None, x.dtype)
     routing.combine(x.repeat(2, 1), weights)
     routing.top_k_of_groups(x[:, :8].float(), (2, 1), 2, 1.0, x.dtype)
     routing.add_shared(x, x, x[:, :1])
@@ -97,7 +93,6 @@ def run_kernels() -> None:
     sampling.sample_rows(x, [])
     logits.apply_masks(x.float(), torch.tensor([0]), torch.zeros(1, 32, dtype=torch.uint8))
     logits.penalise(x.float(), torch.tensor([[0], [0], [0], [1], [5]]), torch.ones(3, 1), torch.ones(1, 9).int())
-    int4.Int4(QuantizedWeight(codes.clamp(-8, 7), torch.ones(3, 8), None, 4, None))(x, None)
     q, k, v, batch = Case([(20, 1), (7, 1)]).inputs()
     rope.rotate_and_write(q, k, v, torch.randn(64, q.shape[2]).to(q.dtype), batch, 0)
     attention.paged_attention(q, batch, 0, 0.1)
@@ -128,7 +123,7 @@ KERNELS = {
     "rms_norm_kernel", "gated_rms_norm_kernel", "gated_kernel", "swigluoai_kernel", "relu2_kernel", "quantize_kernel",
     "norm_quantize_kernel", "gated_quantize_kernel", "top_k_softmax_kernel", "order_kernel", "combine_kernel",
     "rotate_and_write_kernel", "attend_kernel",
-    "grouped_kernel", "int8_linear_kernel", "int4_linear_kernel", "top_k_of_groups_kernel", "add_shared_kernel",
+    "grouped_kernel", "top_k_of_groups_kernel", "add_shared_kernel",
     "open_gate_kernel", "mask_kernel", "penalise_kernel", "collect_kernel", "draw_kernel",
     "rotate_and_write_latent_kernel", "write_kernel",
     "latent_kernel", "causal_conv_kernel", "keep_kernel", "gates_kernel", "linear_attention_kernel",
