@@ -20,7 +20,6 @@ from engine.model.config import ModelConfig
 from engine.model.ops.gpu import logits as logit_edits
 from engine.model.ops.gpu import sampling
 from engine.model.ops.gpu.compile_target import Variant, variants
-from engine.model.ops.sampling_plain import RandomRows
 from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, as_on_a_gpu
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
@@ -58,14 +57,13 @@ def first_steps(config: EngineConfig, context: int, *, images: bool = False) -> 
 
 
 def compute(model: WeightlessModel, step: Step) -> None:
-    """Compute a step and sample its tokens in every way that uses different kernels."""
+    """Compute a step, edit its logits and choose its best tokens."""
     model.compute(*step)
     size = model.config.vocab_size
     with torch.inference_mode(), as_on_a_gpu(model.capability):
         logits, column = (torch.empty(step.seqs, count, device=META) for count in (size, 1))
-        rows, top_k = torch.empty(step.seqs, dtype=torch.int64, device=META), column.int()
+        rows = torch.empty(step.seqs, dtype=torch.int64, device=META)
         sampling.sample_rows(logits, [])
-        sampling.sample_rows(logits, [RandomRows(rows, column, column, column, column, top_k, size)])
         bits = torch.empty(step.seqs, -(-size // 8), dtype=torch.uint8, device=META)
         logit_edits.apply_masks(logits, rows, bits)
         where, amounts = rows.expand(5, -1), column.squeeze(1).expand(3, -1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -13,11 +15,11 @@ from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
 from engine.model.low_rank import row_table
-from engine.model.ops.sampling import sorts_candidates
+from engine.model.ops import dispatch
 from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, UnpaddedStep
 from engine.runner.images import EmbeddingRows, NoSlotImages, SlotImages
-from engine.runner.logits_processors import LogitsEdits
+from engine.runner.logits_processors import COUNTERS, LogitsEdits
 from engine.runner.pooler import PooledRows
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
@@ -179,7 +181,8 @@ class InputBuilder:
         #: Slots and inputs of the last step that sampled at random, until a sequence is added. The next step mostly
         #: needs only new random numbers.
         self._sampled = NOTHING_SAMPLED
-        self._sorts = sorts_candidates(device.torch_device)
+        own_kernel = dispatch.gpu_kernels(torch.float32, device.torch_device)  # which needs no counters of tokens
+        self._counters = sys.maxsize if own_kernel else COUNTERS
 
     def build(self, plan: StepPlan) -> StepInputs:
         staged = self._device.staged_copy()
@@ -355,7 +358,7 @@ class InputBuilder:
             for slot, position in zip(sampled_slots, sampled.tolist(), strict=True):
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
-            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
+            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, counters=self._counters)
             self._sampled = NOTHING_SAMPLED if any(row.edits for row in rows) else (sampled_slots, inputs)
         if plan.masked:
             inputs.masked = self._masked_rows(plan, entries, staged)

@@ -8,7 +8,6 @@ the same bits there: docs/http_api.md lists the dtypes and devices where this ho
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -116,22 +115,17 @@ def prepare_sampling(
     uniform: UniformSource,
     to_device: ToDevice = torch.from_numpy,
     *,
-    sorts: bool = True,
+    counters: int = logits_processors.COUNTERS,
 ) -> SamplingInputs:
-    """Group rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
-    `sorts_candidates` (ops/sampling.py). If False, all rows are one group, in which greedy rows have a top_k of 1."""
+    """Group rows by the work that they need. to_device: copies an array to the device of the logits. counters: most
+    token counters that penalties use at a time."""
     groups: dict[int, list[int]] = {}
     edited = []
-    widths = {}
     for row, sequence in enumerate(sequences):
-        widths[row] = 1 if sequence.params.greedy else candidate_width(sequence.params, vocab_size)
         if not sequence.params.greedy:
-            groups.setdefault(widths[row], []).append(row)
+            groups.setdefault(candidate_width(sequence.params, vocab_size), []).append(row)
         if sequence.edits is not None:
             edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
-
-    if groups and not sorts:
-        groups = {vocab_size: list(range(len(sequences)))}
 
     def column(values: list[float]) -> Tensor:
         return to_device(np.array(values, dtype=np.float32)).unsqueeze(1)
@@ -139,7 +133,6 @@ def prepare_sampling(
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
-        top_k = [widths[row] or vocab_size for row in rows]
         random.append(
             RandomRows(
                 rows=to_device(np.array(rows, dtype=np.int64)),
@@ -147,12 +140,10 @@ def prepare_sampling(
                 uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
                 top_p=column([s.params.top_p for s in chosen]),
                 min_p=column([s.params.min_p for s in chosen]),
-                top_k=to_device(np.array(top_k, dtype=np.int32)).unsqueeze(1),
                 width=width,
                 index=rows,
             )
         )
-    counters = logits_processors.COUNTERS if sorts else sys.maxsize  # a GPU's kernel needs none
     edits = logits_processors.prepare(edited, vocab_size, to_device, counters)
     counts = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     logprobs = LogprobRows(to_device(np.array(list(counts), dtype=np.int64)), counts) if counts else None

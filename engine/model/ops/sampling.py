@@ -23,7 +23,7 @@ SampleRows = Callable[[Tensor, list[RandomRows]], Tensor]
 
 def select(device: torch.device) -> SampleRows:
     """Return the fastest version, compiled."""
-    if not sorts_candidates(device):
+    if dispatch.gpu_kernels(torch.float32, device):
         from engine.model.ops.gpu import sampling as gpu
 
         return gpu.sample_rows
@@ -33,8 +33,3 @@ def select(device: torch.device) -> SampleRows:
         cpu.DRAW.compile(torch.float32)
         return partial(sample_rows_plain, cpu.draw_rows)
     return partial(sample_rows_plain, draw_rows_in_parts if device.type == "cpu" else draw_rows_plain)
-
-
-def sorts_candidates(device: torch.device) -> bool:
-    """Return whether this device sorts candidates. Rows with the same number of candidates are then sorted together."""
-    return not dispatch.gpu_kernels(torch.float32, device)

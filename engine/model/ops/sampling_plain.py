@@ -24,8 +24,7 @@ class RandomRows:
     uniform: Tensor
     top_p: Tensor
     min_p: Tensor
-    top_k: Tensor  #: [n, 1] int32; the vocabulary's size if there is no top_k
-    width: int  #: number of candidates to sort; 0 if there are no filters
+    width: int  #: number of candidates to sort: top_k, or the vocabulary's size without it; 0 if there are no filters
     index: list[int] = field(default_factory=list)  #: `rows` on the host
 
     def scaled(self, logits: Tensor) -> Tensor:
@@ -33,9 +32,9 @@ class RandomRows:
         return logits[self.rows] / self.temperature.clamp(min=MIN_TEMPERATURE)
 
     def part(self, index: slice | Tensor) -> RandomRows:
-        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
-        rows, temperature, uniform, top_p, min_p, top_k = (column[index] for column in columns)
-        return RandomRows(rows, temperature, uniform, top_p, min_p, top_k, self.width)
+        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p)
+        rows, temperature, uniform, top_p, min_p = (column[index] for column in columns)
+        return RandomRows(rows, temperature, uniform, top_p, min_p, self.width)
 
 
 DrawRows = Callable[[Tensor, Tensor, RandomRows], Tensor]

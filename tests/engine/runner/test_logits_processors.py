@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner import logits_processors
 from engine.runner.sampler import UniformSource, prepare_sampling, process_rows
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 from tests.engine.runner import plain_logits_processors
@@ -76,16 +75,15 @@ def test_a_batch_is_changed_bit_for_bit_as_its_rows_are_one_by_one(batch: list[S
         np.testing.assert_array_equal(row.numpy(), plain(sequence).numpy())
 
 
-def test_more_rows_than_are_counted_at_a_time_are_counted_in_parts(monkeypatch):
+def test_more_rows_than_are_counted_at_a_time_are_counted_in_parts():
     rng = random.Random(0)
     penalties = [{"frequency_penalty": 0.3}, {"repetition_penalty": 1.7}, {"presence_penalty": -0.4}, {"min_tokens": 9}]
     batch = [
         Sequence(SamplingParams(**penalties[i % 4]), 0, [rng.randrange(VOCAB) for _ in range(6 + i)], 1 + i, LOGITS)
         for i in range(8)
     ]
-    monkeypatch.setattr(logits_processors, "COUNTERS", 2 * VOCAB + 1)
     rows = [sequence.row(slot) for slot, sequence in enumerate(batch)]
-    prepared = prepare_sampling(rows, VOCAB, UniformSource()).edits
+    prepared = prepare_sampling(rows, VOCAB, UniformSource(), counters=2 * VOCAB + 1).edits
     assert prepared is not None and [part.where.shape[1] for part in prepared.penalties] == [2, 2, 2]
     assert torch.equal(edited(batch, list(range(8))), torch.stack([plain(sequence) for sequence in batch]))
 

@@ -93,8 +93,7 @@ def random_rows(params: SamplingParams, uniform: Tensor, width: int) -> RandomRo
         return torch.full((len(uniform), 1), value)
 
     temperature, top_p, min_p = column(params.temperature), column(params.top_p), column(params.min_p)
-    top_k = torch.full((len(uniform), 1), params.top_k or VOCAB, dtype=torch.int32)
-    return RandomRows(torch.arange(len(uniform)), temperature, uniform, top_p, min_p, top_k, width)
+    return RandomRows(torch.arange(len(uniform)), temperature, uniform, top_p, min_p, width)
 
 
 # -- random numbers --------------------------------------------------------------------------------------------

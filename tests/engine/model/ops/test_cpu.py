@@ -134,7 +134,7 @@ def test_a_number_draws_the_token_whose_share_of_the_weights_it_falls_into(size,
     logits[:, 1::2] = -torch.inf
     rows, numbers = torch.tensor([6, 0, 3, 3, 5]), torch.tensor([0.0, 0.3, 0.6, 0.97, 1 - 2**-24])[:, None]
     numbers = numbers[torch.randperm(5, generator=generator)]
-    group = RandomRows(rows, torch.full((5, 1), temperature), numbers, *[torch.ones(5, 1)] * 3, width=0)
+    group = RandomRows(rows, torch.full((5, 1), temperature), numbers, *[torch.ones(5, 1)] * 2, width=0)
     tokens = cpu_sampling.draw_rows(logits, logits.amax(-1), group)
     after = (logits[rows].double() / temperature).softmax(-1).cumsum(-1)
     before = torch.cat([torch.zeros(5, 1), after[:, :-1]], dim=1).gather(1, tokens[:, None])

@@ -41,7 +41,6 @@ from engine.model.ops.gpu.compile_target import Target
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.norm_plain import HeadNorms
-from engine.model.ops.sampling_plain import RandomRows
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import RowFormat
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
@@ -148,10 +147,8 @@ def compile_elementwise(float8: bool) -> None:
     norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
     norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
     column = torch.full((4, 1), 0.5)
-    rows, top_k = torch.arange(3), column[:3].int()
-    groups = [RandomRows(rows, *[column[:3]] * 4, top_k, 8192)]
+    rows = torch.arange(3)
     sampling.sample_rows(x.float(), [])
-    sampling.sample_rows(x.float(), groups)
     logits.apply_masks(x.float(), rows, torch.zeros(3, 1024, dtype=torch.uint8))
     logits.penalise(x.float(), rows.expand(5, -1), column[:3].T.expand(3, -1), torch.zeros(4, 4096, dtype=torch.int32))
     for format in (RowFormat(torch.int8), *([RowFormat(FLOAT8), RowFormat(FLOAT8, 128)] if float8 else [])):

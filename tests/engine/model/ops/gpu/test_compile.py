@@ -31,7 +31,7 @@ DEPENDENT = {
     "attend_kernel", "rotate_and_write_kernel", "rms_norm_kernel", "gated_kernel", "swigluoai_kernel",
     "open_gate_kernel",
     "norm_quantize_kernel", "gated_quantize_kernel", "quantize_kernel",
-    "grouped_kernel", "collect_kernel", "draw_kernel", "mask_kernel", "penalise_kernel",
+    "grouped_kernel", "best_of_segment_kernel", "best_of_row_kernel", "mask_kernel", "penalise_kernel",
     *ROUTING,
 }  # fmt: skip
 """Kernels that are launched before the one before them has ended, from Hopper on."""
@@ -67,8 +67,8 @@ def test_kernels_of_common_models_compile_for_hopper():
         "gated_kernel",
         "swigluoai_kernel",
         "open_gate_kernel",
-        "collect_kernel",
-        "draw_kernel",
+        "best_of_segment_kernel",
+        "best_of_row_kernel",
         "mask_kernel",
         "penalise_kernel",
         "grouped_kernel",
@@ -130,7 +130,7 @@ def test_the_other_kernels_compile_for_every_gpu_and_in_every_dtype(target):
     kernels = compiled(target, "elementwise", *EXPERTS, *(f"experts in {kind}" for kind in PACKED_EXPERTS))
     assert all(kernel["shared"] <= SHARED[target] for kernel in kernels)
     assert target in ("sm_90", "sm_100") or not any(kernel["dependent"] for kernel in kernels)
-    assert {"grouped_kernel", "gated_kernel", "swigluoai_kernel", "draw_kernel", *ROUTING} <= kinds(kernels)
+    assert {"grouped_kernel", "gated_kernel", "swigluoai_kernel", "best_of_row_kernel", *ROUTING} <= kinds(kernels)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ KERNELS = {
     "norm_quantize_kernel", "gated_quantize_kernel", "top_k_softmax_kernel", "order_kernel", "combine_kernel",
     "rotate_and_write_kernel", "attend_kernel",
     "grouped_kernel", "top_k_of_groups_kernel", "add_shared_kernel",
-    "open_gate_kernel", "mask_kernel", "penalise_kernel", "collect_kernel", "draw_kernel",
+    "open_gate_kernel", "mask_kernel", "penalise_kernel", "best_of_segment_kernel", "best_of_row_kernel",
     "rotate_and_write_latent_kernel", "write_kernel",
     "latent_kernel", "causal_conv_kernel", "keep_kernel", "gates_kernel", "linear_attention_kernel",
 }  # fmt: skip
