@@ -40,7 +40,6 @@ from engine.model.batch import Batch, split
 from engine.model.ops import attention
 from engine.model.ops.gpu.libraries import attention as library_attention
 from engine.model.ops.gpu.libraries import choice
-from engine.model.ops.gpu.libraries import latent_attention as library_latents
 from engine.model.quantization.weight import FP8 as FLOAT8
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.spec_decode.ngram import NgramSequence
@@ -54,7 +53,6 @@ PROFILED_STEPS, TOP_KERNELS = 16, 12
 STREAMS, ARRIVALS, ARRIVING_PROMPT, EVERY_STEPS = 64, 48, 512, 4
 CONTEXTS = (1024, 32_768, 131_072)  # of the sweep of attention
 ATTENTION_SEQS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 32, 8, 128, 64
-LATENT_HEADS, LATENT_DIM, LATENT_RANK = 16, 576, 512
 ATTENTION_CONSTANTS = (  # names and values in engine/model/ops/gpu/attention.py, beside those that are there
     {}, {"NUM_STAGES": 3}, {"NUM_STAGES": 4}, {"NUM_STAGES": 6}, {"KEY_TILE_BYTES": 8192}, {"KEY_TILE_BYTES": 32768},
     {"PROGRAMS_PER_PROCESSOR": 2}, {"PROGRAMS_PER_PROCESSOR": 8},
@@ -271,17 +269,8 @@ def without_libraries(card: Card) -> Numbers:
 
 def libraries(card: Card) -> Numbers:
     """us of one layer's attention by each library that is installed, and by ours, for the batches of its trial."""
-    return library_times(library_attention.OP, choice.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM))
-
-
-def latent_libraries(card: Card) -> Numbers:
-    """The same for latent attention, with the heads of DeepSeek V2 Lite, or of V3 on 8 GPUs."""
-    shape = choice.Shape(torch.bfloat16, LATENT_HEADS, 1, BLOCK_SIZE, LATENT_DIM, rank=LATENT_RANK)
-    return library_times(library_latents.OP, shape)
-
-
-def library_times(op: choice.Op, shape: choice.Shape) -> Numbers:
-    device = torch.device(DEVICE)
+    op, device = library_attention.OP, torch.device(DEVICE)
+    shape = choice.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     candidates = {library.name: choice.load(op, library, device) for library in op.libraries}
     names = [f"{len(lengths)} of {lengths[-1]}, longest {lengths[0]}" for lengths in choice.TIMED]
     return {
@@ -402,7 +391,6 @@ PARTS = (
     # what follows is worth having once the parts above have decided that it all works
     Part(SANITIZER, 150),
     Part("attention libraries", 90, libraries),
-    Part("latent attention libraries", 90, latent_libraries),
     Part("decode 8B, batch 64, our attention", 90, without_libraries),
     Part("decode 8B, one of 100k among 63 of 1k", 120, lambda card: decode(card, 64, longest=LONG)),
     Part("decode 8B, batch 1, drafts", 90, lambda card: drafts(card, 1)),

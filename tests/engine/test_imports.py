@@ -10,7 +10,7 @@ OPTIONAL = (
     # the cluster's
     "ray", "fastapi", "starlette", "aiohttp", "pydantic", "prometheus_client", "uvicorn", "typer",
     # of kernels, several ranks, KV transfer, grammars
-    "triton", "numba", "llvmlite", "flash_attn_interface", "flash_attn", "flash_mla", "flashinfer", "zmq", "xxhash",
+    "triton", "numba", "llvmlite", "flash_attn_interface", "flash_attn", "flashinfer", "zmq", "xxhash",
     "nixl", "llguidance", "psutil",
 )  # fmt: skip
 SCRIPT = """

@@ -26,7 +26,6 @@ USEFUL = {
     "nixl": "KV transfer over NIXL",
     "flashinfer": "FlashInfer, which attends in decode steps on Hopper and Blackwell",
     "flash_attn_interface": "FlashAttention 3, an attention backend beside ours on Hopper",
-    "flash_mla": "FlashMLA, which computes latent attention in decode steps on Hopper",
     "llguidance": "structured outputs",
 }
 

@@ -58,8 +58,7 @@ def select_latent(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent
 
         return attention_plain.write_latent, attention.latent_attention
     if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import latent_rope
-        from engine.model.ops.gpu.libraries import latent_attention
+        from engine.model.ops.gpu import latent_attention, latent_rope
 
         return latent_rope.write_latent, latent_attention.latent_attention
     return attention_plain.write_latent, attention_plain.latent_attention

@@ -31,7 +31,7 @@ TIMED_CACHE_BYTES = 128 << 20  # exceeds any GPU's cache; the sequences of a bat
 TIMED_RUNS = 10
 LAYERS = 2  # of a trial; they share `Batch.plans` as the layers of a model do
 
-Attend = Callable[[Tensor, Batch, int, float, Any], Tensor]  # q, batch, layer, scale, and `Shape.last_argument`
+Attend = Callable[[Tensor, Batch, int, float, Any], Tensor]  # q, batch, layer, scale, window
 Candidates = list[tuple[str, Attend | None]]  # by name; None is our own kernel
 
 
@@ -42,13 +42,6 @@ class Shape(NamedTuple):
     block_size: int
     head_dim: int
     window: int | None = None
-    rank: int | None = None
-    """Numbers of a value, for latent attention, whose cache has no V."""
-
-    @property
-    def last_argument(self) -> int | None:
-        """Of the op: the window, or for latent attention the rank."""
-        return self.window if self.rank is None else self.rank
 
 
 class Library(NamedTuple):
@@ -168,7 +161,7 @@ def trials(window: int | None, chunks: bool) -> list[tuple[list[int], tuple[int,
 def step(attend: Attend, q: Tensor, batch: Batch, shape: Shape) -> Tensor:
     """Attend in each layer. Returns the result of the last one."""
     batch = replace(batch, plans={})
-    return [attend(q, batch, layer, 0.1, shape.last_argument) for layer in range(LAYERS)][-1]
+    return [attend(q, batch, layer, 0.1, shape.window) for layer in range(LAYERS)][-1]
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -178,7 +171,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 def compare(op: Op, found: Tensor, q: Tensor, batch: Batch, shape: Shape) -> None:
     """Raise ValueError unless each row is close to the oracle's. Padding is not compared."""
-    expected = op.plain(q, batch, LAYERS - 1, 0.1, shape.last_argument).float().flatten(1)
+    expected = op.plain(q, batch, LAYERS - 1, 0.1, shape.window).float().flatten(1)
     real = (batch.kv_len > 0).repeat_interleave(batch.query_start.diff())
     errors = (found.float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
     error = errors[real].max().item()
@@ -194,13 +187,12 @@ def small_batch(
     most_bytes: limit on the cache, above which sequences share blocks.
     """
     width = -(-max(kv_lens) // shape.block_size)
-    parts = 2 if shape.rank is None else 1
-    block_bytes = LAYERS * parts * shape.kv_heads * shape.block_size * shape.head_dim * shape.dtype.itemsize
+    block_bytes = LAYERS * 2 * shape.kv_heads * shape.block_size * shape.head_dim * shape.dtype.itemsize
     num_blocks = min(len(counts) * width, max(most_bytes // block_bytes, 1))
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(num_blocks, generator=generator, device="cpu").int()
     table = order.repeat(-(-len(counts) * width // num_blocks))[: len(counts) * width].view(len(counts), width)
-    cache_shape = num_blocks, LAYERS, parts, shape.kv_heads, shape.block_size, shape.head_dim
+    cache_shape = num_blocks, LAYERS, 2, shape.kv_heads, shape.block_size, shape.head_dim
     cache = torch.randn(cache_shape, generator=generator, device="cpu")
     if shape.window is not None:
         for blocks, length in zip(table, kv_lens, strict=True):

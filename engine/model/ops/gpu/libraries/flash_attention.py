@@ -1,9 +1,5 @@
 """FlashAttention 3 for Hopper, arXiv:2407.08608, and FlashAttention 4 for Blackwell, for any step. Written for commit
-01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36; has not run on a GPU yet.
-
-For latent attention, queries and vectors are divided: q and k have the rotated part, `qv` and v have the latents.
-Scores are q @ k + qv @ v. In both versions, v has 512 numbers and k has 64.
-"""
+01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36; has not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -46,39 +42,8 @@ def version_4(device: torch.device) -> Attend:
     return attend
 
 
-def latents_version_3(device: torch.device) -> Attend:
-    function = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
-
-    def attend(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-        (vectors,) = tokens_outside_heads(batch, layer)
-        out: Tensor = function(
-            q[..., rank:], vectors[..., rank:], vectors[..., :rank], qv=q[..., :rank], cache_seqlens=batch.kv_len,
-            page_table=batch.block_table, cu_seqlens_q=batch.query_start, max_seqlen_q=longest_chunk(batch),
-            softmax_scale=scale, causal=True,
-        )  # fmt: skip
-        return out
-
-    return attend
-
-
-def latents_version_4(device: torch.device) -> Attend:
-    function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-
-    def attend(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-        (vectors,) = tokens_outside_heads(batch, layer)
-        out: Tensor = function(
-            q[..., rank:], vectors[..., rank:], vectors[..., :rank], qv=q[..., :rank], cu_seqlens_q=batch.query_start,
-            seqused_k=batch.kv_len, page_table=batch.block_table, max_seqlen_q=longest_chunk(batch),
-            softmax_scale=scale, causal=True, num_splits=0,
-        )[0]  # fmt: skip
-        return out
-
-    return attend
-
-
 def tokens_outside_heads(batch: Batch, layer: int) -> tuple[Tensor, ...]:
-    """Return views of K and V, [blocks, block_size, kv_heads, head_dim], as libraries read them. Latent attention has
-    only one such tensor."""
+    """Return views of K and V, [blocks, block_size, kv_heads, head_dim], as libraries read them."""
     return batch.kv_cache[:, layer].transpose(2, 3).unbind(1)
 
 

@@ -35,25 +35,6 @@ def decode(device: torch.device) -> Attend:
     return attend
 
 
-def decode_latents(device: torch.device) -> Attend:
-    """Load latent attention by `trtllm-gen`, for bfloat16 on Blackwell."""
-    function = importlib.import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
-    workspace, counters = zeros(WORKSPACE_BYTES, device), zeros(COUNTER_BYTES, device)
-
-    def attend(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-        out: Tensor = function(
-            q.contiguous()[:, None], batch.kv_cache[:, layer, 0], workspace, NOPE_DIM, rank, q.shape[2] - rank,
-            batch.block_table.contiguous(), at_least_one(batch), longest(batch), bmm1_scale=scale, bmm2_scale=1.0,
-            backend="trtllm-gen", multi_ctas_kv_counter_buffer=if_enough(counters, q),
-        )  # fmt: skip
-        return out[:, 0]
-
-    return attend
-
-
-NOPE_DIM = 128  # of queries before they were projected to latents; the kernel does not use it
-
-
 def zeros(size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 

@@ -51,22 +51,6 @@ FLASH_INFER = Declaration(
     "cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, bf16q_fp8kv_transform_mode=None, request_order=None, "
     "request_order_plan=None",
 )  # fmt: skip
-FLASH_INFER_LATENTS = Declaration(
-    "trtllm_batch_decode_with_kv_cache_mla", "flashinfer-python", "0.7.2.post1", "flashinfer/mla/_core.py", 4859,
-    "query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, "
-    "max_seq_len, sparse_mla_top_k=0, out=None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None, "
-    "skip_softmax_threshold_scale_factor=None, enable_pdl=None, backend='auto', is_var_seq=True, "
-    "uses_shared_paged_kv_idx=True, lse=None, return_lse=False, cute_dsl_impl='auto', kv_scale_format='auto', "
-    "cum_seq_lens_q=None, max_q_len=None, multi_ctas_kv_counter_buffer=None, sparse_mla_top_k_lens=None, "
-    "enable_dcp=False, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, use_fp16_softmax=None, "
-    "return_lse_base=None",
-)  # fmt: skip
-FLASH_MLA = Declaration(  # on no package index: built from the repository
-    "flash_mla_with_kvcache", "deepseek-ai/FlashMLA", "9241ae3", "flash_mla/flash_mla_interface.py", 53,
-    "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, "
-    "softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, "
-    "extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None",
-)  # fmt: skip
 FLASH_ATTENTION_4 = Declaration(
     "flash_attn_varlen_func", "flash-attn-4", "4.0.0b36", "flash_attn/cute/interface.py", 4214,
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, "
@@ -84,7 +68,7 @@ FLASH_ATTENTION_3 = Declaration(  # on no package index: built from the reposito
     "causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
     "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
 )  # fmt: skip
-DECLARATIONS = (FLASH_INFER, FLASH_INFER_LATENTS, FLASH_MLA, FLASH_ATTENTION_4, FLASH_ATTENTION_3)
+DECLARATIONS = (FLASH_INFER, FLASH_ATTENTION_4, FLASH_ATTENTION_3)
 
 
 @functools.cache

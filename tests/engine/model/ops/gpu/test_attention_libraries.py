@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention
 from engine.model.ops.gpu.libraries import attention as library_attention
 from engine.model.ops.gpu.libraries import choice, flash_infer
-from engine.model.ops.gpu.libraries import latent_attention as library_latents
 from tests.engine.model.ops.gpu import fake_libraries
-from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs
+from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 from tests.products import each_once
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")]
@@ -32,8 +31,6 @@ CASES = {
 }
 FAKES = {
     "flashinfer.decode": fake_libraries.flash_infer,
-    "flashinfer.mla": fake_libraries.flash_infer_latents,
-    "flash_mla": fake_libraries.flash_mla,
     "flash_attn.cute": fake_libraries.flash_attn_4,
     "flash_attn_interface": fake_libraries.flash_attn_3,
 }
@@ -67,8 +64,7 @@ def install(monkeypatch):
     monkeypatch.setattr(choice, "capture", capture)
     monkeypatch.setattr(flash_infer, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flash_infer, "COUNTER_BYTES", 1024)
-    ours = library_attention.OP.ours, library_latents.OP.ours
-    monkeypatch.setattr(choice, "seconds", lambda attend, *_: [1.0 + (attend in ours)])
+    monkeypatch.setattr(choice, "seconds", lambda attend, *_: [1.0 + (attend is library_attention.OP.ours)])
     caches = choice.select, choice.load
     for cached in caches:
         cached.cache_clear()
@@ -80,11 +76,7 @@ def install(monkeypatch):
 def chosen(case: Case) -> tuple[bool, bool]:
     """Whether libraries compute decode steps, and others."""
     shape = choice.Shape(case.dtype, case.heads, case.kv_heads, case.block_size, case.head_dim, case.window)
-    return selected(library_attention.OP, shape)
-
-
-def selected(op: choice.Op, shape: choice.Shape) -> tuple[bool, bool]:
-    decode, others = choice.select(op, torch.device("cpu"), shape)
+    decode, others = choice.select(library_attention.OP, torch.device("cpu"), shape)
     return decode is not None, others is not None
 
 
@@ -280,73 +272,3 @@ def test_what_libraries_are_not_asked_for_our_own_kernel_computes(install, case)
     attention_plain.write_kv(k, v, batch, 1)
     expected = attention.paged_attention(q, batch, 1, 0.1, **case.scores())
     assert torch.equal(library_attention.paged_attention(q, batch, 1, 0.1, **case.scores()), expected)
-
-
-LATENTS = {  # sequences, heads
-    "decode": ([(300, 1), (0, 0), (5, 1)], 4),
-    "decode and chunks": ([(300, 1), (0, 33), (50, 18)], 16),
-}
-LATENT_LIBRARIES = {
-    "flash_mla": (HOPPER, (True, False)),
-    "flashinfer.mla": (BLACKWELL, (True, False)),
-    "flash_attn_interface": (HOPPER, (True, True)),
-    "flash_attn.cute": (BLACKWELL, (True, True)),
-}
-LATENT_SHAPE = choice.Shape(torch.bfloat16, 4, 1, 64, 576, rank=512)
-
-
-def check_latents(sequences: list[tuple[int, int]], heads: int, rank: int = 512, block_size: int = 64) -> None:
-    q, latent, batch = latent_inputs(sequences, heads, rank, 64, torch.bfloat16, block_size)
-    attention_plain.write_latent(latent, batch, 1)
-    batch.kv_cache.nan_to_num_()
-    expected = attention_plain.latent_attention(q, batch, 1, 0.1, rank)
-    found = library_latents.latent_attention(q, batch, 1, 0.1, rank)
-    assert found.shape == expected.shape
-    real = [row for row, (_, new) in enumerate(sequences) if new] if not batch.chunks else slice(None)
-    torch.testing.assert_close(found[real], expected[real], atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize(("library", "case"), each_once(LATENT_LIBRARIES, LATENTS))
-def test_a_library_of_latent_attention_is_called_so_that_it_gives_what_plain_gives(install, case, library):
-    capability, kinds = LATENT_LIBRARIES[library]
-    install(library, capability=capability)
-    sequences, heads = LATENTS[case]
-    assert selected(library_latents.OP, LATENT_SHAPE._replace(heads=heads)) == kinds
-    check_latents(sequences, heads)
-
-
-@pytest.mark.parametrize(
-    ("installed", "capability", "line"),
-    [
-        (FAKES, HOPPER, "decode steps by FlashMLA, others by FlashAttention 3"),
-        (FAKES, BLACKWELL, "decode steps by FlashInfer, others by FlashAttention 4"),
-        (("flashinfer.decode", "flashinfer.mla"), HOPPER, "decode steps by Triton, others by Triton"),
-        (FAKES, (8, 0), "decode steps by Triton, others by Triton"),
-    ],
-)
-def test_a_library_of_latent_attention_that_is_made_for_the_card_is_taken(install, caplog, installed, capability, line):
-    install(*installed, capability=capability)
-    with caplog.at_level(logging.INFO):
-        selected(library_latents.OP, LATENT_SHAPE)
-    assert f"latent attention: {line}" in [record.message for record in caplog.records]
-
-
-@pytest.mark.parametrize(("rank", "block_size"), [(512, 16), (256, 64)])
-def test_latents_of_a_shape_that_flash_mla_lacks_are_computed_by_our_kernel(install, rank, block_size):
-    install("flash_mla")
-    shape = LATENT_SHAPE._replace(block_size=block_size, head_dim=rank + 64, rank=rank)
-    assert selected(library_latents.OP, shape) == (False, False)
-    check_latents([(300, 1), (5, 1)], 4, rank, block_size)
-
-
-def test_the_layers_of_a_step_share_what_flash_mla_plans_and_steps_do_not(install, monkeypatch):
-    install("flash_mla")
-    module, made = sys.modules["flash_mla"], []
-    monkeypatch.setattr(module, "get_mla_metadata", lambda: (made.append(SimpleNamespace()) or made[-1], None))
-    selected(library_latents.OP, LATENT_SHAPE)
-    made.clear()
-    for length in (300, 200):
-        q, _, batch = latent_inputs([(length, 1)], 4, 512, 64, torch.bfloat16, 64)
-        for layer in range(2):
-            library_latents.latent_attention(q, batch, layer, 0.1, 512)
-    assert len(made) == 2
