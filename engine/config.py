@@ -68,6 +68,11 @@ class EngineConfig:
         False,
         "Let ranks on one machine use only NCCL or gloo for sums, without shared memory (docs/gpu.md).",
     )
+    allow_untested_kernels: bool = option(
+        False,
+        "Let a GPU compute recurrent layers, latent attention, adapters and quantized experts by kernels that were not "
+        "run on a GPU yet. Without this option, an engine that needs them does not start (docs/gpu.md).",
+    )
     determinism: Literal["strict"] | None = option(
         None,
         "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "

@@ -13,6 +13,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
+from engine.model.ops import dispatch
 from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
 from engine.usable_cpus import usable_cpus
@@ -48,6 +49,8 @@ class RankSetup:
             limit = "1 on a GPU with data_parallel_size above 1, because stages could wait for each other for ever"
             raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, limit)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+        if dispatch.gpu_kernels(dtype, device.torch_device):
+            check_tested(config, model)
         return cls(
             config=config,
             model=model,
@@ -70,6 +73,25 @@ class RankSetup:
     @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
+
+
+def untested_parts(config: EngineConfig, model: ModelConfig) -> list[str]:
+    """Return the parts of a model that a GPU would compute with kernels that no GPU has run yet."""
+    parts = {
+        "recurrent layers": model.recurrent is not None,
+        "latent attention": model.latent is not None,
+        "adapters": config.enable_lora,
+        "quantized experts": model.moe is not None and model.quantization is not None,
+    }
+    return [part for part, present in parts.items() if present]
+
+
+def check_tested(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for parts whose kernels no GPU has run yet, unless they are allowed."""
+    parts = untested_parts(config, model)
+    if parts and not config.allow_untested_kernels:
+        limit = f"true for {', '.join(parts)} of {model.architecture}, whose kernels were not run on a GPU yet"
+        raise ConfigError("allow_untested_kernels", False, limit)
 
 
 def check_layers(config: EngineConfig, model: ModelConfig) -> None:

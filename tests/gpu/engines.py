@@ -41,6 +41,7 @@ def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest
 
 def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
     defaults = {"num_gpu_blocks_override": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
+    defaults["allow_untested_kernels"] = True
     return build_engine(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
 
 

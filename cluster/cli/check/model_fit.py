@@ -31,6 +31,7 @@ from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes, usable_gpu_memory
+from engine.runner.rank_setup import check_tested
 from engine.runner.stages.stage_runner import divide_layers
 from placement.capacity import Node, can_grow, missing
 
@@ -80,10 +81,15 @@ def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> 
 def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Finding]:
     topic, pool, engine = f"{role} of {model.name}", model.pools[role], model.engine_config(role)
     folder = engine_folder(engine)
-    shape = ModelConfig.from_folder(folder)
+    shape = ModelConfig.from_folder(folder, engine.quantization)
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
+    if on_gpu:
+        try:
+            check_tested(engine, shape)
+        except ConfigError as error:
+            yield Finding("problem", topic, str(error))
     packed = packed_numbers(shape) if on_gpu else 0
     weights = weight_bytes(folder, dtype, with_text=role != "encode", packed=packed) // engine.tensor_parallel_size
     if engine.pipeline_parallel_size > 1:

@@ -233,6 +233,16 @@ def test_adapters_of_experts_and_of_latent_attention_are_refused_for_gpus_with_t
     )
 
 
+def test_kernels_that_no_gpu_has_run_are_a_problem_until_they_are_allowed(folder: Path):
+    nodes, decode = [Node({"CPU": 4.0, "GPU": 1.0}, {})], {"num_gpus": 1}
+    for options, level in (({"enable_lora": True}, "problem"), ({}, "ok")):
+        found = check_models(config(folder, engine=options, decode=decode), nodes, here=False)
+        assert levels(list(found))["decode of tiny"] == level
+    options = {"enable_lora": True, "allow_untested_kernels": True}
+    found = list(check_models(config(folder, engine=options, decode=decode), nodes, here=False))
+    assert levels(found)["decode of tiny"] == "ok"
+
+
 def test_a_check_of_a_file_names_an_adapter_that_does_not_fit(tmp_path):
     write_adapter(tmp_path / "wrong")
     file = tmp_path / "serve_config.yaml"
