@@ -205,13 +205,13 @@ class CudaDevice(Device):
         return output, graph.replay, graph.reset
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Use a stream of its own. This has not run on a GPU yet."""
+        """Use a stream of its own."""
         if self._beside is None:
             self._beside = torch.cuda.Stream(self.torch_device)
         return torch.cuda.stream(self._beside)
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
-        """Measure by events in the queue, without waiting. This has not run on a GPU yet."""
+        """Measure by events in the queue, without waiting."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         output = run()

@@ -2,7 +2,7 @@
 
 By default Ray shows a process only its own GPU, so every rank would be device 0, and torch's symmetric memory refuses
 ranks of one machine that have the same device index. So ranks see all GPUs of their node, as in vLLM, and each selects
-its own. This has not run on a GPU yet.
+its own.
 """
 
 from __future__ import annotations

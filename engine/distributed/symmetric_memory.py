@@ -6,7 +6,7 @@ small tensors of decode steps; it still sums tensors larger than the buffer. The
 captured in a CUDA graph. They wait for the other ranks on the device. If a rank dies, this wait ends only with the
 process.
 
-This has not run on a GPU yet. Names of `torch._C` as in torch 2.11 to 2.14.
+Names of `torch._C` as in torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class DeviceBlocks:
     """The blocks of all KV cache groups on the device. All layers of a block lie side by side.
 
     On a GPU, copies run on a stream of their own, through pinned memory. A copy first waits for all work that steps
-    have queued on the GPU before it. This class has not run on a GPU yet.
+    have queued on the GPU before it.
     """
 
     def __init__(self, caches: Sequence[Tensor]):

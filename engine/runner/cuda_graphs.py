@@ -12,8 +12,7 @@ no KV, and its rows of the output are never read. Rows are independent, so real 
 
 All graphs are captured as the engine starts, the largest first. They share one memory pool, in which each capture
 reuses memory that larger graphs have freed. So all graphs together take little more memory than the largest. A graph
-that does not fit into the budget is left out, and steps of its size use the next larger graph. None of this has run on
-a GPU yet.
+that does not fit into the budget is left out, and steps of its size use the next larger graph.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 On a GPU its proposals stay there. The host has the step's tokens before the drafter has ended, and plans the next step
 with drafts that only the device knows (`ON_DEVICE`), so the GPU does not wait for the host unless the host takes longer
-than the drafter. How many drafts were accepted is known by then: positions and blocks are those of any other plan. This
-has not run on a GPU yet.
+than the drafter. How many drafts were accepted is known by then: positions and blocks are those of any other plan.
 
 The plain way is that a step ends when its proposals are on the host. It serves CPUs; several ranks or stages, which get
 drafts with the next plan; and steps with a grammar, whose masks depend on the drafts.

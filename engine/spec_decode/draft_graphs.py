@@ -3,7 +3,7 @@
 Such a pass is some twenty short kernels, and a proposal has a pass for each further draft. With graphs the host
 launches one replay for each pass. There is a graph for each number of sequences for which decode steps have a graph.
 A pass reads and writes memory that never moves, so replays follow each other without a copy between them. Rows beyond
-the sequences have no room for a token: they write to the spare block of the cache. None of this has run on a GPU yet.
+the sequences have no room for a token: they write to the spare block of the cache.
 """
 
 from __future__ import annotations

@@ -93,6 +93,22 @@ def test_configurations_on_a_page_are_read_as_they_stand_there(page):
                 AppConfig.parse(args)
 
 
+def test_one_table_names_what_was_not_run_on_a_gpu_and_its_files_exist():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    table = text.partition("## What was not run on a GPU")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`((?:engine|placement)/[\w/.]+)`", table))
+    assert named and [file for file in named if not (ROOT / file).exists()] == []
+    kernels = (file.relative_to(ROOT) for file in (ROOT / "engine/model/ops/gpu").rglob("*.py"))
+    unnamed = [str(file) for file in kernels if not named & {str(file), *map(str, file.parents)}]
+    assert unnamed == ["engine/model/ops/gpu/__init__.py"]
+    says = re.compile(
+        r"not (run )?on a GPU yet|(None|Nothing)[\w ]*has run on a GPU|run under Triton's interpreter only"
+    )
+    files = [*ROOT.glob("*.md"), *(file for kind in ("docs/**/*.md", "[ep]*/**/*.py") for file in ROOT.glob(kind))]
+    found = {str(file.relative_to(ROOT)) for file in files if says.search(" ".join(file.read_text().split()))}
+    assert found == {"docs/gpu.md", "docs/reference.md", "engine/runner/rank_setup.py"}, "the last two are an option's"
+
+
 def test_reference_is_what_the_code_says():
     assert (ROOT / "docs" / "reference.md").read_text() == reference(), "python tools/reference.py > docs/reference.md"
 

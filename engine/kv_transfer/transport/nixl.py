@@ -10,7 +10,7 @@ NIXL has no checksums of its own; the links that it uses do.
 
 If the cache is on a GPU, every call of NIXL must come from a thread with a CUDA context: without one, UCX leaves out
 NVLink (vLLM #36475) or crashes. NIXL's own progress thread has none (nixl #2102), so a thread of this module replaces
-it. This has not run on a GPU yet.
+it.
 """
 
 from __future__ import annotations

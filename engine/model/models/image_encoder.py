@@ -2,7 +2,7 @@
 
 Its engine is like any other. A prompt consists of one image's placeholders; a step encodes the image and writes its
 embeddings where the KV of these tokens would be. So blocks, leases and transports work as for prompts, and the prefix
-cache finds images by their hash. This has not run on a GPU yet.
+cache finds images by their hash.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class VisionEncoder(Sharded):
     """The encoder: images from transformers' image processor -> [embeddings of all, (1 + deepstack) * hidden].
 
     Every rank holds all of it and encodes every image, since a tower is small compared with its language model, and
-    embeddings then need not be sent. None of this has run on a GPU yet.
+    embeddings then need not be sent.
     """
 
     def __init__(self, cfg: VisionConfig):

@@ -3,7 +3,6 @@
 An exchange that a graph holds has the same number of rows on every rank. So engines tell each other the sizes of their
 steps, and all choose a shape with the same number of tokens, which holds the step of each. The shapes may differ
 otherwise: one engine verifies drafts while another only decodes. An engine without a step replays a graph of padding.
-None of this has run on a GPU yet.
 """
 
 from __future__ import annotations

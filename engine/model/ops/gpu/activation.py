@@ -1,7 +1,4 @@
-"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
-
-`swigluoai_kernel`, `relu2_kernel` and `open_gate_kernel` have run under Triton's interpreter only, not on a GPU yet.
-"""
+"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ once for all layers of a kind. The last program of a tile to finish combines the
 The kernels can be part of CUDA graphs: the grid and every argument depend only on shapes, and lengths are read on the
 device. Padding of a batch consists of sequences with kv_len 0, whose output is 0, and of sequence numbers -1 and tiles
 without rows, for which nothing is written. Results depend, in the last bits, on where keys are split and so on the
-other sequences of the batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks
-and the combination in place have run under Triton's interpreter only, not on a GPU yet.
+other sequences of the batch. Tile sizes are estimates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Programmatic dependent launch, on Hopper and newer GPUs: a kernel is launched while the previous one ends, and
 waits on the device for the results of that one. This hides the time that a launch takes.
 
-Each kernel begins with `begin`, before it reads or writes memory, so it never runs ahead of what it depends on. Has not
-run on a GPU yet.
+Each kernel begins with `begin`, before it reads or writes memory, so it never runs ahead of what it depends on.
 """
 
 from __future__ import annotations

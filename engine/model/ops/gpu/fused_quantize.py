@@ -1,8 +1,5 @@
 """Norms and activations whose results are quantized for the next product in the same pass, in Triton: no bfloat16 is
-written in between. Numbers are rounded where the separate kernels (norm.py, activation.py, quantize.py) round them.
-
-This has run under Triton's interpreter only, not on a GPU yet.
-"""
+written in between. Numbers are rounded where the separate kernels (norm.py, activation.py, quantize.py) round them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Latent attention over the paged cache in Triton. See `select_latent` in ops/attention.py.
 
 The vector of a token is read once for GROUP heads: the whole vector as their keys, its first `rank` numbers as their
-values. Keys are divided over programs as in attention.py, and its plan and its combination are used here. These kernels
-have run under Triton's interpreter only, not on a GPU yet; the sizes of their tiles are estimates.
+values. Keys are divided over programs as in attention.py, and its plan and its combination are used here. The sizes of
+tiles are estimates.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Rotates queries and keys of latent attention and writes its cache, in Triton. See `select_latent` in
-ops/attention.py. Has run under Triton's interpreter only, not on a GPU yet."""
+ops/attention.py."""
 
 from __future__ import annotations
 

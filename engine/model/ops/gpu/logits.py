@@ -1,6 +1,5 @@
 """Changes logits before sampling, in Triton: grammars' masks and penalties, one launch each for all rows. See
-engine/runner/sampler.py and engine/runner/logits_processors.py, whose functions these replace. Has run under Triton's
-interpreter only, not on a GPU yet.
+engine/runner/sampler.py and engine/runner/logits_processors.py, whose functions these replace.
 """
 
 from __future__ import annotations

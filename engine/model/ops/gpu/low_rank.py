@@ -2,7 +2,7 @@
 
 Both kernels find the rows of each adapter in memory, so that a CUDA graph serves any mixture of adapters. The number
 of tiles depends on the mixture. A graph has programs for the largest possible number, and programs without a tile end
-at once. The kernels have run under Triton's interpreter only, not on a GPU yet.
+at once.
 """
 
 from __future__ import annotations

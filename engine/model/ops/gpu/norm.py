@@ -92,8 +92,7 @@ def gated_rms_norm_kernel(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, by_sigmoid: bool) -> Tensor:
-    """Norm heads x [tokens, heads, size], and multiply them by SiLU or the sigmoid of the gate, of the same shape. Has
-    run under Triton's interpreter only, not on a GPU yet."""
+    """Norm heads x [tokens, heads, size], and multiply them by SiLU or the sigmoid of the gate, of the same shape."""
     tokens, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size_pad = tokens * heads, triton.next_power_of_2(size)

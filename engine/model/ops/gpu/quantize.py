@@ -54,10 +54,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) 
 
 
 def quantize(x: Tensor, format: RowFormat) -> QuantizedRows:
-    """Quantize x [rows, columns], of any row stride, for a product.
-
-    Groups have run under Triton's interpreter only, not on a GPU yet.
-    """
+    """Quantize x [rows, columns], of any row stride, for a product."""
     result = empty_rows(x, x.shape[1], format)
     quantize_into(x, result.values, result.scale, format.group_size or x.shape[1])
     return result

@@ -1,7 +1,4 @@
-"""Normalises and rotates q and k, and writes K and V to the cache, in one Triton kernel. See ops/attention.py.
-
-The norms have run under Triton's interpreter only, not on a GPU yet.
-"""
+"""Normalises and rotates q and k, and writes K and V to the cache, in one Triton kernel. See ops/attention.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The experts of a layer as grouped products of torch, all at once, without waiting for the device. See ops/moe.py.
-
-The kernels that sort pairs and combine them have not run on a GPU yet.
-"""
+"""The experts of a layer as grouped products of torch, all at once, without waiting for the device. See ops/moe.py."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by ex
 pairs of one expert (routing.py). Only the device knows the number of tiles. So the grid has the largest possible number
 of programs, and programs without a tile end at once. Nothing waits for the device, so the kernels can be part of a CUDA
 graph. Quantized weights are read as stored. If a checkpoint needs rows in float8 too, rows and weights are multiplied
-in float8, on GPUs that can (from Ada on). Other weights are dequantized tile by tile (weights.py, mxfp4.py). This has
-run under Triton's interpreter only, not on a GPU yet.
+in float8, on GPUs that can (from Ada on). Other weights are dequantized tile by tile (weights.py, mxfp4.py).
 """
 
 from __future__ import annotations

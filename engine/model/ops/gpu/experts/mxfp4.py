@@ -1,6 +1,5 @@
 """Products with weights in MXFP4 (quantization/mxfp4.py), in Triton. Rows of 16 bits are multiplied by Triton's own
-product with scales, whose conversion of a weight takes a third of the instructions of `load_tile`. Has run under
-Triton's interpreter and compiles for Ampere, Hopper and Blackwell, but has not run on a GPU yet."""
+product with scales, whose conversion of a weight takes a third of the instructions of `load_tile`."""
 
 from __future__ import annotations
 

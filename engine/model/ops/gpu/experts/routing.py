@@ -1,7 +1,6 @@
 """Routes tokens to experts, in Triton: kernels that choose experts, sort pairs by expert, and combine the results.
 
-The plain versions are in ops/moe.py. Nothing here waits for the device. The kernels have run under Triton's interpreter
-and compile for Ampere and Hopper, but have not run on a GPU yet.
+The plain versions are in ops/moe.py. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Reads tiles of experts' weights for the product in moe.py, and packs the weights that it can read. Has run under
-Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet."""
+"""Reads tiles of experts' weights for the product in moe.py, and packs the weights that it can read."""
 
 from __future__ import annotations
 

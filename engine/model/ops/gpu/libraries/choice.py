@@ -2,8 +2,7 @@
 
 A library is used only after a trial with the model's shapes, as the engine starts: it must agree with the oracle, be
 captured in a CUDA graph, and be right for other lengths on replay. For steps that only decode, our kernel and the
-libraries that pass are then timed, and the candidate with the best worst case is used. None of this has run on a GPU
-yet.
+libraries that pass are then timed, and the candidate with the best worst case is used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """FlashAttention 3 for Hopper, arXiv:2407.08608, and FlashAttention 4 for Blackwell, for any step. Written for commit
-01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36; has not run on a GPU yet."""
+01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36."""
 
 from __future__ import annotations
 

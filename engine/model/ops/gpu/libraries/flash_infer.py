@@ -1,4 +1,4 @@
-"""FlashInfer, arXiv:2501.01005, for steps that only decode. Written for 0.7.2.post1; has not run on a GPU yet.
+"""FlashInfer, arXiv:2501.01005, for steps that only decode. Written for 0.7.2.post1.
 
 Its functions are not documented to support length 0, so padding reads one token of some block. Rows of padding are not
 used.

@@ -1,7 +1,4 @@
-"""The causal convolution of recurrent layers in Triton. See ops/recurrent/causal_conv.py, whose names are used here.
-
-It has run under Triton's interpreter only, not on a GPU yet.
-"""
+"""The causal convolution of recurrent layers in Triton. See ops/recurrent/causal_conv.py, whose names are used here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decays and shares of the delta rule in one Triton kernel. See ops/recurrent/gates.py.
-
-Has run under Triton's interpreter only, not on a GPU yet.
-"""
+"""Decays and shares of the delta rule in one Triton kernel. See ops/recurrent/gates.py."""
 
 from __future__ import annotations
 

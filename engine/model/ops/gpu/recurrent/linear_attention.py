@@ -7,8 +7,7 @@ have the same shapes, so a row's sums have the same order in any batch. In a til
 row. Exponents are never positive: for a tile's rows, decays are summed from the tile's beginning; for earlier keys, up
 to it.
 
-`decays` holds the decays of single rows, not their sums. It has run under Triton's interpreter only, not on a GPU yet;
-the sizes of its tiles are estimates.
+`decays` holds the decays of single rows, not their sums. The sizes of its tiles are estimates.
 """
 
 from __future__ import annotations
