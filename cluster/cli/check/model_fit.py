@@ -85,7 +85,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    if on_gpu:
+    if on_gpu and role != "encode":
         try:
             check_tested(engine, shape)
         except ConfigError as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.core.build import images_only
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config_parts.latent import LatentConfig
@@ -41,10 +42,10 @@ class OnCuda(LateDevice):
         self.torch_device = torch.device("cuda")
 
 
-def setup(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], device: Any, **options: Any) -> RankSetup:
+def setup(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], device: Any, config: EngineConfig) -> RankSetup:
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
     monkeypatch.setattr(dispatch, "triton_found", lambda: True)
-    return RankSetup.of(EngineConfig(**options), replace(tiny_config(), **fields), Path(), TPGroup.single())
+    return RankSetup.of(config, replace(tiny_config(), **fields), Path(), TPGroup.single())
 
 
 @pytest.mark.parametrize("part", UNTESTED)
@@ -52,18 +53,24 @@ def test_kernels_that_no_gpu_has_run_are_refused_by_the_part_of_the_model_and_th
     fields, options = UNTESTED[part]
     error = rf"allow_untested_kernels must be true for {part} of Llama.*, whose kernels were not run on a GPU yet"
     with pytest.raises(ConfigError, match=error):
-        setup(monkeypatch, fields, OnCuda(), **options)
-    assert setup(monkeypatch, fields, OnCuda(), allow_untested_kernels=True, **options).config.allow_untested_kernels
+        setup(monkeypatch, fields, OnCuda(), EngineConfig(**options))
+    assert setup(monkeypatch, fields, OnCuda(), EngineConfig(allow_untested_kernels=True, **options))
 
 
 @pytest.mark.parametrize("part", UNTESTED)
 def test_without_our_kernels_nothing_is_refused(part, monkeypatch):
     fields, options = UNTESTED[part]
-    assert setup(monkeypatch, fields, LateDevice(), **options)
+    assert setup(monkeypatch, fields, LateDevice(), EngineConfig(**options))
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: False)
-    assert setup(monkeypatch, fields, OnCuda(), **options)
+    assert setup(monkeypatch, fields, OnCuda(), EngineConfig(**options))
+
+
+@pytest.mark.parametrize("part", UNTESTED)
+def test_an_engine_that_only_encodes_images_needs_no_option_for_the_layers_that_it_does_not_compute(part, monkeypatch):
+    fields, options = UNTESTED[part]
+    assert setup(monkeypatch, fields, OnCuda(), images_only(EngineConfig(**options)))
 
 
 @pytest.mark.parametrize("part", TESTED)
 def test_other_models_need_no_option(part, monkeypatch):
-    assert setup(monkeypatch, TESTED[part], OnCuda())
+    assert setup(monkeypatch, TESTED[part], OnCuda(), EngineConfig())
