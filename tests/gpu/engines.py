@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,17 @@ class Answer:
         return [entry.top[0][1] - entry.top[1][1] for entry in self.logprobs]
 
 
+INTERPRETED = "tests.gpu.stand_in" in sys.modules  # kernels take seconds: little is asked of them
+
+
 def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest]:
     rng = random.Random(count)
-    settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24, **params}
+    count, tokens, longest = (3, 4, 20) if INTERPRETED else (count, 24, 90)
+    settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": tokens, **params}
     return [
         GenerateRequest(
             request_id=str(i),
-            prompt=[rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 90))],
+            prompt=[rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, longest))],
             params=SamplingParams(**{**settings, "seed": i}),
         )
         for i in range(count)
@@ -40,8 +45,9 @@ def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest
 
 
 def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
-    defaults = {"num_gpu_blocks_override": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
-    defaults["allow_untested_kernels"] = True
+    rows, tokens = (4, 32) if INTERPRETED else (16, 256)
+    defaults = {"num_gpu_blocks_override": 256, "dtype": "float32", "allow_untested_kernels": True}
+    defaults |= {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
     return build_engine(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
 
 

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 VOCAB = 97
 EXACT = 2e-3  # of float32, where sums run in another order
+SPARSE = ("deepseek_v32", "glm_moe_dsa")  # whose tokens are selected in plain torch, without graphs
 ROUNDED = 0.4  # of bfloat16 against float32: on a CPU margins move by 0.04 in the median, and by 0.3 at most
 
 
@@ -46,7 +47,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    assert core.runner.graphs.captured, "steps were replayed"
+    assert bool(core.runner.graphs.captured) != (family in SPARSE), "steps were replayed"
     core.close()
 
 

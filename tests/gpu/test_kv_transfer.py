@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.kv_transfer.transport.base import BlockReads, KVTransport
+from engine.kv_transfer.transport.base import BlockReads, KVTransport, Region
 from engine.kv_transfer.transport.head_map import HeadPart
 from engine.kv_transfer.transport.memory import BlockMemory
 
@@ -47,8 +47,8 @@ def blocks(count: int) -> list[int]:
 def test_memory_gathers_and_scatters_heads_of_blocks_on_the_card():
     source, target = cache(), torch.zeros_like(cache())
     taken, put = blocks(11), blocks(12)[:11]
-    data = BlockMemory(source).gather(taken, 1, 2)
-    BlockMemory(target).scatter(put, 3 - 2, 2, data)
+    part = Region(head=1, heads=2, slab=0, slabs=2 * LAYERS)
+    BlockMemory(target).scatter(put, part, BlockMemory(source).gather(taken, part))
     torch.testing.assert_close(target[put][:, :, :, 1:3], source[taken][:, :, :, 1:3], rtol=0, atol=0)
     untouched = [block for block in range(BLOCKS) if block not in put]
     assert not target[untouched].any() and not target[:, :, :, :1].any()
@@ -65,7 +65,7 @@ def test_what_a_step_has_written_is_what_is_gathered():
         end = torch.cuda.Event()
         end.record()
         end.synchronize()
-        found = torch.from_numpy(memory.gather([3, 9], 0, HEADS)).view(torch.bfloat16)
+        found = torch.from_numpy(memory.gather([3, 9], Region(head=0, heads=HEADS, slab=0, slabs=2 * LAYERS))).view(torch.bfloat16)
         assert (found == value).all()
 
 

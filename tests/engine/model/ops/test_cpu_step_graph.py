@@ -119,6 +119,7 @@ HYBRIDS |= {
     "KimiLinear": LATENT
     | {
         "model_type": "kimi_linear",
+        "max_position_embeddings": None,
         "model_max_length": 512,
         "q_lora_rank": None,
         "linear_attn_config": {
@@ -138,6 +139,7 @@ MODELS |= {
     "GptOss": EXPERTS
     | {
         "model_type": "gpt_oss",
+        "num_experts": None,
         "num_local_experts": 4,
         "intermediate_size": 64,
         "sliding_window": 8,
@@ -163,7 +165,7 @@ def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
     config = {
         "model_type": architecture.lower(),
         "architectures": [f"{architecture.removesuffix('MoE')}ForCausalLM"],
-    } | config
+    } | {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     defaults = {
         "dtype": "bfloat16",

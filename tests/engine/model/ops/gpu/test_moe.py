@@ -305,7 +305,7 @@ def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(s
         wide = values.float().unflatten(1, (-1, group or x.shape[1])) * scale[..., None]
         return (wide.flatten(1) @ weight.dequantize(torch.float32).T).to(torch.bfloat16)
 
-    expected = torch.zeros(x.shape)
+    expected = torch.zeros(x.shape, device=x.device)
     for token, chosen in enumerate(experts.tolist()):
         for expert, share in zip(chosen, weights[token].float(), strict=True):
             hidden = activation.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
