@@ -81,7 +81,9 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if mine and func in ANSWERS:
         return ANSWERS[func]
     if mine and name in TO_ARRAYS:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host first")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host first"
+        )
     if name == "pin_memory":
         return args[0]
     if name == "is_pinned":

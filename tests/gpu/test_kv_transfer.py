@@ -65,7 +65,9 @@ def test_what_a_step_has_written_is_what_is_gathered():
         end = torch.cuda.Event()
         end.record()
         end.synchronize()
-        found = torch.from_numpy(memory.gather([3, 9], Region(head=0, heads=HEADS, slab=0, slabs=2 * LAYERS))).view(torch.bfloat16)
+        found = torch.from_numpy(memory.gather([3, 9], Region(head=0, heads=HEADS, slab=0, slabs=2 * LAYERS))).view(
+            torch.bfloat16
+        )
         assert (found == value).all()
 
 

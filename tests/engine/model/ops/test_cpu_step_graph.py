@@ -120,6 +120,9 @@ HYBRIDS |= {
     | {
         "model_type": "kimi_linear",
         "max_position_embeddings": None,
+        "num_experts_per_tok": None,
+        "n_group": None,
+        "topk_group": None,
         "model_max_length": 512,
         "q_lora_rank": None,
         "linear_attn_config": {
