@@ -27,9 +27,14 @@ serve: $(INSTALLED)
 # their assertions takes as long as a hundred of them.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 25
 
+GPU_TESTS := tests/gpu tests/engine/model/ops/gpu
+# With tensors that say they are on a GPU, and raise where CUDA would
+STAND_IN := $(BIN)/python -m pytest -p tests.gpu.stand_in -n 2 --dist loadfile $(GPU_TESTS)
+
 # What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
 test: $(INSTALLED) $(KERNELS) $(HELM)
 	$(TEST) --skip-unchanged
+	$(STAND_IN)
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.
@@ -38,6 +43,7 @@ test-all: $(INSTALLED) $(KERNELS) $(HELM)
 	@echo "TEST_SEED=$(TEST_SEED)"
 	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
+	$(STAND_IN) -m ''
 
 # Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)
@@ -89,7 +95,6 @@ test-browser: $(INSTALLED)
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.
 GPU_PYTHON ?= $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
-GPU_TESTS := tests/gpu tests/engine/model/ops/gpu
 GPU_OUT ?= build/gpu
 
 test-gpu:

@@ -46,6 +46,8 @@ OUT_OF_REACH = {
     "BlockFP8": "torch multiplies blocks in FP8 on cards only",
 }
 
+QUICK = "test_greedy_tokens_are_the_cpus[llama]"  # of the tests of whole engines, of which each takes 20 s
+
 
 class Cuda(Tensor):
     """A tensor of the device."""
@@ -271,3 +273,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for part, reason in OUT_OF_REACH.items():
             if part in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=f"out of reach of a stand-in: {reason}"))
+        if "test_engine.py" in item.nodeid and not item.nodeid.endswith(QUICK):
+            item.add_marker(pytest.mark.slow)
