@@ -144,9 +144,10 @@ class PromptTooLong(RequestError):
         self.param = prompt.partition("[")[0]
         # clients know this error by its code, or by "prompt is too long: N tokens > M" (Claude Code, LangChain), or by
         # "this model's maximum context length is" (litellm)
+        counted = "counted no further; " if estimated else ""
         self.message = (
-            f"{prompt} is too long: {'at least ' if estimated else ''}{tokens} tokens > {limit - answer} maximum "
-            f"(this model's maximum context length is {limit} tokens"
+            f"{prompt} is too long: {tokens} tokens > {limit - answer} maximum "
+            f"({counted}this model's maximum context length is {limit} tokens"
             + (", and the answer needs at least one)" if answer else "; truncate_prompt_tokens can shorten it)")
         )
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-HOST, CARD = torch.arange(4.0), torch.arange(4.0).to("cuda")
+HOST = torch.arange(4.0)
+CARD = HOST.to("cuda") if torch.cuda.is_available() else HOST
 MIXED = {
     "a sum": lambda: CARD + HOST,
     "in place on the host": lambda: HOST.clone().add_(CARD),
