@@ -135,7 +135,7 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     if engine.speculative_config is not None and engine.speculative_config.method != "ngram":
         model: WeightlessModel = Drafting(engine, *sizes)
     else:
-        model = WeightlessModel(*sizes, adapters=adapters, strict=engine.determinism == "strict")
+        model = WeightlessModel(*sizes, adapters=adapters)
     chance = random.Random(0)
     with variants(90) as known:
         for step in first_steps(engine, MAX_TOKENS, images=warm and case == "images"):
