@@ -162,9 +162,9 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "fewer"), [("Llama", 3), ("DeepSeek V2", 2)])
 def test_norms_and_activations_of_a_layer_with_int8_quantize_to_the_same_logits(family, fewer, monkeypatch):
-    """Six kernels of ours: add, norm and quantize, twice; rotation and KV; attention; quantize; activation and quantize.
-    Four products by torch, each with a copy to as many rows as it takes, and two scalings. Latent attention reads the
-    first norm's rows unquantized, too."""
+    """Six kernels are ours: add, norm and quantize, twice; rotation and KV; attention; quantize; activation and
+    quantize. Four products are torch's, each with a copy to as many rows as it takes, and two scalings. Latent
+    attention reads the first norm's rows unquantized, too."""
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
