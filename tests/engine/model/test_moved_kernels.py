@@ -21,7 +21,7 @@ from tests.engine.model.test_recorded_steps import ALL, WIDE
 from tests.models import make_model
 from tests.moved_kernels import moved_kernels
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "enforce_eager": True, "async_scheduling": False}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "enforce_eager": True, "overlap": False}
 # Fields of the model's configuration, and options of the engine; together these run all kernels.
 MODELS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3_next", {}, {}),
