@@ -34,7 +34,6 @@ STAND_IN := $(BIN)/python -m pytest -p tests.gpu.stand_in -n 2 --dist loadfile $
 # What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
 test: $(INSTALLED) $(KERNELS) $(HELM)
 	$(TEST) --skip-unchanged
-	$(STAND_IN)
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.

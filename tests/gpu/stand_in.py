@@ -100,6 +100,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     with Plain():
+        if name == "mm" and (dtype := kwargs.pop("out_dtype", None)) is not None:
+            args = tuple(each.to(dtype) for each in args)  # only a card adds up rounded numbers in a wider type
         result = func(*args, **kwargs)
         given = tensors((args, kwargs))
         return tree_map(lambda value: placed(value, on_device, given), result)
