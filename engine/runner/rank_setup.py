@@ -75,22 +75,17 @@ class RankSetup:
         return self.device.torch_device
 
 
-def untested_parts(config: EngineConfig, model: ModelConfig) -> list[str]:
-    """Return the parts of a model that a GPU would compute with kernels that no GPU has run yet."""
+def check_tested(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for parts whose kernels no GPU has run yet, unless they are allowed."""
     parts = {
         "recurrent layers": model.recurrent is not None,
         "latent attention": model.latent is not None,
         "adapters": config.enable_lora,
         "quantized experts": model.moe is not None and model.quantization is not None,
     }
-    return [part for part, present in parts.items() if present]
-
-
-def check_tested(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for parts whose kernels no GPU has run yet, unless they are allowed."""
-    parts = untested_parts(config, model)
-    if parts and not config.allow_untested_kernels:
-        limit = f"true for {', '.join(parts)} of {model.architecture}, whose kernels were not run on a GPU yet"
+    untested = [part for part, present in parts.items() if present]
+    if untested and not config.allow_untested_kernels:
+        limit = f"true for {', '.join(untested)} of {model.architecture}, whose kernels were not run on a GPU yet"
         raise ConfigError("allow_untested_kernels", False, limit)
 
 

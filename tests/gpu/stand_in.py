@@ -91,7 +91,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "is_pinned":
         return True
     if name in MOVES and args and isinstance(args[0], Tensor):
-        return move(name, func, args, kwargs)
+        return move(name, args[0], args[1:], kwargs)
     if name != "__get__":
         check_devices(name, args, kwargs)
     on_device = any(isinstance(tensor, Cuda) for tensor in tensors((args, kwargs)))
@@ -107,24 +107,24 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return tree_map(lambda value: placed(value, on_device, given), result)
 
 
-def move(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def move(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call Tensor.to, cpu or cuda. What changes its device is copied, as between memories that are apart."""
-    source = isinstance(args[0], Cuda)
+    source = isinstance(tensor, Cuda)
     target = {"cpu": False, "cuda": True}.get(name, source)
-    rest = list(args[1:]) if name == "to" else []
+    rest = list(args) if name == "to" else []
     for i, value in enumerate(rest):
-        if isinstance(value, Cuda | Tensor):
+        if isinstance(value, Tensor):
             target = isinstance(value, Cuda)
         elif isinstance(value, torch.device | str | int) and not isinstance(value, bool):
             target, rest[i] = is_cuda(value), CPU
     if name == "to" and kwargs.get("device") is not None:
         target, kwargs["device"] = is_cuda(kwargs["device"]), CPU
     with Plain():
-        result = args[0].to(*rest, **kwargs) if name == "to" else args[0]
-        if result is args[0] and target == source:
+        result = tensor.to(*rest, **kwargs) if name == "to" else tensor
+        if result is tensor and target == source:
             return result
         result = result.as_subclass(Tensor)
-        if target != source and result.data_ptr() == args[0].data_ptr():
+        if target != source and result.data_ptr() == tensor.data_ptr():
             result = result.clone()
         return result.as_subclass(Cuda) if target else result
 
