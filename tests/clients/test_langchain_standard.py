@@ -23,12 +23,20 @@ pytestmark = [
 ]
 
 
-class Standard(ChatModelIntegrationTests):
-    responses_api = False
+class OverServer:
+    """Models of this server."""
 
     @pytest.fixture(autouse=True)
     def _address(self, server: str) -> None:
         self.address = server
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"model": "obedient", "base_url": f"{self.address}/v1", "api_key": "none", "max_retries": 0}
+
+
+class Standard(OverServer, ChatModelIntegrationTests):
+    responses_api = False
 
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:
@@ -36,14 +44,7 @@ class Standard(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {
-            "model": "obedient",
-            "base_url": f"{self.address}/v1",
-            "api_key": "none",
-            "max_retries": 0,
-            "stream_usage": True,
-            "use_responses_api": self.responses_api,
-        }
+        return {**self.params, "stream_usage": True, "use_responses_api": self.responses_api}
 
     @property
     def model_override_value(self) -> str:
@@ -77,21 +78,12 @@ class TestResponses(Standard):
     responses_api = True
 
 
-class TestEmbeddings(EmbeddingsIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _address(self, server: str) -> None:
-        self.address = server
-
+class TestEmbeddings(OverServer, EmbeddingsIntegrationTests):
     @property
     def embeddings_class(self) -> type[OpenAIEmbeddings]:
         return OpenAIEmbeddings
 
     @property
     def embedding_model_params(self) -> dict[str, Any]:
-        return {
-            "model": "obedient",
-            "base_url": f"{self.address}/v1",
-            "api_key": "none",
-            "max_retries": 0,
-            "check_embedding_ctx_length": False,  # else texts are cut by tiktoken, which fetches its files
-        }
+        # else texts are cut by tiktoken, which fetches its files
+        return {**self.params, "check_embedding_ctx_length": False}
