@@ -11,8 +11,7 @@ import faulthandler
 import hashlib
 import mmap
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
@@ -25,10 +24,8 @@ SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 1024
 SLOT_BYTES = 128
 HEAD = Struct("<q")  # process id
-ENTRY = Struct("<dH")  # when it began on the monotonic clock, bytes of the key; the length is written last
-AT = Struct("<d")
-LENGTH = Struct("<H")
-MAX_KEY_BYTES = SLOT_BYTES - ENTRY.size
+LENGTH = Struct("<H")  # bytes of the key that follows; written last
+MAX_KEY_BYTES = SLOT_BYTES - LENGTH.size
 Life = Literal["alive", "stopped", "dead"]
 
 
@@ -52,18 +49,6 @@ def ended_key(engine: str) -> str:
     return f"ended {engine}"
 
 
-class Doing(NamedTuple):
-    """An entry of a black box."""
-
-    key: str
-    age_s: float
-    """Seconds since it began."""
-
-
-Doings = Sequence[tuple[str, float]]
-"""Entries of a black box, as errors carry them."""
-
-
 class Found(NamedTuple):
     """What a process has left."""
 
@@ -71,7 +56,8 @@ class Found(NamedTuple):
     """Stopped: by a SIGSTOP or a debugger."""
     is_fatal: bool
     """Whether it died of a fatal signal that it got by itself."""
-    doing: list[Doing]
+    doing: list[str]
+    """Keys of its entries."""
 
 
 class BlackBox:
@@ -110,14 +96,13 @@ class BlackBox:
             return
         place = self._used[key] = self._free.pop()
         encoded = _encoded(key)
-        AT.pack_into(memory, place, time.monotonic())
-        memory[place + ENTRY.size : place + ENTRY.size + len(encoded)] = encoded
-        LENGTH.pack_into(memory, place + AT.size, len(encoded))
+        memory[place + LENGTH.size : place + LENGTH.size + len(encoded)] = encoded
+        LENGTH.pack_into(memory, place, len(encoded))
 
     def end(self, key: str) -> None:
         """Remove an entry, if there is one."""
         if self._memory is not None and (place := self._used.pop(key, None)) is not None:
-            LENGTH.pack_into(self._memory, place + AT.size, 0)
+            LENGTH.pack_into(self._memory, place, 0)
             self._free.append(place)
 
     @contextmanager
@@ -155,12 +140,12 @@ def find(path: Path) -> Found | None:
         is_fatal = _trace_of(path).stat().st_size > 0
     except (OSError, ValueError):
         return None
-    now, doing = time.monotonic(), []
+    doing = []
     for place in range(SLOT_BYTES, len(content), SLOT_BYTES):
-        began_at, length = ENTRY.unpack_from(content, place)
+        (length,) = LENGTH.unpack_from(content, place)
         if length:
-            start = place + ENTRY.size
-            doing.append(Doing(content[start : start + length].decode(errors="replace"), now - began_at))
+            start = place + LENGTH.size
+            doing.append(content[start : start + length].decode(errors="replace"))
     return Found(_life(pid), is_fatal, doing)
 
 
@@ -197,9 +182,9 @@ def _encoded(key: str) -> bytes:
     return f"{key[:20]}.. {hashlib.blake2b(encoded, digest_size=16).hexdigest()}".encode()[:MAX_KEY_BYTES]
 
 
-def found_keys(doing: Doings, keys: Iterable[str]) -> list[str]:
-    """Return those of these keys that are among the entries."""
-    found = {key for key, _ in doing}
+def found_keys(doing: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """Return those of these keys that are among the entries. doing: keys of a black box, as errors carry them."""
+    found = set(doing)
     return [key for key in keys if _encoded(key).decode() in found]
 
 

@@ -256,10 +256,10 @@ class EngineError(ServingError):
 class EngineUnavailable(ServingError):
     status, type, retryable = 503, "service_unavailable_error", True
 
-    doing: Sequence[tuple[str, float]] = ()
+    doing: Sequence[str] = ()
 
-    def __init__(self, reason: str, doing: Sequence[tuple[str, float]] = ()):
-        """doing: what the engine was doing when it ended by itself: entries of its black box (engine/black_box.py).
+    def __init__(self, reason: str, doing: Sequence[str] = ()):
+        """doing: what the engine was doing when it ended by itself: keys of its black box (engine/black_box.py).
         Nothing if it was ended from outside, or if nobody knows."""
         super().__init__(reason, doing)
         self.doing = doing

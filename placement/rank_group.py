@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engine.black_box import Doing, Found, box_path, ended_key, find, remove, trace
+from engine.black_box import Found, box_path, ended_key, find, remove, trace
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.roster import Roster
@@ -43,7 +43,7 @@ class RankGroup:
         self._roster: Roster | None = None  # if engines go on without a lost one
         self._running: dict[asyncio.Future[str | None], int] = {}  # numbers of ranks that serve
         self._watch = RankWatch()
-        self._on_loss: Callable[[int, str, list[Doing]], None] = lambda engine, reason, doing: None
+        self._on_loss: Callable[[int, str, list[str]], None] = lambda engine, reason, doing: None
         self._replica = ""
         self._failed: set[int] = set()  # numbers of ranks that an exception of their own has ended
         self._died: set[int] = set()  # numbers of ranks whose process has ended
@@ -62,7 +62,7 @@ class RankGroup:
             self.kill()
             raise
 
-    async def run(self, on_loss: Callable[[int, str, list[Doing]], None] = lambda engine, reason, doing: None) -> str:
+    async def run(self, on_loss: Callable[[int, str, list[str]], None] = lambda engine, reason, doing: None) -> str:
         """Let all ranks serve. Returns why the first of them ended, or the last if engines go on without lost ones.
         on_loss: function called with the number of an engine without which the others go on, the reason, and what
         `doing` returns."""
@@ -106,7 +106,7 @@ class RankGroup:
                 lost = self._lose(number // self._width, f"rank {number} hangs", hangs=True)
         return lost
 
-    def doing(self, engine: int, hangs: bool = False) -> list[Doing]:
+    def doing(self, engine: int, hangs: bool = False) -> list[str]:
         """Return what the ranks of an engine were doing, if it has ended by itself or hangs: a fatal signal or an
         exception of its own. Return nothing if a rank of this replica was killed or stopped from outside, which may end
         others too, or if one is on another machine, of which nobody knows."""
@@ -120,8 +120,7 @@ class RankGroup:
         for number in own:
             if lines := trace(box_path(self._replica, number)):
                 logger.error("rank %d died of a fatal signal:\n%s", number, lines)
-        ended = Doing(ended_key(f"{self._replica}.{engine}"), 0.0)
-        return [ended, *(doing for box in own.values() for doing in box.doing)]
+        return [ended_key(f"{self._replica}.{engine}"), *(key for box in own.values() for key in box.doing)]
 
     def _from_outside(self, number: int, box: Found) -> bool:
         has_ended = box.life == "dead" or number in self._died

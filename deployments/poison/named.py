@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from engine.black_box import Doings, compile_key, compute_key, found_keys, read_key
+from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 
@@ -48,7 +49,7 @@ def _own(request: GenerateRequest) -> Named:
     return Named(hashlib.blake2b(parts, digest_size=16).hexdigest(), "computed this request", is_own=True)
 
 
-def suspected(request: GenerateRequest, request_id: str, doing: Doings, *, began: bool) -> Named | None:
+def suspected(request: GenerateRequest, request_id: str, doing: Sequence[str], *, began: bool) -> Named | None:
     """Return for what a request is suspected, or None if it is not. request_id: that of the attempt. doing: what its
     engine was doing when it ended by itself. began: whether it had any token before."""
     for possible in _named(request):

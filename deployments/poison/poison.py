@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from deployments.poison.named import Named, all_named
 from deployments.poison.trial import Trial
-from engine.black_box import Doings, ended_key, read_key
+from engine.black_box import ended_key, read_key
 from engine.errors import PoisonRequest
 from engine.wire.generate_request import GenerateRequest
 
@@ -25,9 +25,9 @@ POISON_S = 600.0  # for which it is refused
 MAX_REMEMBERED = 1000
 
 
-def _is_only_name(doing: Doings) -> bool:
+def _is_only_name(doing: Sequence[str]) -> bool:
     """Return whether an engine that has ended was reading or compiling one thing only."""
-    return len({key for key, _ in doing if key.startswith((read_key(""), "compiles "))}) == 1
+    return len({key for key in doing if key.startswith((read_key(""), "compiles "))}) == 1
 
 
 def _remember(memory: OrderedDict[str, T], key: str, value: T) -> None:
@@ -74,10 +74,10 @@ class Poison:
         for named in all_named(request) if self._suspects else ():
             self._suspects.pop(named.digest, None)
 
-    def blame(self, named: Named, doing: Doings, on_trial: bool, now: float) -> PoisonRequest | None:
+    def blame(self, named: Named, doing: Sequence[str], on_trial: bool, now: float) -> PoisonRequest | None:
         """Note that an engine has ended by itself with this. Returns an error if it is the second one, and nothing else
         can be the cause: then it is refused for POISON_S. on_trial: whether it was tried apart."""
-        ended = next((key for key, _ in doing if key.startswith(ended_key(""))), "")
+        ended = next((key for key in doing if key.startswith(ended_key(""))), "")
         known = self._suspects.get(named.digest)
         engines = {ended} if known is None or now >= known.until else {*known.engines, ended}
         _remember(self._suspects, named.digest, Suspicion(engines, now + POISON_S))

@@ -14,7 +14,6 @@ import msgspec
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
-from engine.black_box import Doing
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
 from engine.wire.lora import LoRARequest
@@ -224,7 +223,7 @@ class EngineControl:
             return self._broken is None
         return False
 
-    def fail(self, reason: str, alone: bool = False, doing: Sequence[Doing] = ()) -> None:
+    def fail(self, reason: str, alone: bool = False, doing: Sequence[str] = ()) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone. alone: whether
         other engines of the replica go on; then the error is EngineLost. doing: as for EngineUnavailable."""
         self._broken, self._lost = reason, alone

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from deployments.routing.stats import RoutingStats
-from engine.black_box import Doings, compute_key, found_keys, read_key
+from engine.black_box import compute_key, found_keys, read_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemoteRequestFailed
 from engine.wire.remote_request import RemoteRequest
@@ -120,10 +120,10 @@ class RemoteDispatcher:
             self._alive = alive
 
 
-def _with_request(doing: Doings, remote_request: RemoteRequest) -> Doings:
+def _with_request(doing: Sequence[str], remote_request: RemoteRequest) -> Sequence[str]:
     """Return what an engine was doing when it ended, with the request's own id if it computed its prompt; nothing if it
     did not work on it."""
     handoff, request = compute_key(remote_request.handoff_id), compute_key(remote_request.request_id)
     keys = [handoff] if remote_request.lora is None else [handoff, read_key(remote_request.lora.digest)]
     found = found_keys(doing, keys)
-    return [*doing, (request, 0.0)] if handoff in found else doing if found else []
+    return [*doing, request] if handoff in found else doing if found else []

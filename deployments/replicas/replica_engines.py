@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
-from engine.black_box import Doing
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus
 from engine.wire.stats.handoff_stats import Role
@@ -84,7 +83,7 @@ class ReplicaEngines(Generic[E]):
         for engine in [] if self._goes_on else self.all:
             engine.check_health()
 
-    def lose(self, number: int, reason: str, doing: Sequence[Doing] = ()) -> None:
+    def lose(self, number: int, reason: str, doing: Sequence[str] = ()) -> None:
         """Go on without an engine that has died. number: among all engines at the start. Its open calls end with
         EngineLost, so that the ingresses send its requests to others. doing: as for EngineUnavailable."""
         engine = list(self._engines.values())[number]
@@ -125,7 +124,7 @@ class ReplicaEngines(Generic[E]):
             if not end_hung():
                 return reason
 
-    def fail(self, reason: str, doing: Callable[[int, bool], Sequence[Doing]] = lambda number, hangs: ()) -> None:
+    def fail(self, reason: str, doing: Callable[[int, bool], Sequence[str]] = lambda number, hangs: ()) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones, because the engines are gone. doing: returns
         what the EngineUnavailable of an engine says, for its number at the start and whether it hangs."""
         for number, engine in enumerate(self._engines.values()):

@@ -48,7 +48,7 @@ def test_a_fatal_signal_is_told_from_a_kill_and_leaves_what_was_done(box, number
     process.communicate("go on\n", timeout=60)
     found = find(box)
     assert found is not None and (found.life, found.is_fatal) == ("dead", True)
-    assert [doing.key for doing in found.doing] == ["computes one"] and found.doing[0].age_s >= 0
+    assert found.doing == ["computes one"]
     assert "Fatal Python error" in black_box.trace(box)
     assert box.stat().st_mode & 0o777 == 0o600 and box.parent.stat().st_mode & 0o777 == 0o700
 

@@ -209,7 +209,7 @@ class EndingPool(Pool):
 
     async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
         self.loaded.append(lora)
-        doing = [(ended_key(str(len(self.loaded))), 0.0), (read_key(lora.digest), 0.1)]
+        doing = [ended_key(str(len(self.loaded))), read_key(lora.digest)]
         raise EngineUnavailable("rank 0 died", doing if self.by_itself else [])
 
 

@@ -14,7 +14,7 @@ import zmq.asyncio
 from deployments.frontend import retry
 from deployments.poison.named import suspected
 from deployments.poison.poison import POISON_S, Poison
-from engine.black_box import Doings, compile_key, compute_key, ended_key, read_key
+from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, PoisonRequest, ServingError
 from engine.wire.generate_request import TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
@@ -71,11 +71,11 @@ class Engines:
 
     def _end(self, engine: dict[str, tuple[GenerateRequest, asyncio.Future[None]]]) -> None:
         self.num_ended += 1
-        doing: list[tuple[str, float]] = [(ended_key(str(self.num_ended)), 0.0)]
+        doing = [ended_key(str(self.num_ended))]
         for name, (message, _) in engine.items():
-            doing.append((compute_key(name), 0.1))
+            doing.append(compute_key(name))
             if message.lora is not None:
-                doing.append((read_key(message.lora.digest), 0.1))
+                doing.append(read_key(message.lora.digest))
         for _, ended in engine.values():
             ended.set_exception(EngineUnavailable("rank 0 died", [] if self._outside else doing))
         engine.clear()
@@ -181,7 +181,7 @@ def remembered(bad: GenerateRequest, now: float) -> Poison:
     other, memory = Poison(), Poison()
     memory.tell_others = lambda named: other.refuse(named, now)
     for engine in "ab":
-        doing = [(ended_key(engine), 0.0), (compute_key(bad.request_id), 1.0)]
+        doing = [ended_key(engine), compute_key(bad.request_id)]
         named = suspected(bad, bad.request_id, doing, began=False)
         assert named is not None
         assert (memory.blame(named, doing, engine == "b", now) is None) == (engine == "a")
@@ -201,12 +201,12 @@ def test_what_is_refused_is_tried_again_after_a_while():
 
 
 def test_one_engine_that_tells_many_requests_of_its_end_counts_once():
-    memory, doing = Poison(), [(ended_key("a"), 0.0), (read_key("d1"), 1.0)]
+    memory, doing = Poison(), [ended_key("a"), read_key("d1")]
     named = suspected(request("r", lora=SQL), "r", doing, began=False)
     assert named is not None
     assert [memory.blame(named, doing, False, 0.0) for _ in range(3)] == [None] * 3
     assert memory.suspects(request("new", lora=SQL), 1.0) and not memory.suspects(request("new"), 1.0)
-    two = [(ended_key("b"), 0.0), (read_key("d1"), 1.0), (read_key("d2"), 1.0)]
+    two = [ended_key("b"), read_key("d1"), read_key("d2")]
     assert memory.blame(named, two, False, 1.0) is None, "it may have been the other adapter"
     assert memory.blame(named, two, True, 1.0) is not None
 
@@ -225,8 +225,7 @@ def test_one_engine_that_tells_many_requests_of_its_end_counts_once():
     ],
 )
 def test_a_request_is_suspected_for_what_the_engine_did_with_it(fields, doing, what):
-    entries: Doings = [(key, 1.0) for key in doing]
-    named = suspected(request("r", **fields), "r.1", entries, began=False)
+    named = suspected(request("r", **fields), "r.1", doing, began=False)
     assert (named is None) == (what is None) and (named is None or named.what.startswith(str(what)))
 
 

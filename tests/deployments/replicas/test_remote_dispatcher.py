@@ -90,12 +90,12 @@ async def test_a_request_with_which_a_prefill_engine_has_ended_is_told_to_its_in
         engine.notify(DispatchRemote(make_remote_request()))
         engine.notify(DispatchRemote(make_remote_request("h2")))
         await until(lambda: set(pool.open) == {"h1", "h2"})
-        doing = [(ended_key("p1"), 0.0), (compute_key("h1"), 0.1)]
+        doing = [ended_key("p1"), compute_key("h1")]
         pool.fail("h1", EngineUnavailable("rank 0 died", doing))
         pool.fail("h2", EngineUnavailable("rank 0 died", doing))
         with pytest.raises(EngineUnavailable) as caught:
             await call
-        assert list(caught.value.doing) == [*doing, (compute_key("r"), 0.0)]
+        assert list(caught.value.doing) == [*doing, compute_key("r")]
         await until(lambda: failures(engine))
         assert [failure.handoff_id for failure in failures(engine)] == ["h2"], "it only waited there"
 

@@ -13,7 +13,6 @@ from deployments.ray_compat import engine_ids
 from deployments.replicas import engine_control, replica_engines
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
-from engine.black_box import Doing
 from engine.errors import EngineLost, EngineUnavailable, Overloaded
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import AdapterLoaded, EngineStatus
@@ -141,12 +140,12 @@ def test_what_an_engine_did_when_it_ended_by_itself_is_told_to_its_own_calls_onl
         assert second.hangs and not first.hangs
         calls = [asyncio.create_task(engine.run_request(request(str(i)))) for i, engine in enumerate(engines.all)]
         await asyncio.sleep(0)
-        engines.fail("it hangs", lambda number, hangs: [Doing(f"{number} {hangs}", 1.0)])
+        engines.fail("it hangs", lambda number, hangs: [f"{number} {hangs}"])
         found = await asyncio.gather(*calls, return_exceptions=True)
-        assert [getattr(error, "doing", None) for error in found] == [[("0 False", 1.0)], [("1 True", 1.0)]]
+        assert [getattr(error, "doing", None) for error in found] == [["0 False"], ["1 True"]]
         assert not second.hangs, "it is gone"
         sent = pickle.loads(pickle.dumps(found[0]))
-        assert (str(sent), list(sent.doing)) == ("it hangs", [("0 False", 1.0)])
+        assert (str(sent), list(sent.doing)) == ("it hangs", ["0 False"])
 
     asyncio.run(scenario())
 
@@ -160,10 +159,10 @@ def test_engines_go_on_without_one_that_is_lost_and_only_its_calls_end(monkeypat
         unhealthy = asyncio.create_task(engines.until_unhealthy())
         calls = [asyncio.create_task(engine.run_request(request(str(i)))) for i, engine in enumerate(engines.all)]
         await asyncio.sleep(0)
-        engines.lose(0, "rank 0 died", [Doing("computes 0", 1.0)])
+        engines.lose(0, "rank 0 died", ["computes 0"])
         with pytest.raises(EngineLost, match="rank 0 died") as lost:
             await calls[0]
-        assert lost.value.doing == [("computes 0", 1.0)]
+        assert lost.value.doing == ["computes 0"]
         assert lost.value.code == "engine_unavailable", "clients and replays know no other code"
         with pytest.raises(EngineLost, match="rank 0 died"):
             await engines.choose("decode-m-x.dp0").run_request(request("later"))
