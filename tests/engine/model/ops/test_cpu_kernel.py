@@ -20,7 +20,7 @@ from engine import LLM, SamplingParams
 params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
 with LLM("pocket", dtype="float32", num_threads=1, num_gpu_blocks_override=64) as llm:
     (output,) = llm.generate(["The quick brown fox jumps over the lazy dog, and then"], params, use_tqdm=False)
-print([(entry.token_id, entry.logprob) for entry in output.outputs[0].logprobs])
+print([(token, chosen.logprob) for position in output.outputs[0].logprobs for token, chosen in position.items()])
 """
 
 
