@@ -339,6 +339,11 @@ class BatchPart(Part):
         else:
             assert code == "request_timeout", f"a line ends with {line}"
 
+    @property
+    def works_on(self) -> bool:
+        """Whether an ingress works on a batch; its client stops waiting if the store has lost it."""
+        return self._cluster.redis.lost_at > 0 and any(self.working.values())
+
     def check(self) -> None:
         """No two ingresses work on a batch, unless the store was away or one stood still."""
         working: Counter[str] = Counter()

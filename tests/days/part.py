@@ -18,6 +18,11 @@ class Part:
         """Return what must end before the day can end."""
         return []
 
+    @property
+    def works_on(self) -> bool:
+        """Whether work goes on that a client has stopped waiting for."""
+        return False
+
     def check(self) -> None:
         """Check what must hold at any time. Called ten times a second."""
 

@@ -147,11 +147,15 @@ class World:
             check_that_nothing_failed(cluster, day.scales)
 
     async def _orphans_end(self) -> None:
-        """Wait for the calls of ingresses that have died. A process that is gone cancels nothing, so its requests run
-        to their end or their timeout."""
+        """Wait for the calls of ingresses that have died, and for what a part works on without a client. A process that
+        is gone cancels nothing, so its requests run to their end or their timeout."""
         until = self.loop.time() + LIMIT_S
-        while self.cluster.has_lost_ingress and self.cluster.num_calls and self.loop.time() < until:
+        while self._has_orphans() and self.loop.time() < until:
             await asyncio.sleep(1.0)
+
+    def _has_orphans(self) -> bool:
+        orphaned_calls = self.cluster.has_lost_ingress and self.cluster.num_calls > 0
+        return orphaned_calls or any(part.works_on for part in self.parts)
 
     def rng_of(self, ask: Ask) -> random.Random:
         """Return random numbers that do not depend on other requests."""
