@@ -22,6 +22,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from engine.model.ops.cpu import amx
+from engine.model.ops.cpu.amx import HAS_AMX
 from engine.model.ops.cpu.kernel import (
     I32,
     I64,
@@ -59,6 +61,7 @@ BLOCK_ROWS = 384  # rows that a thread takes at a time and that fit into its cac
 TILE_VECTORS = {6: 4, 4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
 MAX_ROWS = max(TILE_VECTORS)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
+STEP_LINES = amx.STEP // 2 * STEP_BYTES // CACHE_LINE_BYTES  # cache lines of a column for the inputs of a step of AMX
 PARTS = 8  # number of parts that `sum_8` adds up
 TOKENS = 2  # tokens of a sum that a thread takes at a time
 
@@ -173,6 +176,11 @@ def multiply_rows(
 ) -> None:  # fmt: skip
     """Multiply rows [row, end) of x with a column, and write them to the same rows of out. x, out: addresses of the
     first row; column, bias: pointers. Meanwhile prefetches the column at the address `ahead`."""
+    if HAS_AMX and item_bytes == 2:
+        multiply_in_registers(
+            cast, cast_out, out_bytes, x, x_stride, out, out_stride, row, end, column, bias, inputs, ahead
+        )
+        return
     rest = (end - row) % MAX_ROWS
     tiles = (end - row) // MAX_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
     pace = STEP_BYTES // tiles  # each tile prefetches a part
@@ -189,6 +197,26 @@ def multiply_rows(
             multiply_1(target, out_stride, left, x_stride, column, bias, inputs, ahead, pace)
         row += count
         ahead += inputs // (4 // item_bytes) * pace
+
+
+@device_function
+def multiply_in_registers(
+    cast: Any, cast_out: Any, out_bytes: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, row: Any, end: Any,
+    column: Any, bias: Any, inputs: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """Do what `multiply_rows` does for bfloat16, by AMX."""
+    lines = max(1, STEP_LINES * amx.ROWS // (end - row + amx.ROWS - 1))  # each tile prefetches a part
+    configured = 0
+    while row < end:
+        count = min(end - row, amx.ROWS)
+        if count != configured:
+            amx.configure(count, inputs)
+            configured = count
+        left, target = cast(x + 2 * row * x_stride), cast_out(out + out_bytes * row * out_stride)
+        amx.multiply_16(target, out_stride, left, x_stride, column, bias, inputs, count, ahead, lines)
+        row += count
+        ahead += inputs // amx.STEP * lines * CACHE_LINE_BYTES
+    amx.release()
 
 
 @device_function
