@@ -24,6 +24,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from engine.amx_permission import may_use_amx
+
 logger = logging.getLogger(__name__)
 
 NICE = 10  # of threads that work beside the steps
@@ -256,7 +258,7 @@ def kind_of(torch_device: torch.device) -> str:
         return instructions
     from llvmlite.binding import get_host_cpu_name
 
-    return f"{get_host_cpu_name()} {instructions}"
+    return f"{get_host_cpu_name()} {instructions}{' AMX' if may_use_amx() else ''}"
 
 
 def open_device(name: str) -> Device:

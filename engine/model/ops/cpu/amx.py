@@ -7,17 +7,15 @@ as the instruction wants them. A row's sums do not depend on the other rows.
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.model.ops.cpu.kernel import I32, I64
+from engine.amx_permission import may_use_amx
+from engine.model.ops.cpu.kernel import I64
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, F32, LANES, load16, prefetch_line, store16
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
@@ -28,21 +26,7 @@ VECTORS = 4  # of 16 outputs of a column
 WORD_BYTES = 4  # a pair of inputs
 SUMS, X, WEIGHT, X_REST, WEIGHT_REST = 0, 4, 5, 6, 7  # numbers of registers; four have sums
 CONFIG_BYTES, PALETTE, FIRST_BYTES, FIRST_ROWS = 64, 1, 16, 48  # of the configuration: LDTILECFG
-XFEATURE_TILE_DATA, ARCH_REQUEST_PERMISSION, SYS_ARCH_PRCTL = 18, 0x1023, 158
-
-
-def is_allowed() -> bool:
-    """Ask Linux to let this process use the registers, and return whether it may."""
-    features = binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
-        return False
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(SYS_ARCH_PRCTL, ARCH_REQUEST_PERMISSION, XFEATURE_TILE_DATA) == 0
-
-
-HAS_AMX = is_allowed()
+HAS_AMX = may_use_amx()
 
 
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:

@@ -30,6 +30,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from engine.amx_permission import may_use_amx
 from engine.user_folder import own_folder, private_folder
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ def cache_folder(digest: str) -> str:
     return ""
 
 
-SOURCES = digest_of(Path(__file__).parent)
+# kernels with AMX's instructions are apart from those of a process that may not use them, which they would end
+SOURCES = digest_of(Path(__file__).parent) + ("-amx" if may_use_amx() else "")
 config.CACHE_DIR = cache_folder(SOURCES)
 if not keeps_code():
     logger.warning("compiled kernels cannot be stored, so every start compiles them again; set NUMBA_CACHE_DIR")

@@ -1,6 +1,7 @@
 """Products of any number of rows with a weight in bfloat16 or float32.
 
-bfloat16 is multiplied in pairs by AVX-512's dot products. CPUs without them multiply single values as float32.
+bfloat16 is multiplied in AMX's registers (amx.py), else in pairs by AVX-512's dot products. CPUs with neither multiply
+single values as float32.
 
 A packed weight is [outputs / 64, inputs / 2, 64, 2] in bfloat16, and [outputs / 64, inputs, 64, 1] in float32. The
 weights of 64 outputs form a column, which is contiguous in the order in which it is read. A thread multiplies all rows
