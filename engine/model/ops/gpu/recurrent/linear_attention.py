@@ -112,7 +112,7 @@ def linear_attention_kernel(
                 u = share[:, None] * (u - known - tl.dot(weights, told, input_precision="tf32x3"))
             in_values = values + m[:, None] * VALUE_DIM + d[None, :]
             u += tl.load(in_values, mask=(m < row)[:, None] & d_inside, other=0.0)
-            for i in range(0, ROWS):
+            for i in range(tl.maximum(row - base, 0), tl.minimum(stop - base, ROWS)):  # the other rows stay as they are
                 this = (r == i)[:, None]
                 now = tl.sum(tl.where(this, within, 0.0), 0)[None, :]
                 seen_k = tl.where((r <= i)[:, None], tile_k * tl.exp(now - within), 0.0)

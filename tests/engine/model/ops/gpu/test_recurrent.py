@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from engine.model.batch import Batch
 from engine.model.ops.gpu import norm
@@ -74,6 +75,20 @@ def test_linear_attention_equals_plain_with_the_same_bits_in_any_parts(kind):
         linear_attention.linear_attention, x.rows(BORDER, TOKENS), resumed, batch_of([(0, BORDER, TOKENS - BORDER)])
     )
     assert torch.cuda.is_available() or same_bits(rest, whole[BORDER:])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter computes")
+def test_a_decoded_token_solves_one_row_of_its_tile_and_a_prompt_each_row_once(monkeypatch):
+    create_exp, exps = InterpreterBuilder.create_exp, []
+    monkeypatch.setattr(InterpreterBuilder, "create_exp", lambda *args: (exps.append(args), create_exp(*args))[1])
+    counts = {}
+    for tokens in (1, 2, 16):
+        x = inputs(KINDS[0], tokens, torch.float32, 1)
+        exps.clear()
+        attend(linear_attention.linear_attention, x, on_device(garbage(spec_of(x), 1)), batch_of([(0, 0, tokens)]))
+        counts[tokens] = len(exps)
+    programs = counts[2] - counts[1]
+    assert counts[16] - counts[1] == 15 * programs > 0
 
 
 @pytest.mark.parametrize(("silu", "biased"), [(True, False), (False, True)])
