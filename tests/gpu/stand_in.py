@@ -241,6 +241,7 @@ def install_kernels() -> None:
 
     from engine import device
     from engine.model.ops.gpu import dependent_launch
+    from engine.runner.stages import open_runner
     from tests.engine.model.ops.gpu import interpreter
 
     execute = GridExecutor.__call__
@@ -258,6 +259,9 @@ def install_kernels() -> None:
         output = run()
         return output, lambda: output.copy_(run()), lambda: None
 
+    open_runner.check_kernels = lambda *args: (
+        None
+    )  # test_kernel_trial.py tries them, in as much time as an engine takes
     GridExecutor.__call__ = launch
     interpreter.make_exact()
     dependent_launch.supported = lambda device: False

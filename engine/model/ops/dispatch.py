@@ -41,8 +41,21 @@ def fastest(op: Op, dtype: torch.dtype, device: torch.device, cpu: str = "", gpu
         if module and has_kernels(dtype, device):
             name = op.__name__.removesuffix("_plain")
             found: Op = getattr(importlib.import_module(f"{__package__}.{package}.{module}"), name)
-            return found
+            replaceable.add(found)
+            return op if found in refused else found
     return op
+
+
+replaceable: set[Callable[..., Any]] = set()  #: kernels whose plain version can take their place in a graph
+refused: set[Callable[..., Any]] = set()  #: those that were wrong in their trial (engine/runner/kernel_trial)
+
+
+def refuse(kernel: Callable[..., Any]) -> bool:
+    """Let plain torch take a kernel's place in layers that are built from now on. Returns False if it cannot."""
+    if kernel not in replaceable:
+        return False
+    refused.add(kernel)
+    return True
 
 
 def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:

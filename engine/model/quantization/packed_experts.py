@@ -40,3 +40,23 @@ class PackedExperts:
         if self.offsets is not None:
             return "int4"
         return "int8" if self.values.dtype == torch.int8 else "float8"
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, [experts, outputs, inputs]."""
+        if self.format in ("mxfp4", "int4"):
+            pairs = self.values.flatten(2)
+            codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2).long()
+        if self.format == "mxfp4":
+            values, scales = mxfp4_numbers(codes), torch.exp2(self.scales.float() - 127)
+        else:
+            values, scales = codes if self.format == "int4" else self.values, self.scales
+        wide = values.float().unflatten(2, (scales.shape[2], -1)) * scales[..., None]
+        if self.offsets is not None:
+            wide += self.offsets[..., None]
+        return wide.flatten(2).to(dtype)
+
+
+def mxfp4_numbers(codes: Tensor) -> Tensor:
+    """Return the number that each code of E2M1 stands for: a sign, two bits of exponent and one of fraction."""
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=codes.device)
+    return magnitudes[codes & 7] * torch.where(codes > 7, -1.0, 1.0)

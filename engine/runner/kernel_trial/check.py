@@ -1,0 +1,127 @@
+"""Tries our own kernels as an engine starts on a GPU, as libraries are tried (ops/gpu/libraries/choice.py).
+
+The model's first layers are built with random weights, and compute steps of every kind. Where a kernel is wrong, plain
+torch takes its place if it can; else the engine does not start. Compilers are known to have been wrong: ptxas 12.8 on
+Hopper (flash-linear-attention #1262, triton #11366, vllm #48590).
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine.config import BLOCK_SIZES, EngineConfig
+from engine.device import open_device
+from engine.errors import StartupError
+from engine.model.config import ModelConfig
+from engine.model.layers.lora import LinearAdapters
+from engine.model.ops import dispatch
+from engine.runner.kernel_trial.rank_alone import RankAlone
+from engine.runner.kernel_trial.reduced_model import reduced
+from engine.runner.kernel_trial.steps import PROMPTS, most_tokens, num_blocks, trial_plans
+from engine.runner.kernel_trial.trial import KernelTrial, Verdict
+from engine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> None:
+    """Try the kernels of a model, if it runs on a GPU with Triton. Raises StartupError for a wrong kernel that nothing
+    can replace."""
+    device, dtype = open_device(config.device).torch_device, torch_dtype(config, model)
+    if not dispatch.gpu_kernels(dtype, device) or model.head != "lm" or model.transformers:
+        return
+    started = time.perf_counter()
+    verdicts = try_kernels(config, model, folder)
+    for verdict in verdicts:
+        if not verdict.wrong:
+            continue
+        if not dispatch.refuse(verdict.kernel):
+            raise StartupError(
+                f"kernel {verdict.op}: {verdict.wrong} from plain torch ({environment()}). Update Triton, or set "
+                "TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer"
+            )
+        logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
+    logger.info("%d kernels tried seconds=%.1f", len(verdicts), time.perf_counter() - started)
+
+
+def torch_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+    return dtype
+
+
+def try_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> list[Verdict]:
+    """Return the verdict on each kernel that the layers of a model use."""
+    runner = ModelRunner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
+    for tensor in (tensor for layer in runner.states.layers for tensor in layer.values()):
+        tensor.zero_()  # what no sequence has written is compared too
+    if config.enable_lora:
+        fill_adapters(runner.model)
+    trial = KernelTrial(runner.device)
+    trial.watch(runner.model)
+    runner._sample_rows = trial.watched(runner._sample_rows)
+    for plan in trial_plans(model.vocab_size, runner.model_config.kv_groups, runner.block_size, config.enable_lora):
+        runner.collect(runner.launch(runner.prepare(plan)))
+    runner.close()
+    return list(trial.verdicts.values())
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Fill all slots for adapters with random factors."""
+    for layer in [value for module in model.modules() for value in vars(module).values()]:
+        if isinstance(layer, LinearAdapters):
+            layer.weights.a.normal_(std=0.1)
+            layer.weights.b.normal_(std=0.1)
+            layer.weights.ranks.fill_(layer.weights.rank)
+
+
+def trial_config(config: EngineConfig) -> EngineConfig:
+    """Return the options that change which kernels a model uses, and small numbers for all else."""
+    block_size = config.block_size or BLOCK_SIZES[open_device(config.device).torch_device.type]
+    return EngineConfig(
+        model=config.model,
+        hf_overrides=config.hf_overrides,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=config.device,
+        block_size=block_size,
+        max_model_len=most_tokens(),
+        max_num_batched_tokens=PROMPTS[0],
+        max_num_seqs=len(PROMPTS),
+        num_gpu_blocks_override=num_blocks(block_size),
+        load_format="dummy",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        enable_lora=config.enable_lora,
+        max_loras=1 if config.enable_lora else None,
+        max_lora_rank=config.max_lora_rank,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
+        allow_untested_kernels=config.allow_untested_kernels,
+        num_threads=config.num_threads,
+    )
+
+
+def environment() -> str:
+    """Return the card and the versions on which a kernel's code depends."""
+    import triton
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{card}, torch {torch.__version__}, triton {triton.__version__}, {ptxas_version()}"
+
+
+def ptxas_version() -> str:
+    """Return the version of the assembler that Triton uses."""
+    from triton import knobs
+
+    try:
+        output = subprocess.run([knobs.nvidia.ptxas.path, "--version"], capture_output=True, text=True, timeout=10)
+        return "ptxas " + output.stdout.partition("release ")[2].partition(",")[0]
+    except (OSError, subprocess.TimeoutExpired, AttributeError):
+        return "ptxas of unknown version"

@@ -1,0 +1,262 @@
+"""Compares what each kernel computes in the steps of a model with what plain torch computes from the same inputs.
+
+A kernel is compared at its first call with inputs of some shapes. At its second call with the same shapes, it is also
+captured in a graph with the inputs of the first, and compared once more when the graph is replayed with the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.device import Device
+from engine.model.batch import Batch
+from engine.model.ops.gpu.libraries import attention
+from engine.model.ops.gpu.twins import MEANINGS, Op, name_of, numbers, twin
+from engine.model.quantization.rows import QuantizedRows
+from engine.model.state import StateBatch
+
+MAX_ERROR = 0.03  # of a row, relative to its length; bfloat16 gives 0.005, and rounding to float8 0.02
+MAX_TIES = 0.05  # of whole numbers, such as experts, that may differ where the numbers beside them are equal
+HIDDEN = ("plans", "views")  # fields of a batch in which layers keep what they derive from the others
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a trial has found out about a kernel."""
+
+    op: str
+    kernel: Op
+    calls: int = 0
+    """Calls that were compared."""
+    graphs: int = 0
+    """Replayed graphs that were compared."""
+    error: float = 0.0
+    """Largest error of a row, relative to its length."""
+    wrong: str = ""
+    """What was wrong first; empty if nothing was."""
+
+
+@dataclass
+class KernelTrial:
+    """The kernels of a model, and what was found out about each."""
+
+    device: Device
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], Call | None] = field(default_factory=dict)
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare every kernel that the layers of a model call from now on."""
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if (watched := self.watched(value)) is not value:
+                    setattr(module, name, watched)
+
+    def watched(self, value: Any) -> Any:
+        """Return what takes the place of a kernel, or of all kernels in a tuple or in an object of layers; `value`
+        itself if it is none of these."""
+        if value is attention:
+            return SimpleNamespace(**{name: Watched(self, getattr(value, name)) for name in attention.__all__})
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            parts = [self.watched(part) for part in value]
+            return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
+        if type(value).__name__ in WITH_KERNELS:
+            for name, part in list(vars(value).items()):
+                setattr(value, name, self.watched(part))
+            return value
+        return value if isinstance(value, ModuleType) or twin(value) is None else Watched(self, value)
+
+    def compare(self, kernel: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel, and note whether it computes what its plain twin does. Returns the kernel's results."""
+        args, kwargs = changed(unwatched, (args, kwargs))
+        verdict = self.verdicts.setdefault(name_of(kernel), Verdict(name_of(kernel), kernel))
+        key = (verdict.op, *signature((args, kwargs)))
+        before = copied((args, kwargs))
+        first = self._seen.get(key)
+        if key in self._seen and first is None:  # compared often enough
+            return kernel(*args, **kwargs)
+        self._seen[key] = before if first is None else None
+        plain, twin_call = twin(kernel), changed(plain_part, copied(before))
+        assert plain is not None
+        expected = plain(*twin_call[0], **twin_call[1])
+        found = kernel(*args, **kwargs)
+        verdict.calls += 1
+        self._judge(verdict, "", (found, (args, kwargs)), (expected, twin_call), before)
+        if first is not None and self.device.asynchronous:
+            replayed = self._replayed(kernel, first, before)
+            verdict.graphs += 1
+            self._judge(verdict, "in a replayed graph, ", replayed, (expected, twin_call), before)
+        return found
+
+    def _replayed(self, kernel: Op, first: Call, then: Call) -> tuple[Any, Call]:
+        """Return the results and arguments of a graph that was captured with the arguments of `first` and is replayed
+        with those of `then`."""
+        call = copied(first)
+        kernel(*copied(first)[0], **copied(first)[1])  # a graph cannot contain a compilation
+        output: list[Any] = []
+
+        def run() -> Tensor:
+            output[:] = [kernel(*call[0], **call[1])]
+            return torch.empty(0, device=self.device.torch_device)
+
+        _, replay, destroy = self.device.capture(run)
+        for target, source in zip(tensors(call), tensors(then), strict=True):
+            target.copy_(source)
+        replay()
+        found = copied((output[0], call))
+        destroy()
+        return found
+
+    def _judge(
+        self, verdict: Verdict, where: str, found: tuple[Any, Call], expected: tuple[Any, Call], before: Call
+    ) -> None:
+        """Compare results, and the arguments that the plain twin has changed."""
+        pairs = list(zip(tensors(readable(found[0])), tensors(readable(expected[0])), strict=True))
+        if (meaning := MEANINGS.get(verdict.kernel)) is not None:
+            pairs += zip(meaning(found[1][0]), meaning(expected[1][0]), strict=True)
+        else:
+            arguments = zip(tensors(found[1]), tensors(expected[1]), tensors(before), strict=True)
+            pairs += [(own, right) for own, right, old in arguments if not torch.equal(bits(right), bits(old))]
+        rows = real_rows(before)
+        error = worst(pairs, rows)
+        verdict.error = max(verdict.error, error)
+        if not error < MAX_ERROR and not verdict.wrong:
+            verdict.wrong = f"{where}a row of its results differs by {error:.1%}"
+
+
+class Watched:
+    """A kernel whose calls are compared."""
+
+    def __init__(self, trial: KernelTrial, kernel: Op):
+        self.trial, self.kernel = trial, kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trial.compare(self.kernel, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+WITH_KERNELS = ("LinearAdapters",)  # classes of objects that hold kernels and are no modules
+
+
+def unwatched(value: Any) -> Any:
+    return value.kernel if isinstance(value, Watched) else value
+
+
+def plain_part(value: Any) -> Any:
+    """Return the plain version of a kernel that is an argument, such as the activation of experts."""
+    return (twin(value) or value) if callable(value) else value
+
+
+def changed(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with `change` applied to all parts of its tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor | Watched):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: changed(change, part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(changed(change, part) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(changed(change, part) for part in value)
+    if isinstance(value, Batch | StateBatch):
+        parts: dict[str, Any] = {
+            f.name: {} if f.name in HIDDEN else changed(change, getattr(value, f.name)) for f in fields(value)
+        }
+        return replace(value, **parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: changed(change, getattr(value, f.name)) for f in fields(value) if f.init})
+    return change(value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in a value, in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            found.append(part)
+        return part
+
+    changed(note, value)
+    return found
+
+
+def copied(value: Any) -> Any:
+    """Return a value with its tensors copied, each once and with its strides."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in copies:
+            copies[id(part)] = torch.empty_strided(
+                part.size(), part.stride(), dtype=part.dtype, device=part.device
+            ).copy_(part)
+        return copies[id(part)]
+
+    return changed(copy, value)
+
+
+def signature(value: Any) -> list[Any]:
+    """Return what a kernel may depend on besides the values of tensors."""
+    found: list[Any] = []
+
+    def note(part: Any) -> Any:
+        found.append((part.shape, part.stride(), part.dtype) if isinstance(part, Tensor) else repr(part))
+        return part
+
+    changed(note, value)
+    return found
+
+
+def readable(results: Any) -> Any:
+    """Return results with quantized rows replaced by what they stand for."""
+    if isinstance(results, QuantizedRows):
+        return numbers(results)
+    return tuple(map(readable, results)) if isinstance(results, tuple) else results
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype != torch.bool else x
+
+
+def real_rows(call: Call) -> Tensor | None:
+    """Return which rows of a call's batch are no padding; None if it has no batch."""
+    batches = [part for part in (*call[0], *call[1].values()) if isinstance(part, Batch)]
+    return batches[0].slot_mapping >= 0 if batches else None
+
+
+def worst(pairs: list[tuple[Tensor, Tensor]], real: Tensor | None) -> float:
+    """Return the largest error of a row of the first tensor of each pair, relative to the length of the second's.
+    real: rows that are no padding, of tensors with as many."""
+    errors, whole = [0.0], []
+    for found, expected in pairs:
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return float("inf")
+        if real is not None and len(found) == len(real):
+            found, expected = found[real], expected[real]
+        if not expected.dtype.is_floating_point:
+            whole.append((found, expected))
+        elif expected.numel():
+            errors.append(row_error(found.float().flatten(1), expected.float().flatten(1)))
+    for found, expected in whole:
+        wrong = (found != expected).float().mean().item() if expected.numel() else 0.0
+        errors.append(0.0 if wrong <= MAX_TIES and len(pairs) > len(whole) else wrong)
+    return max(errors)
+
+
+def row_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of a row, infinity if a number is finite in one of the tensors only."""
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return float("inf")
+    found, expected = (x.nan_to_num(0.0, 0.0, 0.0) for x in (found, expected))
+    length = expected.norm(dim=1)
+    return ((found - expected).norm(dim=1) / torch.where(length > 0, length, 1.0)).max().item()

@@ -1,0 +1,118 @@
+"""An engine's trial of its kernels passes those that are right, and names the one that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import StartupError
+from engine.model.ops import dispatch, norm_plain
+from engine.model.ops import norm as plain_norm
+from engine.model.ops.gpu import activation, attention, latent_attention, low_rank, norm, rope, sampling
+from engine.model.ops.gpu.experts import moe, routing
+from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.runner.kernel_trial.check import check_kernels, try_kernels
+from tests.engine.model.ops.gpu.paged import DEVICE
+from tests.engine.model.ops.gpu.test_model import FAMILIES
+from tests.models import with_slow
+
+pytestmark = pytest.mark.kernels
+
+ON_A_CARD = torch.cuda.is_available()  # or on what stands in for one
+OPTIONS: dict[str, Any] = {"block_size": 16, "device": DEVICE.type, "allow_untested_kernels": True, "num_threads": 1}
+MODELS = {family: replace(config, max_position_embeddings=256) for family, config in FAMILIES.items()}
+PLANTED: list[tuple[str, ModuleType, str, str]] = [  # a family, one of its kernels, and the op that is wrong with it
+    ("Qwen 3", norm, "rms_norm_kernel", "norm.add_rms_norm"),
+    ("Qwen 3", rope, "rotate_and_write_kernel", "rope.rotate_and_write"),
+    ("Qwen 3", attention, "attend_kernel", "attention.paged_attention"),
+    ("Qwen 3", activation, "gated_kernel", "activation.silu_mul"),
+    ("Qwen 3", low_rank, "expand_kernel", "low_rank.add"),
+    ("gpt-oss", activation, "swigluoai_kernel", "activation.swigluoai_mul"),
+    ("GLM 4.5", routing, "add_shared_kernel", "routing.add_shared"),
+    ("GLM 4.5", routing, "top_k_of_groups_kernel", "routing.top_k_sigmoid"),
+    ("Qwen 3.5", causal_conv, "causal_conv_kernel", "causal_conv.causal_conv"),
+    ("Qwen 3.5", gates, "gates_kernel", "gates.gates"),
+    ("Qwen 3.5", linear_attention, "linear_attention_kernel", "linear_attention.linear_attention"),
+    ("Qwen 3.5", norm, "gated_rms_norm_kernel", "norm.gated_rms_norm"),
+    ("DeepSeek V2", latent_attention, "latent_kernel", "latent_attention.latent_attention"),
+    ("Qwen 3", sampling, "best_of_row_kernel", "sampling.sample_rows"),
+    *([("Qwen 3 MoE", moe, "grouped_kernel", "moe.mix_experts")] if ON_A_CARD else []),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    if not ON_A_CARD:
+        monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+        monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+
+
+class Wrong:
+    """A kernel that writes the last row of its results too large by half, and the first of its whole numbers by one."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            before = [(each, each.clone()) for each in args if isinstance(each, Tensor)]
+            self._kernel[grid](*args, **options)
+            for each, old in before:
+                changed = (each.float() != old.float()).nonzero()
+                if len(changed) and each.is_floating_point():
+                    each[changed[-1][0]] *= 1.5
+                elif len(changed):
+                    each[tuple(changed[0])] += 1
+
+        return launch
+
+
+@pytest.mark.parametrize("family", with_slow(MODELS, set(MODELS) - {"Qwen 3"}))
+def test_kernels_that_are_right_pass_their_trial(family):
+    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"))
+    assert len(verdicts) > 4
+    assert not [verdict for verdict in verdicts if verdict.wrong]
+    assert all(verdict.calls for verdict in verdicts)
+    assert not ON_A_CARD or any(verdict.graphs for verdict in verdicts)
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[1:]]
+
+
+@pytest.mark.parametrize(("family", "module", "kernel", "op"), [PLANTED[0], *SLOW])
+def test_a_wrong_kernel_is_named(family, module, kernel, op, monkeypatch):
+    monkeypatch.setattr(module, kernel, Wrong(getattr(module, kernel)))
+    config = EngineConfig(**OPTIONS, enable_lora=module is low_rank)
+    wrong = {verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere")) if verdict.wrong}
+    assert wrong - {"norm.rms_norm"} == {op}, "the two norms share a kernel"
+
+
+@pytest.fixture
+def refused(monkeypatch) -> set[Any]:
+    found: set[Any] = set()
+    monkeypatch.setattr(dispatch, "refused", found)
+    return found
+
+
+def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(refused, monkeypatch, caplog):
+    monkeypatch.setattr(norm, "rms_norm_kernel", Wrong(norm.rms_norm_kernel))
+    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"))
+    assert refused == {norm.rms_norm, norm.add_rms_norm}
+    chosen = plain_norm.select(torch.float32, DEVICE)
+    assert chosen == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
+    lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 2
+    assert all(line.startswith("kernel norm.") and line.endswith("which takes its place") for line in lines)
+
+
+def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(refused, monkeypatch):
+    monkeypatch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
+    with pytest.raises(StartupError, match=r"kernel attention.paged_attention: a row of .*triton .*ptxas .*CUDA 13.1"):
+        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"))
