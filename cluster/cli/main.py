@@ -196,6 +196,40 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(rich_help_panel=INSPECT)
+@with_flags
+def gpu_check(
+    engine: EngineFlags,
+    model: Annotated[str, typer.Argument(help="A model's folder or Hub id; only its config.json is read.")] = "pocket",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare each of our GPU kernels with plain torch, with the shapes of a model and with random weights.
+
+    An engine does the same as it starts. Each kernel is compared in steps of every kind, and again in a CUDA graph that
+    is replayed with other lengths. Exit code 1 if a kernel is wrong or there is no GPU.
+
+    Example: manta gpu-check Qwen/Qwen3-8B --quantization fp8
+    """
+    from cluster.cli.check.gpu_kernels import tried  # torch takes seconds
+
+    try:
+        verdicts = tried(model, engine)
+    except ServingError as error:
+        print(f"manta: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if as_json:
+        print(json.dumps([verdict.facts() for verdict in verdicts]))
+    else:
+        from cluster.cli.bench.tables import make_table, show
+
+        table = make_table("kernel", "calls", "graphs", "largest error", "verdict")
+        for verdict in verdicts:
+            error, found = f"{verdict.error:.2%}", verdict.wrong or "right"
+            table.add_row(verdict.op, str(verdict.calls), str(verdict.graphs), error, found)
+        show(table)
+    raise typer.Exit(1 if any(verdict.wrong for verdict in verdicts) else 0)
+
+
 @app.command(rich_help_panel=ASK)
 def chat(
     url: UrlOption = URL,

@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> None:
     """Try the kernels of a model, if it runs on a GPU with Triton. Raises StartupError for a wrong kernel that nothing
     can replace."""
-    device, dtype = open_device(config.device).torch_device, torch_dtype(config, model)
-    if not dispatch.gpu_kernels(dtype, device) or model.head != "lm" or model.transformers:
+    if not has_kernels(config, model):
         return
     started = time.perf_counter()
     verdicts = try_kernels(config, model, folder)
@@ -50,9 +49,11 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> Non
     logger.info("%d kernels tried seconds=%.1f", len(verdicts), time.perf_counter() - started)
 
 
-def torch_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+def has_kernels(config: EngineConfig, model: ModelConfig) -> bool:
+    """Return whether a model generates with kernels of ours on this device."""
     dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-    return dtype
+    ours = dispatch.gpu_kernels(dtype, open_device(config.device).torch_device)
+    return ours and model.head == "lm" and not model.transformers
 
 
 def try_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> list[Verdict]:

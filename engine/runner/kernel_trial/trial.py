@@ -43,6 +43,10 @@ class Verdict:
     wrong: str = ""
     """What was wrong first; empty if nothing was."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return everything but the kernel itself."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kernel"}
+
 
 @dataclass
 class KernelTrial:

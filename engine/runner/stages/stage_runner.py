@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import DeviceEvent
+from engine.device import DeviceEvent, copy_to
 from engine.distributed.stages.stage_group import StageGroup
 from engine.distributed.stages.step_results import ResultReceiver, ResultSender
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
@@ -48,6 +49,18 @@ class UnknownTokens:
     written: Tensor  #: as in StepInputs
     replaced: set[int] = field(default_factory=set)
     """Slots that another sequence has taken since."""
+
+    def write(self, tokens: Sequence[Sequence[int]], history: Tensor) -> None:
+        """Write tokens, as in SampledStep, to the flattened history. The host does not wait for the device."""
+        rows, ids, taken = [], [], [0] * len(tokens)
+        for row, entry in enumerate(self.entries):
+            place = taken[entry]
+            taken[entry] += 1
+            if place < len(tokens[entry]) and self.slots[entry] not in self.replaced:
+                rows.append(row)
+                ids.append(max(0, tokens[entry][place]))
+        index, values = copy_to(np.array([rows, ids], dtype=np.int64), history.device)  # int64 even if empty
+        history[self.written[index]] = values.int()
 
 
 class ResultEvent(DeviceEvent):
@@ -175,17 +188,8 @@ class StageRunner(ModelRunner):
         while self._learned:
             step, tokens = self._learned.popleft()
             unknown = self._unknown.pop(step, None)
-            if unknown is None:
-                continue
-            rows, ids, taken = [], [], [0] * len(tokens)
-            for row, entry in enumerate(unknown.entries):
-                place = taken[entry]
-                taken[entry] += 1
-                if place < len(tokens[entry]) and unknown.slots[entry] not in unknown.replaced:
-                    rows.append(row)
-                    ids.append(max(0, tokens[entry][place]))
-            index, values = torch.tensor([rows, ids], dtype=torch.int64).to(history.device)  # int64 even if empty
-            history[unknown.written[index]] = values.int()
+            if unknown is not None:
+                unknown.write(tokens, history)
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         link, tokens = self.group.link, len(inputs.token_index)

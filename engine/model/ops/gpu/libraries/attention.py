@@ -26,8 +26,8 @@ OP = Op(
     "attention",
     (  # the first that supports chunks and works here computes prompts
         Library("FlashInfer", ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1)), flash_infer.decode, chunks=False),
-        Library("FlashAttention 4", ((10, 0), (10, 3)), flash_attention.version_4, chunks=True),
         Library("FlashAttention 3", ((9, 0),), flash_attention.version_3, chunks=True),
+        Library("FlashAttention 4", ((9, 0), (10, 0), (10, 3)), flash_attention.version_4, chunks=True),
     ),
     ours=attention.paged_attention,
     plain=attention_plain.paged_attention,

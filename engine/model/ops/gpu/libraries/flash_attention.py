@@ -1,5 +1,5 @@
-"""FlashAttention 3 for Hopper, arXiv:2407.08608, and FlashAttention 4 for Blackwell, for any step. Written for commit
-01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36."""
+"""FlashAttention 3 for Hopper, arXiv:2407.08608, and FlashAttention 4 for Hopper and Blackwell, for any step. Written
+for commit 01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def version_3(device: torch.device) -> Attend:
 
 def version_4(device: torch.device) -> Attend:
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    splits = 1 if torch.cuda.get_device_capability(device)[0] == 9 else 0  # on Hopper it cannot split keys; 0 is auto
 
     def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
         k, v = tokens_outside_heads(batch, layer)
         out: Tensor = function(
             q, k, v, cu_seqlens_q=batch.query_start, seqused_k=batch.kv_len, page_table=batch.block_table,
-            max_seqlen_q=longest_chunk(batch), softmax_scale=scale, causal=True, num_splits=0,
+            max_seqlen_q=longest_chunk(batch), softmax_scale=scale, causal=True, num_splits=splits,
             window_size=(None if window is None else window - 1, None if window is None else 0),
         )[0]  # fmt: skip
         return out

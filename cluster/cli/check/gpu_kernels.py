@@ -1,0 +1,25 @@
+"""Tries the kernels of a model on this machine's GPU, for `manta gpu-check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.device import open_device
+from engine.errors import StartupError
+from engine.model.checkpoint.overlay import engine_folder
+from engine.runner.kernel_trial.check import has_kernels, try_kernels
+from engine.runner.kernel_trial.trial import Verdict
+from engine.runner.rank_setup import read_model
+
+
+def tried(model: str, options: dict[str, Any]) -> list[Verdict]:
+    """Return the verdict on each kernel of a model. options: of EngineConfig. Raises StartupError if no kernel of ours
+    would be used: without a GPU, without Triton, or for a model that transformers computes."""
+    config = EngineConfig(model=model, **{**options, "load_format": "dummy", "allow_untested_kernels": True})
+    folder = engine_folder(config)
+    found, device = read_model(config, folder), open_device(config.device)
+    if not has_kernels(config, found):
+        why = f"{found.architecture} has none" if device.asynchronous else "torch finds no GPU here"
+        raise StartupError(f"there are no kernels to try: {why}")
+    return try_kernels(config, found, folder)
