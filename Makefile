@@ -7,7 +7,7 @@
 # make test-browser  the console in Chromium, where one is installed
 # make site    the pages as HTML in build/site/html, without a network
 # make check   lint, format and types
-# make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
+# make first-gpu, make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ KERNELS := build/kernels/.compiled
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-wheel test-real test-clients test-browser test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-wheel test-real test-clients test-browser first-gpu test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -95,10 +95,14 @@ test-browser: $(INSTALLED)
 # without a network: neither Ray nor anything else of Serve is needed.
 GPU_PYTHON ?= $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
 GPU_OUT ?= build/gpu
+XDIST = $(shell $(GPU_PYTHON) -c 'import xdist; print("-n", 6)' 2>/dev/null)
 
 test-gpu:
 	$(GPU_PYTHON) -m tests.gpu.requirements
-	$(GPU_PYTHON) -m pytest $(GPU_TESTS) -o timeout_method=thread -rs $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest $(GPU_TESTS) $(XDIST) -o timeout_method=thread -o filterwarnings= -rs $(PYTEST_ARGS)
+
+first-gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --first --out $(GPU_OUT) $(BENCH_ARGS)
 
 bench-gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(BENCH_ARGS)

@@ -1,6 +1,7 @@
-"""Whether the engine works on this GPU, and how fast, in fifteen minutes: `make bench-gpu`. Prints its table last.
+"""Whether the engine works on this GPU, and how fast. Prints its table last.
 
-    python -m benchmarks.gpu --out build/gpu
+    python -m benchmarks.gpu --out build/gpu          # fifteen minutes: `make bench-gpu`
+    python -m benchmarks.gpu --out build/gpu --first  # the most decisive parts in eight minutes: `make first-gpu`
 
 Needs neither Ray nor weights, a network or an attention library. Each part (parts.py) is a process that ends at its
 time limit, so that neither a hang nor a broken CUDA context takes the others along. What comes first decides first:
@@ -21,10 +22,13 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.card import Card
+from benchmarks.gpu.first import FIRST
 from benchmarks.gpu.parts import PARTS, SANITIZER, Part
 
+BENCH_S, FIRST_S = 900, 480
 MIN_S = 20  # in which a part is worth starting
 
 
@@ -109,16 +113,26 @@ def measure(part: Part, out: Path) -> int:
     import torch
 
     logging.basicConfig(format="%(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    numbers, problem, device = {}, None, torch.cuda.get_device_name()
+    result: dict[str, Any] = {"numbers": {}, "problem": None, "device": torch.cuda.get_device_name()}
     assert part.measure is not None
     try:
-        numbers = part.measure(card_of(saved(out)))
+        found = part.measure(card_of(saved(out)))
+        for numbers in [found] if isinstance(found, dict) else found:
+            result["numbers"] |= numbers
+            write(out / "part.json", result)
     except Exception as error:  # noqa: BLE001 - the table says what it was
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # CUDA's errors go on with advice
+        what = str(error).partition("\n")[0]  # CUDA's errors go on with advice
+        result["problem"] = f"{type(error).__name__}: {what}"
         traceback.print_exc()
-    result = {"numbers": numbers, "problem": problem, "device": device}
-    (out / "part.json").write_text(json.dumps(result), encoding="utf-8")
-    return 1 if problem else 0
+        write(out / "part.json", result)
+    return 1 if result["problem"] else 0
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write a part's results so that a reader finds the old ones or the new ones."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(json.dumps(result), encoding="utf-8")
+    unfinished.replace(file)
 
 
 def expected(row: Row, card: Card) -> str:
@@ -162,31 +176,35 @@ def gpus() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for gpu.json and gpu.md")
-    parser.add_argument("--limit", type=int, default=900, help="seconds in all; what comes later is left out")
-    parser.add_argument("--only", default="", help="parts whose names contain this, besides the card's own rates")
+    parser.add_argument("--first", action="store_true", help="the parts of `make first-gpu`")
+    parser.add_argument("--limit", type=int, help="seconds in all, 900 or 480; what comes later is left out")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these parts, and the card's own rates")
     parser.add_argument("--resume", action="store_true", help="go on after the parts that gpu.json has")
     parser.add_argument("--part", help="measure this part in this process")
     given = parser.parse_args()
     if given.part:
-        code = measure(next(part for part in PARTS if part.name == given.part), given.out)
+        code = measure(next(part for part in (*PARTS, *FIRST) if part.name == given.part), given.out)
         sys.stderr.flush()
         if code:
             os._exit(code)  # at once: to leave a broken CUDA context in order may take for ever
         return 0
+    chosen, limit_s = (FIRST, given.limit or FIRST_S) if given.first else (PARTS, given.limit or BENCH_S)
+    if unknown := set(given.only) - {part.name for part in chosen}:
+        parser.error(f"--only: {', '.join(sorted(unknown))}: not among {'; '.join(part.name for part in chosen)}")
     if not (found := gpus()):
-        print("bench-gpu: torch finds no GPU here, so there is nothing to measure", file=sys.stderr)
+        print("torch finds no GPU here, so there is nothing to measure", file=sys.stderr)
         return 1
     started, rows = time.monotonic(), saved(given.out) if given.resume else []
     done = {row.name for row in rows if not (row.problem or "").startswith("left out")}
     rows = [row for row in rows if row.name in done]
     save(given.out, rows, table(rows))
-    for part in PARTS:
-        wanted = given.only in part.name or part.name in ("copy", "matrix product, bf16")
+    for part in chosen:
+        wanted = not given.only or part.name in (*given.only, "copy", "matrix product, bf16")
         if part.name in done or part.gpus > found or not wanted:
             continue
-        left = given.limit - (time.monotonic() - started)
+        left = limit_s - (time.monotonic() - started)
         if left < MIN_S:
-            rows.append(Row(part.name, problem=f"left out: the {given.limit} s are over"))
+            rows.append(Row(part.name, problem=f"left out: the {limit_s} s are over"))
             continue
         print(f"[{time.monotonic() - started:4.0f} s] {part.name} ...", file=sys.stderr, flush=True)
         rows.append(run_part(part, min(part.limit_s, left), given.out, rows))

@@ -80,16 +80,20 @@ def decode(
 ) -> Numbers:  # fmt: skip
     """Measure steps of `batch_size` sequences behind CONTEXT tokens and a little more, at the longest context that the
     model has. longest: tokens of the first one. sampling: greedy without it."""
-    with decoding(batch_size, shape, longest, sampling, **options) as run:
-        steps, waited, started = run.steps, run.waited_s, time.perf_counter()
-        lengths = [length + STEPS // 2 for length in run.lengths()]
-        run.until(lambda: run.steps >= steps + STEPS)
-        seconds = (time.perf_counter() - started) / STEPS
-        host = 1 - (run.waited_s - waited) / STEPS / seconds
-        kv_dtype, config = run.core.runner.kv_caches[0].dtype, run.config
-    assert len(lengths) == batch_size, "not all sequences decode"
     weights = MetaModel(shape_config(shape, options.get("quantization"))).weight_bytes(batch_size)
-    floor = step_bytes(config, weights, kv_dtype, lengths) / card.bytes_per_s
+    with decoding(batch_size, shape, longest, sampling, **options) as run:
+        return decode_steps(card, run, batch_size, weights)
+
+
+def decode_steps(card: Card, run: Decoding, batch_size: int, weight_bytes: float) -> Numbers:
+    """Measure STEPS steps of an engine whose sequences all decode. weight_bytes: of the weights that a step reads."""
+    steps, waited, started = run.steps, run.waited_s, time.perf_counter()
+    lengths = [length + STEPS // 2 for length in run.lengths()]
+    run.until(lambda: run.steps >= steps + STEPS)
+    seconds = (time.perf_counter() - started) / STEPS
+    host = 1 - (run.waited_s - waited) / STEPS / seconds
+    assert len(lengths) == batch_size, "not all sequences decode"
+    floor = step_bytes(run.config, weight_bytes, run.core.runner.kv_caches[0].dtype, lengths) / card.bytes_per_s
     return {
         "ms/step": 1e3 * seconds,
         "floor ms": 1e3 * floor,
@@ -106,18 +110,28 @@ def decoding(
     """An engine whose sequences all decode, and whose kernels are warm."""
     settings = {"max_num_seqs": batch_size, "max_num_batched_tokens": PROMPT, "max_model_len": MODEL_LEN, **options}
     with engine(shape, **settings) as run:
-        left = 8 * (WARM_STEPS + STEPS)
-        for i in range(batch_size):
-            run.add(str(i), (i == 0 and longest) or CONTEXT, left, **(sampling or {}))
-        run.until(lambda: all(request.num_output for request in run.core.scheduler.queue.live.values()))
-        warm = run.steps + WARM_STEPS
-        run.until(lambda: run.steps >= warm)
+        start_decoding(run, batch_size, 8 * (WARM_STEPS + STEPS), longest, **(sampling or {}))
         yield run
+
+
+def start_decoding(run: Decoding, batch_size: int, max_tokens: int, longest: int = 0, **sampling: Any) -> None:
+    """Add sequences, and run the engine until all of them decode and its kernels are warm."""
+    for i in range(batch_size):
+        run.add(f"{batch_size} {i}", (i == 0 and longest) or CONTEXT, max_tokens, **sampling)
+    run.until(lambda: all(request.num_output for request in run.core.scheduler.queue.live.values()))
+    warm = run.steps + WARM_STEPS
+    run.until(lambda: run.steps >= warm)
 
 
 def profiled(card: Card, batch_size: int, shape: str = "8B") -> Numbers:
     """Say where a decode step's time goes: kernels by name on stderr, and launches, device time and gaps per step."""
-    with decoding(batch_size, shape, 0, None) as run, profile(activities=list(activities())) as found:
+    with decoding(batch_size, shape, 0, None) as run:
+        return profiled_steps(run)
+
+
+def profiled_steps(run: Decoding) -> Numbers:
+    """Profile PROFILED_STEPS steps; see `profiled`."""
+    with profile(activities=list(activities())) as found:
         started, steps = time.perf_counter(), run.steps
         run.until(lambda: run.steps >= steps + PROFILED_STEPS)
         torch.cuda.synchronize()
@@ -148,14 +162,18 @@ def prefill(card: Card, **options: Any) -> Numbers:
     """Measure one prompt of PROMPT tokens in one step: the fastest of three, after one that compiles kernels."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": PROMPT, "max_model_len": PROMPT + 16, **options}
     with engine("8B", enable_prefix_caching=False, **settings) as run:
-        seconds = []
-        for i in range(4):
-            run.add(f"prompt {i}", PROMPT, 1)
-            started = time.perf_counter()
-            run.until(lambda: False)
-            seconds.append(time.perf_counter() - started)
-        flops = prompt_flops(run.config, PROMPT)
-    best = min(seconds[1:])
+        return prompt_steps(card, run)
+
+
+def prompt_steps(card: Card, run: Decoding) -> Numbers:
+    """Measure a prompt of PROMPT tokens in an engine that does nothing else; see `prefill`."""
+    seconds = []
+    for i in range(4):
+        run.add(f"prompt {i}", PROMPT, 1)
+        started = time.perf_counter()
+        run.until(lambda: False)
+        seconds.append(time.perf_counter() - started)
+    best, flops = min(seconds[1:]), prompt_flops(run.config, PROMPT)
     return {
         "ms": 1e3 * best,
         "tokens/s": PROMPT / best,
@@ -358,14 +376,15 @@ class Part:
 
     name: str
     limit_s: int
-    measure: Callable[[Card], Numbers] | None = None
+    measure: Callable[[Card], Numbers | Iterator[Numbers]] | None = None
+    """Returns its numbers, or yields them one after another: what it has yielded stays if it is ended."""
     command: tuple[str, ...] = ()
     gpus: int = 1
 
 
 def pytest(processes: int, *chosen: str) -> tuple[str, ...]:
     spread = ("-n", str(processes)) if processes > 1 and find_spec("xdist") is not None else ()
-    return ("-m", "pytest", *chosen, "-o", "timeout_method=thread", "-q", "-rf", *spread)
+    return ("-m", "pytest", *chosen, "-o", "timeout_method=thread", "-o", "filterwarnings=", "-q", "-rf", *spread)
 
 
 SANITIZER = "first failing test under compute-sanitizer"

@@ -14,9 +14,10 @@ import torch
 
 from benchmarks import quantized_linear
 from benchmarks.gpu import __main__ as bench
-from benchmarks.gpu import card, engines, expected, parts
+from benchmarks.gpu import card, engines, expected, first, parts
 from benchmarks.gpu.card import CARDS, Card
 from benchmarks.gpu.engines import SHAPES, shape_config
+from benchmarks.gpu.first import FIRST
 from benchmarks.gpu.meta_steps import META, Launches, MetaModel
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.memory_floor import weight_bytes
@@ -45,7 +46,7 @@ TINY_IMAGES = {
         "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1],
     },
 }  # fmt: skip
-MEASURED = [part for part in PARTS if part.measure is not None]
+MEASURED = [part for part in dict.fromkeys((*PARTS, *FIRST)) if part.measure not in (None, first.tried)]
 
 
 class FakeEvent:
@@ -82,12 +83,15 @@ def rehearsal(monkeypatch, request) -> None:
     monkeypatch.setattr(choice, "TIMED", ((64,), (16,) * 4))
     monkeypatch.setattr(library_attention, "OP", library_attention.OP._replace(ours=library_attention.OP.plain))
     monkeypatch.setattr(library_attention.attention, "paged_attention", attention_plain.paged_attention)
+    monkeypatch.setattr(first, "BATCHES", (1, 3))
+    monkeypatch.setattr(first, "compile_all", lambda wanted, capability: len(list(wanted)))
     build = engines.EngineConfig
     monkeypatch.setattr(
         engines, "EngineConfig", lambda **options: build(**options, num_gpu_blocks_override=2000, num_threads=1)
     )
     for name, stand_in in {
-        "Event": FakeEvent, "synchronize": lambda: None, "graph": lambda graph: nullcontext(),
+        "get_device_capability": lambda device=None: (9, 0), "Event": FakeEvent, "synchronize": lambda: None,
+        "graph": lambda graph: nullcontext(),
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "get_device_name": lambda: "a card",
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -109,7 +113,8 @@ LIKE_OTHERS = (
     ],
 )
 def test_a_part_runs_from_its_first_line_to_its_last(part, rehearsal):
-    numbers = part.measure(Card(1e12, 1e14))
+    found = part.measure(Card(1e12, 1e14))
+    numbers = dict(item for each in ([found] if isinstance(found, dict) else found) for item in each.items())
     assert numbers and all(isinstance(value, int | float) for value in numbers.values())
 
 
@@ -158,6 +163,30 @@ def test_a_measured_part_finds_the_rates_of_the_card_and_leaves_its_numbers(tmp_
     assert bench.measure(Part("wrong", 1, lambda found: {}[0]), tmp_path) == 1
     assert "KeyError" in json.loads((tmp_path / "part.json").read_text())["problem"]
     assert bench.expected(bench.Row("decode 8B, batch 1"), bench.card_of(rows)) == "4.7 ms"
+
+
+def test_a_part_that_is_ended_leaves_the_numbers_that_it_had(tmp_path, monkeypatch):
+    def some(card):
+        yield {"GB/s": 1.0}
+        yield {"GB/s, once more": 2.0}
+        raise SystemExit
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    with pytest.raises(SystemExit):
+        bench.measure(Part("some", 1, some), tmp_path)
+    assert json.loads((tmp_path / "part.json").read_text())["numbers"] == {"GB/s": 1.0, "GB/s, once more": 2.0}
+
+
+def test_parts_are_chosen_by_their_whole_names(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--first", "--only", "8B"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "--only: 8B: not among requirements; kernels of 8B compiled; " in capsys.readouterr().err
+
+
+def test_the_first_parts_fit_into_their_eight_minutes():
+    """EST: a part takes half of its limit, as in docs/measurements/gpu.md."""
+    assert sum(part.limit_s for part in FIRST) / 2 <= bench.FIRST_S
 
 
 LAYER = {"rms_norm_kernel": 2, "rotate_and_write_kernel": 1, "attend_kernel": 1, "gated_kernel": 1, "linear": 4}
