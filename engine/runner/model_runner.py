@@ -112,7 +112,7 @@ class ModelRunner:
             for count, group in zip(self.num_blocks, groups, strict=True)
         ]
         self.drafting.allocate(self.num_blocks[0])
-        self._sample_rows = sampling.select(device)
+        self.sample_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
         self._inputs = InputBuilder(
@@ -298,7 +298,7 @@ class ModelRunner:
         asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)
         process_rows(logits, work, self._history)
-        tokens = self._sample_rows(logits, work.random)
+        tokens = self.sample_rows(logits, work.random)
         if asked is None or raw is None:
             return tokens, None
         chosen = tokens.index_select(0, asked.rows).clamp(min=0)

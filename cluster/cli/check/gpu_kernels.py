@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.device import open_device
 from engine.errors import StartupError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.runner.kernel_trial.check import has_kernels, try_kernels
-from engine.runner.kernel_trial.trial import Verdict
 from engine.runner.rank_setup import read_model
+
+if TYPE_CHECKING:
+    from engine.runner.kernel_trial.trial import Verdict
 
 
 def tried(model: str, options: dict[str, Any]) -> list[Verdict]:

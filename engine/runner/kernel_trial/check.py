@@ -7,10 +7,14 @@ Hopper (flash-linear-attention #1262, triton #11366, vllm #48590).
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,10 +28,17 @@ from engine.model.ops import dispatch
 from engine.runner.kernel_trial.rank_alone import RankAlone
 from engine.runner.kernel_trial.reduced_model import reduced
 from engine.runner.kernel_trial.steps import PROMPTS, most_tokens, num_blocks, trial_plans
-from engine.runner.kernel_trial.trial import KernelTrial, Verdict
 from engine.runner.model_runner import ModelRunner
 
+if TYPE_CHECKING:
+    from engine.runner.kernel_trial.trial import Verdict
+
 logger = logging.getLogger(__name__)
+
+HOPPER = (9, 0)
+SOUND_PTXAS = (13, 1)
+MISCOMPILED = ("linear_attention.linear_attention", "low_rank.add")
+"""Kernels like those for which wrong code of an older ptxas on Hopper is reported. A trial cannot show every case."""
 
 
 def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> None:
@@ -38,6 +49,11 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> Non
     started = time.perf_counter()
     verdicts = try_kernels(config, model, folder)
     for verdict in verdicts:
+        if verdict.op in MISCOMPILED and torch.cuda.get_device_capability() == HOPPER and ptxas_version() < SOUND_PTXAS:
+            raise StartupError(
+                f"kernel {verdict.op} needs a ptxas of CUDA 13.1 or newer on Hopper ({environment()}). Set "
+                "TRITON_PTXAS_PATH; the package nvidia-cuda-nvcc has one"
+            )
         if not verdict.wrong:
             continue
         if not dispatch.refuse(verdict.kernel):
@@ -46,18 +62,22 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> Non
                 "TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer"
             )
         logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
+    gc.collect()  # the model's memory is free before the real one is loaded
     logger.info("%d kernels tried seconds=%.1f", len(verdicts), time.perf_counter() - started)
 
 
 def has_kernels(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether a model generates with kernels of ours on this device."""
+    """Return whether a model generates with kernels of ours on this device, and is long enough for their trial."""
     dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
     ours = dispatch.gpu_kernels(dtype, open_device(config.device).torch_device)
-    return ours and model.head == "lm" and not model.transformers
+    generates = model.head == "lm" and not model.transformers
+    return ours and generates and model.max_position_embeddings >= most_tokens()
 
 
 def try_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> list[Verdict]:
     """Return the verdict on each kernel that the layers of a model use."""
+    from engine.runner.kernel_trial.trial import KernelTrial  # needs Triton
+
     runner = ModelRunner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
     for tensor in (tensor for layer in runner.states.layers for tensor in layer.values()):
         tensor.zero_()  # what no sequence has written is compared too
@@ -65,7 +85,7 @@ def try_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> list[
         fill_adapters(runner.model)
     trial = KernelTrial(runner.device)
     trial.watch(runner.model)
-    runner._sample_rows = trial.watched(runner._sample_rows)
+    runner.sample_rows = trial.watched(runner.sample_rows)
     for plan in trial_plans(model.vocab_size, runner.model_config.kv_groups, runner.block_size, config.enable_lora):
         runner.collect(runner.launch(runner.prepare(plan)))
     runner.close()
@@ -114,15 +134,18 @@ def environment() -> str:
     import triton
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{card}, torch {torch.__version__}, triton {triton.__version__}, {ptxas_version()}"
+    ptxas = ".".join(map(str, ptxas_version())) or "of unknown version"
+    return f"{card}, torch {torch.__version__}, triton {triton.__version__}, ptxas {ptxas}"
 
 
-def ptxas_version() -> str:
-    """Return the version of the assembler that Triton uses."""
+@cache
+def ptxas_version() -> tuple[int, ...]:
+    """Return the version of the assembler that Triton uses; empty if it cannot be found out."""
     from triton import knobs
 
     try:
-        output = subprocess.run([knobs.nvidia.ptxas.path, "--version"], capture_output=True, text=True, timeout=10)
-        return "ptxas " + output.stdout.partition("release ")[2].partition(",")[0]
+        found = subprocess.run([knobs.nvidia.ptxas.path, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired, AttributeError):
-        return "ptxas of unknown version"
+        return ()
+    version = re.search(r"release (\d+)\.(\d+)", found.stdout)
+    return tuple(map(int, version.groups())) if version else ()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.device import Device
 from engine.model.batch import Batch
+from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.libraries import attention
 from engine.model.ops.gpu.twins import MEANINGS, Op, name_of, numbers, twin
 from engine.model.quantization.rows import QuantizedRows
@@ -23,6 +24,7 @@ from engine.model.state import StateBatch
 
 MAX_ERROR = 0.03  # of a row, relative to its length; bfloat16 gives 0.005, and rounding to float8 0.02
 MAX_TIES = 0.05  # of whole numbers, such as experts, that may differ where the numbers beside them are equal
+LARGEST_COPY = 64 << 20  # bytes; a larger tensor is a weight, which no kernel writes to
 HIDDEN = ("plans", "views")  # fields of a batch in which layers keep what they derive from the others
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
@@ -90,6 +92,11 @@ class KernelTrial:
         plain, twin_call = twin(kernel), changed(plain_part, copied(before))
         assert plain is not None
         expected = plain(*twin_call[0], **twin_call[1])
+        if dependent_launch.supported(self.device.torch_device):
+            call = copied(before)
+            with dependent_launch.off():
+                found = kernel(*call[0], **call[1])
+            self._judge(verdict, "without early launch, ", (found, call), (expected, twin_call), before)
         found = kernel(*args, **kwargs)
         verdict.calls += 1
         self._judge(verdict, "", (found, (args, kwargs)), (expected, twin_call), before)
@@ -112,7 +119,8 @@ class KernelTrial:
 
         _, replay, destroy = self.device.capture(run)
         for target, source in zip(tensors(call), tensors(then), strict=True):
-            target.copy_(source)
+            if target is not source:
+                target.copy_(source)
         replay()
         found = copied((output[0], call))
         destroy()
@@ -127,7 +135,11 @@ class KernelTrial:
             pairs += zip(meaning(found[1][0]), meaning(expected[1][0]), strict=True)
         else:
             arguments = zip(tensors(found[1]), tensors(expected[1]), tensors(before), strict=True)
-            pairs += [(own, right) for own, right, old in arguments if not torch.equal(bits(right), bits(old))]
+            pairs += [
+                (own, right)
+                for own, right, old in arguments
+                if right is not old and not torch.equal(bits(right), bits(old))
+            ]
         rows = real_rows(before)
         error = worst(pairs, rows)
         verdict.error = max(verdict.error, error)
@@ -194,11 +206,11 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def copied(value: Any) -> Any:
-    """Return a value with its tensors copied, each once and with its strides."""
+    """Return a value with its tensors copied, each once and with its strides, except weights."""
     copies: dict[int, Tensor] = {}
 
     def copy(part: Any) -> Any:
-        if not isinstance(part, Tensor):
+        if not isinstance(part, Tensor) or part.nbytes > LARGEST_COPY:
             return part
         if id(part) not in copies:
             copies[id(part)] = torch.empty_strided(

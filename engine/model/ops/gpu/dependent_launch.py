@@ -6,6 +6,8 @@ Each kernel begins with `begin`, before it reads or writes memory, so it never r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,7 +29,20 @@ def begin(DEPENDENT: tl.constexpr):
 
 def options(device: torch.device) -> dict[str, Any]:
     """Return the arguments with which a kernel that calls `begin` is launched on this device."""
-    return {"DEPENDENT": True, "launch_pdl": True} if supported(device) else {}
+    return {"DEPENDENT": True, "launch_pdl": True} if supported(device) and not _off else {}
+
+
+_off: list[None] = []
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Launch kernels only when the previous ones have ended."""
+    _off.append(None)
+    try:
+        yield
+    finally:
+        _off.pop()
 
 
 @cache
