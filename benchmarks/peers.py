@@ -161,6 +161,9 @@ def compare(loads: Sequence[Load], workers: Sequence[Contender], repetitions: in
         for repetition in (WARM_UP, *range(repetitions)):
             for worker in workers:
                 measured = worker.measure(load, repetition)
+                print(
+                    f"{load.name}, {worker.name}: {measured}", file=sys.stderr
+                )  # so that a run that is cut off has them
                 if repetition != WARM_UP:
                     found[worker.name].append(measured)
         for key in load.figures:

@@ -21,7 +21,7 @@ ENGINE_ORDER = [
     {"text", "distributed"},
     {"pooling", "multimodal"},
     {"model"},
-    {"kv_transfer", "kv_offload", "spec_decode", "lora", "eplb"},
+    {"kv_transfer", "kv_offload", "spec_decode", "lora", "eplb", "kernel_trial"},
     {"runner"},
     {"core"},
     {"offline"},

@@ -16,9 +16,10 @@ from benchmarks.gpu.engines import engine, shape_config, write_shape
 from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.gpu.parts import PARTS, Numbers, Part, decode, decode_steps, pytest, start_decoding
 from engine.config import EngineConfig
+from engine.kernel_trial.check import environment, try_kernels
 from engine.model.config import ModelConfig
 from engine.offline.precompile import compile_all, needed
-from engine.runner.kernel_trial.check import environment, try_kernels
+from engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 64, 256)  # of the one engine
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {  # a shape, and options of its engine
@@ -49,7 +50,7 @@ def tried(card: Card) -> Iterator[Numbers]:
             settings = {"device": "cuda", "load_format": "dummy", "allow_untested_kernels": True, **options}
             config = EngineConfig(model=folder, **settings)
             model = ModelConfig.from_folder(Path(folder), config.quantization)
-            verdicts = try_kernels(config, model, Path(folder))
+            verdicts = try_kernels(config, model, Path(folder), ModelRunner)
         for verdict in verdicts:
             found = f"{verdict.wrong or 'right'}, largest error {verdict.error:.2%}"
             print(f"{name}: {verdict.op}: {found}", file=sys.stderr)

@@ -196,7 +196,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command(rich_help_panel=INSPECT)
+@app.command("gpu-check", rich_help_panel=INSPECT)
 @with_flags
 def gpu_check(
     engine: EngineFlags,
@@ -224,8 +224,8 @@ def gpu_check(
 
         table = make_table("kernel", "calls", "graphs", "largest error", "verdict")
         for verdict in verdicts:
-            error, found = f"{verdict.error:.2%}", verdict.wrong or "right"
-            table.add_row(verdict.op, str(verdict.calls), str(verdict.graphs), error, found)
+            counts, largest = (str(verdict.calls), str(verdict.graphs)), f"{verdict.error:.2%}"
+            table.add_row(verdict.op, *counts, largest, verdict.wrong or "right")
         show(table)
     raise typer.Exit(1 if any(verdict.wrong for verdict in verdicts) else 0)
 

@@ -37,7 +37,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"systemctl": "changes a node",
     r"grep manta$": CLUSTER,
     r"manta k8s lint|helm template|manta hash-key": HERE,
-    r"make (test-gpu|bench-gpu)": GPU,
+    r"make (first-gpu|test-gpu|bench-gpu)": GPU,
     r".*manta serve (/models|.*--num-gpus)": f"{HERE} makes its configuration; to serve, it needs weights or a GPU",
     r"make (serve|install)": "tests/serve/test_start.py",
     r".*manta check Qwen": INDEX,

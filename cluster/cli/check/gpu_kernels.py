@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine.config import EngineConfig
-from engine.device import open_device
 from engine.errors import StartupError
+from engine.kernel_trial.check import has_kernels, try_kernels
 from engine.model.checkpoint.overlay import engine_folder
-from engine.runner.kernel_trial.check import has_kernels, try_kernels
+from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model
 
 if TYPE_CHECKING:
-    from engine.runner.kernel_trial.trial import Verdict
+    from engine.kernel_trial.trial import Verdict
 
 
 def tried(model: str, options: dict[str, Any]) -> list[Verdict]:
@@ -20,8 +22,8 @@ def tried(model: str, options: dict[str, Any]) -> list[Verdict]:
     would be used: without a GPU, without Triton, or for a model that transformers computes."""
     config = EngineConfig(model=model, **{**options, "load_format": "dummy", "allow_untested_kernels": True})
     folder = engine_folder(config)
-    found, device = read_model(config, folder), open_device(config.device)
+    found = read_model(config, folder)
     if not has_kernels(config, found):
-        why = f"{found.architecture} has none" if device.asynchronous else "torch finds no GPU here"
+        why = f"{found.architecture} has none" if torch.cuda.is_available() else "torch finds no GPU here"
         raise StartupError(f"there are no kernels to try: {why}")
-    return try_kernels(config, found, folder)
+    return try_kernels(config, found, folder, ModelRunner)

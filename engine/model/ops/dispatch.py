@@ -47,7 +47,7 @@ def fastest(op: Op, dtype: torch.dtype, device: torch.device, cpu: str = "", gpu
 
 
 replaceable: set[Callable[..., Any]] = set()  #: kernels whose plain version can take their place in a graph
-refused: set[Callable[..., Any]] = set()  #: those that were wrong in their trial (engine/runner/kernel_trial)
+refused: set[Callable[..., Any]] = set()  #: those that were wrong in their trial (engine/kernel_trial)
 
 
 def refuse(kernel: Callable[..., Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.model.ops.cpu.kernel import as_f32, as_i64, device_function, exp
-from engine.model.ops.cpu.tile_product import (
+from engine.model.ops.cpu.tiles.tile_product import (
     COLUMNS,
     ROWS,
     add_product_of_rows,

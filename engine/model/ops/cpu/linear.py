@@ -23,8 +23,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu import amx
-from engine.model.ops.cpu.amx import HAS_AMX
 from engine.model.ops.cpu.kernel import (
     I32,
     I64,
@@ -38,6 +36,8 @@ from engine.model.ops.cpu.kernel import (
     take,
     work,
 )
+from engine.model.ops.cpu.tiles import amx
+from engine.model.ops.cpu.tiles.amx import HAS_AMX
 from engine.model.ops.cpu.vector import (
     BF16,
     CACHE_LINE_BYTES,

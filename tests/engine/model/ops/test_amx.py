@@ -14,7 +14,7 @@ from tests.cpu_kernels import needs_linear_kernel
 
 pytestmark = [
     needs_linear_kernel,
-    pytest.mark.skipif(not (numba_found() and may_use_amx()), reason="this CPU has no AMX, or the system keeps it back"),
+    pytest.mark.skipif(not (numba_found() and may_use_amx()), reason="no AMX, or the system keeps it back"),
 ]
 
 

@@ -34,7 +34,7 @@ from engine.model.ops.cpu.recurrent.linear_attention import (
     save_state,
 )
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES
-from engine.model.ops.cpu.tile_product import ROWS, pack_columns
+from engine.model.ops.cpu.tiles.tile_product import ROWS, pack_columns
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES
 from engine.model.state import CHUNK, States
 

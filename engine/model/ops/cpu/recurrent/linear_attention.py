@@ -31,7 +31,7 @@ from engine.model.ops.cpu.kernel import (
     work,
 )
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_BYTES, sequence_table
-from engine.model.ops.cpu.tile_product import (
+from engine.model.ops.cpu.tiles.tile_product import (
     COLUMNS,
     PACK_WORDS,
     ROWS,

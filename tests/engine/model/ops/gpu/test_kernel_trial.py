@@ -13,12 +13,14 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import StartupError
+from engine.kernel_trial import check
+from engine.kernel_trial.check import check_kernels, try_kernels
 from engine.model.ops import dispatch, norm_plain
 from engine.model.ops import norm as plain_norm
 from engine.model.ops.gpu import activation, attention, latent_attention, low_rank, norm, rope, sampling
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
-from engine.runner.kernel_trial.check import check_kernels, try_kernels
+from engine.runner.model_runner import ModelRunner
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
 from tests.models import with_slow
@@ -52,6 +54,7 @@ def own_kernels(monkeypatch):
     if not ON_A_CARD:
         monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
         monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+        monkeypatch.setattr(check, "is_gpu", lambda name: True)
 
 
 class Wrong:
@@ -76,7 +79,7 @@ class Wrong:
 
 @pytest.mark.parametrize("family", with_slow(MODELS, set(MODELS) - {"Qwen 3"}))
 def test_kernels_that_are_right_pass_their_trial(family):
-    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"))
+    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"), ModelRunner)
     assert len(verdicts) > 4
     assert not [verdict for verdict in verdicts if verdict.wrong]
     assert all(verdict.calls for verdict in verdicts)
@@ -90,7 +93,9 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[1:]]
 def test_a_wrong_kernel_is_named(family, module, kernel, op, monkeypatch):
     monkeypatch.setattr(module, kernel, Wrong(getattr(module, kernel)))
     config = EngineConfig(**OPTIONS, enable_lora=module is low_rank)
-    wrong = {verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere")) if verdict.wrong}
+    wrong = {
+        verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere"), ModelRunner) if verdict.wrong
+    }
     assert wrong - {"norm.rms_norm"} == {op}, "the two norms share a kernel"
 
 
@@ -103,7 +108,7 @@ def refused(monkeypatch) -> set[Any]:
 
 def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(refused, monkeypatch, caplog):
     monkeypatch.setattr(norm, "rms_norm_kernel", Wrong(norm.rms_norm_kernel))
-    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"))
+    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
     assert refused == {norm.rms_norm, norm.add_rms_norm}
     chosen = plain_norm.select(torch.float32, DEVICE)
     assert chosen == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
@@ -115,4 +120,4 @@ def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(re
 def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(refused, monkeypatch):
     monkeypatch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
     with pytest.raises(StartupError, match=r"kernel attention.paged_attention: a row of .*triton .*ptxas .*CUDA 13.1"):
-        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"))
+        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)

@@ -1,4 +1,4 @@
-"""Plain torch for each of our own kernels: what a trial compares the kernel with (engine/runner/kernel_trial)."""
+"""Plain torch for each of our own kernels: what a trial compares the kernel with (engine/kernel_trial)."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.device import Device
+from engine.kernel_trial.twins import MEANINGS, Op, name_of, numbers, twin
 from engine.model.batch import Batch
 from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.libraries import attention
-from engine.model.ops.gpu.twins import MEANINGS, Op, name_of, numbers, twin
 from engine.model.quantization.rows import QuantizedRows
 from engine.model.state import StateBatch
 

@@ -12,28 +12,31 @@ import logging
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from engine.config import BLOCK_SIZES, EngineConfig
-from engine.device import open_device
+from engine.device import is_gpu
+from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
+from engine.kernel_trial.rank_alone import RankAlone
+from engine.kernel_trial.reduced_model import reduced
+from engine.kernel_trial.steps import PROMPTS, most_tokens, num_blocks, trial_plans
 from engine.model.config import ModelConfig
 from engine.model.layers.lora import LinearAdapters
 from engine.model.ops import dispatch
-from engine.runner.kernel_trial.rank_alone import RankAlone
-from engine.runner.kernel_trial.reduced_model import reduced
-from engine.runner.kernel_trial.steps import PROMPTS, most_tokens, num_blocks, trial_plans
-from engine.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from engine.runner.kernel_trial.trial import Verdict
+    from engine.kernel_trial.trial import Verdict
 
 logger = logging.getLogger(__name__)
+
+OpenRunner = Callable[[EngineConfig, ModelConfig, Path, TPGroup], Any]  # returns a ModelRunner
 
 HOPPER = (9, 0)
 SOUND_PTXAS = (13, 1)
@@ -41,13 +44,13 @@ MISCOMPILED = ("linear_attention.linear_attention", "low_rank.add")
 """Kernels like those for which wrong code of an older ptxas on Hopper is reported. A trial cannot show every case."""
 
 
-def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> None:
-    """Try the kernels of a model, if it runs on a GPU with Triton. Raises StartupError for a wrong kernel that nothing
-    can replace."""
+def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path, open_runner: OpenRunner) -> None:
+    """Try the kernels of a model, if it runs on a GPU with Triton. open_runner: ModelRunner, which this package does
+    without. Raises StartupError for a wrong kernel that nothing can replace."""
     if not has_kernels(config, model):
         return
     started = time.perf_counter()
-    verdicts = try_kernels(config, model, folder)
+    verdicts = try_kernels(config, model, folder, open_runner)
     for verdict in verdicts:
         if verdict.op in MISCOMPILED and torch.cuda.get_device_capability() == HOPPER and ptxas_version() < SOUND_PTXAS:
             raise StartupError(
@@ -69,16 +72,18 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> Non
 def has_kernels(config: EngineConfig, model: ModelConfig) -> bool:
     """Return whether a model generates with kernels of ours on this device, and is long enough for their trial."""
     dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-    ours = dispatch.gpu_kernels(dtype, open_device(config.device).torch_device)
-    generates = model.head == "lm" and not model.transformers
-    return ours and generates and model.max_position_embeddings >= most_tokens()
+    if not is_gpu(config.device) or not dispatch.gpu_kernels(dtype, torch.device("cuda")):
+        return False
+    return model.head == "lm" and not model.transformers and model.max_position_embeddings >= most_tokens()
 
 
-def try_kernels(config: EngineConfig, model: ModelConfig, folder: Path) -> list[Verdict]:
-    """Return the verdict on each kernel that the layers of a model use."""
-    from engine.runner.kernel_trial.trial import KernelTrial  # needs Triton
+def try_kernels(
+    config: EngineConfig, model: ModelConfig, folder: Path, open_runner: OpenRunner
+) -> list[Verdict]:  # fmt: skip
+    """Return the verdict on each kernel that the layers of a model use. open_runner: as for `check_kernels`."""
+    from engine.kernel_trial.trial import KernelTrial  # needs Triton
 
-    runner = ModelRunner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
+    runner = open_runner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
     for tensor in (tensor for layer in runner.states.layers for tensor in layer.values()):
         tensor.zero_()  # what no sequence has written is compared too
     if config.enable_lora:
@@ -103,7 +108,7 @@ def fill_adapters(model: nn.Module) -> None:
 
 def trial_config(config: EngineConfig) -> EngineConfig:
     """Return the options that change which kernels a model uses, and small numbers for all else."""
-    block_size = config.block_size or BLOCK_SIZES[open_device(config.device).torch_device.type]
+    block_size = config.block_size or BLOCK_SIZES["cuda"]
     return EngineConfig(
         model=config.model,
         hf_overrides=config.hf_overrides,
