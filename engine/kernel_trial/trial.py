@@ -22,9 +22,12 @@ from engine.model.ops.gpu.libraries import attention
 from engine.model.quantization.rows import QuantizedRows
 from engine.model.state import StateBatch
 
-MAX_ERROR = 0.03  # of a row, relative to its length; bfloat16 gives 0.005, and rounding to float8 0.02
+MAX_ERROR = 0.03  # of a row, relative to its length; bfloat16 gives 0.005
+MAX_ROUNDED_ERROR = 0.1  # the same of rows in float8, where a last bit more or less rounds to another number
+FEW_TIES = 2  # in a call
 MAX_TIES = 0.05  # of whole numbers, such as experts, that may differ where the numbers beside them are equal
 LARGEST_COPY = 64 << 20  # bytes; a larger tensor is a weight, which no kernel writes to
+KEEPS_STATES = ("causal_conv.causal_conv", "linear_attention.linear_attention")  # not compared in graphs yet
 HIDDEN = ("plans", "views")  # fields of a batch in which layers keep what they derive from the others
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
@@ -100,7 +103,7 @@ class KernelTrial:
         found = kernel(*args, **kwargs)
         verdict.calls += 1
         self._judge(verdict, "", (found, (args, kwargs)), (expected, twin_call), before)
-        if first is not None and self.device.asynchronous:
+        if first is not None and self.device.asynchronous and verdict.op not in KEEPS_STATES:
             replayed = self._replayed(kernel, first, before)
             verdict.graphs += 1
             self._judge(verdict, "in a replayed graph, ", replayed, (expected, twin_call), before)
@@ -114,7 +117,8 @@ class KernelTrial:
         output: list[Any] = []
 
         def run() -> Tensor:
-            output[:] = [kernel(*call[0], **call[1])]
+            args, kwargs = changed(lambda part: part, call)  # the same tensors, and nothing that was derived from them
+            output[:] = [kernel(*args, **kwargs)]
             return torch.empty(0, device=self.device.torch_device)
 
         _, replay, destroy = self.device.capture(run)
@@ -140,10 +144,11 @@ class KernelTrial:
                 for own, right, old in arguments
                 if right is not old and not torch.equal(bits(right), bits(old))
             ]
-        rows = real_rows(before)
-        error = worst(pairs, rows)
+        results = found[0] if isinstance(found[0], tuple) and not isinstance(found[0], QuantizedRows) else (found[0],)
+        limit = MAX_ROUNDED_ERROR if any(isinstance(part, QuantizedRows) for part in results) else MAX_ERROR
+        error = worst(pairs, real_rows(before))
         verdict.error = max(verdict.error, error)
-        if not error < MAX_ERROR and not verdict.wrong:
+        if not error < limit and not verdict.wrong:
             verdict.wrong = f"{where}a row of its results differs by {error:.1%}"
 
 
@@ -264,8 +269,9 @@ def worst(pairs: list[tuple[Tensor, Tensor]], real: Tensor | None) -> float:
         elif expected.numel():
             errors.append(row_error(found.float().flatten(1), expected.float().flatten(1)))
     for found, expected in whole:
-        wrong = (found != expected).float().mean().item() if expected.numel() else 0.0
-        errors.append(0.0 if wrong <= MAX_TIES and len(pairs) > len(whole) else wrong)
+        wrong, count = int((found != expected).sum()), max(1, expected.numel())
+        tied = wrong <= max(FEW_TIES, MAX_TIES * count) and len(pairs) > len(whole)
+        errors.append(0.0 if tied else wrong / count)
     return max(errors)
 
 
