@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.model.quantization.e2m1 import doubled, half_scale
 from engine.model.quantization.format import QuantAxis, StoredTensor, per_group, trim
-from engine.model.quantization.mxfp4 import DOUBLED, EXPONENT_BIAS
 from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
@@ -112,9 +112,7 @@ def unpack_q6_k(blocks: Tensor) -> Codes:
 
 
 def unpack_mxfp4(blocks: Tensor) -> Codes:
-    numbers = torch.tensor((*DOUBLED, *(-n for n in DOUBLED)), dtype=torch.int8, device=blocks.device)
-    scale = torch.exp2(blocks[..., :1].float() - (EXPONENT_BIAS + 1))
-    return numbers[nibbles(blocks[..., 1:], 16).int()], scale, None
+    return doubled(nibbles(blocks[..., 1:], 16)), half_scale(blocks[..., :1]), None
 
 
 TYPES: dict[str, BlockType] = {

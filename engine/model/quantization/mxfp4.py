@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.model.quantization.e2m1 import doubled, half_scale
 from engine.model.quantization.format import QuantAxis, StoredTensor, StoredWeight
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import Shard
 
 GROUP = 32  # neighbouring inputs with one scale
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers encoded by the low three bits; the fourth bit is the sign
-EXPONENT_BIAS = 127
 EXPERTS, OUTPUTS, INPUTS = 0, 1, 2
 
 
@@ -30,9 +29,8 @@ class MXFP4:
     def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
         """Return the weights of all experts, stacked along the outputs."""
         blocks, scales = tensors["blocks"].flatten(0, 1), tensors["scales"].flatten(0, 1)
-        numbers = torch.tensor((*DOUBLED, *(-n for n in DOUBLED)), dtype=torch.int8, device=blocks.device)
-        values = numbers[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(1)
-        scale = torch.exp2(scales.float() - (EXPONENT_BIAS + 1))
+        values = doubled(torch.stack((blocks & 15, blocks >> 4), dim=-1)).flatten(1)
+        scale = half_scale(scales)
         if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):  # a shard that cuts a group
             start = weight.start % GROUP
             values = values[:, start : start + weight.size]

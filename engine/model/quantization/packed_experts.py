@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.model.quantization.e2m1 import doubled, half_scale
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExperts:
@@ -43,20 +45,13 @@ class PackedExperts:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights, [experts, outputs, inputs]."""
+        values, scales = self.values, self.scales
         if self.format in ("mxfp4", "int4"):
-            pairs = self.values.flatten(2)
-            codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2).long()
+            pairs = values.flatten(2)
+            values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2)
         if self.format == "mxfp4":
-            values, scales = mxfp4_numbers(codes), torch.exp2(self.scales.float() - 127)
-        else:
-            values, scales = codes if self.format == "int4" else self.values, self.scales
+            values, scales = doubled(values), half_scale(scales)
         wide = values.float().unflatten(2, (scales.shape[2], -1)) * scales[..., None]
         if self.offsets is not None:
             wide += self.offsets[..., None]
         return wide.flatten(2).to(dtype)
-
-
-def mxfp4_numbers(codes: Tensor) -> Tensor:
-    """Return the number that each code of E2M1 stands for: a sign, two bits of exponent and one of fraction."""
-    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=codes.device)
-    return magnitudes[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
