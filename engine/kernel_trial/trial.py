@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.device import Device
-from engine.kernel_trial.twins import MEANINGS, Op, name_of, numbers, twin
+from engine.kernel_trial.twins import MEANINGS, Op, name_of, twin
 from engine.model.batch import Batch
 from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.libraries import attention
@@ -72,7 +72,7 @@ class KernelTrial:
         """Return what takes the place of a kernel, or of all kernels in a tuple or in an object of layers; `value`
         itself if it is none of these."""
         if value is attention:
-            return SimpleNamespace(**{name: Watched(self, getattr(value, name)) for name in attention.__all__})
+            return SimpleNamespace(**{name: WatchedKernel(self, getattr(value, name)) for name in attention.__all__})
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             parts = [self.watched(part) for part in value]
             return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
@@ -80,17 +80,17 @@ class KernelTrial:
             for name, part in list(vars(value).items()):
                 setattr(value, name, self.watched(part))
             return value
-        return value if isinstance(value, ModuleType) or twin(value) is None else Watched(self, value)
+        return value if isinstance(value, ModuleType) or twin(value) is None else WatchedKernel(self, value)
 
     def compare(self, kernel: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a kernel, and note whether it computes what its plain twin does. Returns the kernel's results."""
         args, kwargs = changed(unwatched, (args, kwargs))
         verdict = self.verdicts.setdefault(name_of(kernel), Verdict(name_of(kernel), kernel))
         key = (verdict.op, *signature((args, kwargs)))
-        before = copied((args, kwargs))
         first = self._seen.get(key)
         if key in self._seen and first is None:  # compared often enough
             return kernel(*args, **kwargs)
+        before = copied((args, kwargs))
         self._seen[key] = before if first is None else None
         plain, twin_call = twin(kernel), changed(plain_part, copied(before))
         assert plain is not None
@@ -112,8 +112,8 @@ class KernelTrial:
     def _replayed(self, kernel: Op, first: Call, then: Call) -> tuple[Any, Call]:
         """Return the results and arguments of a graph that was captured with the arguments of `first` and is replayed
         with those of `then`."""
-        call = copied(first)
-        kernel(*copied(first)[0], **copied(first)[1])  # a graph cannot contain a compilation
+        call, (args, kwargs) = copied(first), copied(first)
+        kernel(*args, **kwargs)  # a graph cannot contain a compilation
         output: list[Any] = []
 
         def run() -> Tensor:
@@ -152,7 +152,7 @@ class KernelTrial:
             verdict.wrong = f"{where}a row of its results differs by {error:.1%}"
 
 
-class Watched:
+class WatchedKernel:
     """A kernel whose calls are compared."""
 
     def __init__(self, trial: KernelTrial, kernel: Op):
@@ -169,7 +169,7 @@ WITH_KERNELS = ("LinearAdapters",)  # classes of objects that hold kernels and a
 
 
 def unwatched(value: Any) -> Any:
-    return value.kernel if isinstance(value, Watched) else value
+    return value.kernel if isinstance(value, WatchedKernel) else value
 
 
 def plain_part(value: Any) -> Any:
@@ -179,7 +179,7 @@ def plain_part(value: Any) -> Any:
 
 def changed(change: Callable[[Any], Any], value: Any) -> Any:
     """Return a value with `change` applied to all parts of its tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor | Watched):
+    if isinstance(value, Tensor | WatchedKernel):
         return change(value)
     if isinstance(value, dict):
         return {key: changed(change, part) for key, part in value.items()}
@@ -241,7 +241,7 @@ def signature(value: Any) -> list[Any]:
 def readable(results: Any) -> Any:
     """Return results with quantized rows replaced by what they stand for."""
     if isinstance(results, QuantizedRows):
-        return numbers(results)
+        return results.dequantize()
     return tuple(map(readable, results)) if isinstance(results, tuple) else results
 
 

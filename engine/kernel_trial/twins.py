@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.layers.latent_attention import rotate
 from engine.model.ops import activation as plain_activation
 from engine.model.ops import attention_plain, moe, norm, norm_plain, sampling_plain
 from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, low_rank, sampling
@@ -23,7 +24,6 @@ from engine.model.ops.lora.low_rank import add_plain
 from engine.model.ops.recurrent.causal_conv import causal_conv_plain
 from engine.model.ops.recurrent.gates import gates_plain
 from engine.model.ops.recurrent.linear_attention import linear_attention_plain
-from engine.model.ops.rope import rotate_plain
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import quantize_rows
@@ -100,12 +100,6 @@ def rounded(plain: Op, *args: Any, format: RowFormat) -> Any:
     return (*others, result) if others else result
 
 
-def numbers(rows: QuantizedRows) -> Tensor:
-    """Return what quantized rows stand for, [rows, columns] float32, without padding."""
-    values, scale = rows.values[: rows.rows].float(), rows.scale[: rows.rows]
-    return (values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
-
-
 def multiply_plain(product: Product, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
     """Multiply in float32 what rows and weight stand for."""
     if not isinstance(x, QuantizedRows):
@@ -117,7 +111,7 @@ def multiply_plain(product: Product, x: Tensor | QuantizedRows, bias: Tensor | N
         weight = weight * blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     else:
         weight = weight * product.scale
-    out = numbers(x) @ weight
+    out = x.dequantize() @ weight
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
@@ -162,12 +156,8 @@ def rotate_and_write_latent_plain(
 ) -> None:  # fmt: skip
     """Rotate q [tokens, heads, rope_dim] into the last values of out. Norm c [tokens, rank], and write it and the
     rotated k [tokens, rope_dim] to the cache."""
-
-    def rotate(x: Tensor) -> Tensor:
-        pairs = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) if interleaved else x
-        return rotate_plain(pairs, table, batch.positions)
-
     weight, eps = norm
-    out[..., -q.shape[-1] :] = rotate(q)
+    out[..., -q.shape[-1] :] = rotate(q, table, batch, interleaved)
     latent = norm_plain.rms_norm_plain(c, weight, eps, 0.0)
-    attention_plain.write_latent(torch.cat((latent, rotate(k[:, None])[:, 0]), dim=-1), batch, layer)
+    rotated = rotate(k[:, None], table, batch, interleaved)[:, 0]
+    attention_plain.write_latent(torch.cat((latent, rotated), dim=-1), batch, layer)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops import dispatch
+from engine.model.quantization.rows import QuantizedRows
 from engine.model.quantization.weight import QuantizedWeight, quantize_rows
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def plain(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Ten
     """Multiply in float32. Inputs are rounded if the checkpoint expects that."""
     rows = x.float()
     if weight.activations is not None:
-        values, scale = quantize_rows(x, weight.activations, None if weight.scale.shape[1] == 1 else weight.group_size)
-        rows = (values.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+        group_size = None if weight.scale.shape[1] == 1 else weight.group_size
+        rows = QuantizedRows(*quantize_rows(x, weight.activations, group_size), len(x), x.dtype).dequantize()
     out = F.linear(rows, weight.dequantize(torch.float32))
     return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -25,3 +25,8 @@ class QuantizedRows(NamedTuple):
     scale: Tensor  #: [rows, groups] float32
     rows: int
     dtype: torch.dtype
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that the rows stand for, [rows, columns] float32, without padding."""
+        values, scale = self.values[: self.rows].float(), self.scale[: self.rows]
+        return (values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
