@@ -15,11 +15,10 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.engines import engine, shape_config, write_shape
 from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.gpu.parts import PARTS, Numbers, Part, decode, decode_steps, pytest, start_decoding
+from cluster.cli.check.gpu_kernels import tried as kernels_tried
 from engine.config import EngineConfig
-from engine.kernel_trial.check import environment, try_kernels
-from engine.model.config import ModelConfig
+from engine.kernel_trial.check import environment
 from engine.offline.precompile import compile_all, needed
-from engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 64, 256)  # of the one engine
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {  # a shape, and options of its engine
@@ -47,10 +46,7 @@ def tried(card: Card) -> Iterator[Numbers]:
     for name, (shape, options) in TRIED.items():
         with tempfile.TemporaryDirectory() as folder:
             write_shape(shape, Path(folder))
-            settings = {"device": "cuda", "load_format": "dummy", "allow_untested_kernels": True, **options}
-            config = EngineConfig(model=folder, **settings)
-            model = ModelConfig.from_folder(Path(folder), config.quantization)
-            verdicts = try_kernels(config, model, Path(folder), ModelRunner)
+            verdicts = kernels_tried(folder, options)
         for verdict in verdicts:
             found = f"{verdict.wrong or 'right'}, largest error {verdict.error:.2%}"
             print(f"{name}: {verdict.op}: {found}", file=sys.stderr)
@@ -60,7 +56,8 @@ def tried(card: Card) -> Iterator[Numbers]:
 def one_engine(card: Card) -> Iterator[Numbers]:
     """Measure one engine of 8B: steps of BATCHES sequences, the kernels of these steps, and a prompt."""
     settings = {"max_num_seqs": max(BATCHES), "max_num_batched_tokens": parts.PROMPT, "max_model_len": parts.MODEL_LEN}
-    weights = {size: MetaModel(shape_config("8B")).weight_bytes(size) for size in BATCHES}
+    model = MetaModel(shape_config("8B"))
+    weights = {size: model.weight_bytes(size) for size in BATCHES}
     with engine("8B", enable_prefix_caching=False, **settings) as run:
         for size in BATCHES:
             start_decoding(run, size, parts.WARM_STEPS + parts.STEPS + parts.PROFILED_STEPS + size)

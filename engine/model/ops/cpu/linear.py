@@ -37,7 +37,7 @@ from engine.model.ops.cpu.kernel import (
     work,
 )
 from engine.model.ops.cpu.tiles import amx
-from engine.model.ops.cpu.tiles.amx import HAS_AMX
+from engine.model.ops.cpu.tiles.amx import HAS_AMX, VECTORS
 from engine.model.ops.cpu.vector import (
     BF16,
     CACHE_LINE_BYTES,
@@ -52,7 +52,6 @@ from engine.model.ops.cpu.vector import (
     store16,
 )
 
-VECTORS = 4
 COLUMN = VECTORS * LANES  # outputs of a column of a packed weight
 STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # inputs that a tile multiplies at a time
 STEP_BYTES = 4 * COLUMN  # bytes of a column for these inputs
