@@ -130,8 +130,8 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException, now: float) -> BaseException:
-        """Return the error to send to the client after the last attempt has failed. How the engine was lost is only
-        logged.
+        """Return the error to send to the client after the last attempt has failed. How the engine or its tokens were
+        lost is only logged: a client may send the request again in either case.
 
         A replica aborts a request that its engine does not end in time. The engine's answer can arrive before the
         replica's.
@@ -141,7 +141,7 @@ class RetryState:
                 return self.timeout()
             case ServingError(code="aborted") if self.left_s(now) == 0.0:
                 return self.timeout()
-            case ServingError(code="engine_unavailable"):
+            case ServingError(code="engine_unavailable" | "tokens_lost"):
                 return EngineUnavailable("no engine is up to finish the request; send it again")
             case _:
                 return error

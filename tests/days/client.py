@@ -9,7 +9,6 @@ import msgspec
 
 from deployments.frontend.first_token import FirstTokenLate
 from deployments.frontend.generation import TIMEOUT_GRACE_S, LiveGeneration
-from deployments.frontend.retry import TokensLost
 from deployments.quotas.quotas import current
 from engine.core.request import State
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
@@ -67,7 +66,7 @@ class Client:
                 assert waited >= (ask.requests[0].timeout_s or 1e9) * (1 - self._day.size.drift) - 0.01, (
                     f"{name} timed out early, after {waited:.3f} s"
                 )
-            case EngineUnavailable() | TokensLost():
+            case EngineUnavailable():
                 pass  # checked by _listen
             case _:
                 raise AssertionError(f"{name} ended with {with_errors!r}")
@@ -114,7 +113,7 @@ class Client:
                     assert (texts[chunk.index], chunk.finish_reason) == right[1:], "a text ends elsewhere"
                 if ask.slow_s:
                     await asyncio.sleep(ask.slow_s)
-        except (EngineUnavailable, TokensLost):
+        except EngineUnavailable:
             replays = max(s.retry.num_replays for s in generation._sequences.values())
             assert replays >= 3, f"{requests[0].request_id} was given up after {replays} replays"
             losses = sum(fault.kind in LOSSES for fault in self._day.faults)

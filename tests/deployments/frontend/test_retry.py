@@ -306,6 +306,12 @@ def test_request_that_is_aborted_after_its_deadline_has_timed_out():
     assert isinstance(retry.failure(aborted, 115.0), RequestTimeout)
 
 
+@pytest.mark.parametrize("last", [EngineUnavailable("rank 0 died"), TokensLost("a")])
+def test_a_client_is_told_to_send_a_request_again_that_engines_or_the_network_have_lost(last):
+    error = RetryState(request(), 0, now=0.0).failure(last, 1.0)
+    assert isinstance(error, EngineUnavailable) and error.retryable and error.status == 503
+
+
 def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
     retry = RetryState(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
     retry.replay(EngineUnavailable("rank 0 died"))
