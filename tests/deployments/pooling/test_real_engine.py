@@ -75,8 +75,7 @@ async def test_a_text_whose_embedding_is_not_finite_fails_its_request_alone(fold
         answers = await asyncio.gather(*(api.client.post("/v1/embeddings", json={"input": ["dog"] * 40 + [last]})
                                          for last in ("fox", "cache")))  # fmt: skip
         assert [answer.status_code for answer in answers] == [500, 200]
-        scrape = await api.scrape_when(lambda scrape: scrape.sum("vllm:num_requests_running") == 0)
-        assert scrape.sum("vllm:request_success_total", finished_reason="stop") >= 41
+        await api.scrape_when(lambda s: s.sum("vllm:request_success_total", finished_reason="stop") >= 41)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_embedding", "minilm"], indirect=True)
