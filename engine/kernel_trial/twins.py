@@ -77,6 +77,7 @@ def twins() -> dict[Op, Op]:
         gpu_moe.mix_experts: mix_experts_plain,
         gpu_moe.mix_some_experts: mix_experts_plain,
         grouped_mm.mix_experts: mix_experts_plain,
+        grouped_mm.mix_some_experts: mix_experts_plain,
         low_rank.add: add_plain,
         sampling.sample_rows: partial(sampling_plain.sample_rows_plain, sampling_plain.draw_rows_plain),
     }

@@ -255,18 +255,21 @@ class Experts(Sharded):
             self.kernels = self.pieces()
             self.gate_up = self.down = None
             return
-        projections, op = self.quantized(), ops.select_packed(self.dtype, self.device, self.split.spread)
+        projections = self.quantized()
         if not projections:
             return self.pack_each()
-        if op is None and self.device.type == "cpu":
+        if self.device.type == "cpu" and not ops.multiplies_packed(self.dtype, self.device):
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
         else:
-            packed = [ops.pack_experts(weights, len(self.split.own), self.dtype) for weights in projections]
-            dense = all(isinstance(weights, Tensor) for weights in packed)
-            self.kept = self.op if op is None or dense else op, packed[0], packed[1]
+            self.keep(*(ops.pack_experts(weights, len(self.split.own), self.dtype) for weights in projections))
         self.gate_up = self.down = None
         self.stored = []
+
+    def keep(self, gate_up: ops.Packed, down: ops.Packed) -> None:
+        """Keep the packed weights of quantized experts."""
+        op = ops.select_packed((gate_up, down), self.dtype, self.device, self.split.spread)
+        self.kept = op or self.op, gate_up, down
 
     def pack_each(self) -> None:
         """Pack the weights of each expert like those of a linear layer, if they are on a CPU."""

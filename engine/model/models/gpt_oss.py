@@ -114,10 +114,9 @@ class GptOssExperts(Experts):
     def pack(self) -> None:
         if self.tp.fixed_order:
             return super().pack()
-        if self.packed and (op := moe.select_packed(self.dtype, self.device, self.split.spread)) is not None:
+        if self.packed and moe.multiplies_packed(self.dtype, self.device):
             logger.info("experts in mxfp4: multiplied as they are")
-            gate_up, down = (MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed)
-            self.kept = op, gate_up, down
+            self.keep(*(MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed))
         elif self.packed:
             logger.info("experts in mxfp4: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
             self.gate_up, self.down = (

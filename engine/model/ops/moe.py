@@ -42,21 +42,28 @@ def select(
         return mix_experts_plain
     from engine.model.ops.gpu.experts import grouped_mm, moe
 
-    if some:
-        return moe.mix_some_experts
-    if device.type == "cuda" and grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
-        return grouped_mm.mix_experts
-    return moe.mix_experts
+    of_torch = device.type == "cuda" and grouped_mm.fits(hidden_size, slice_size, dtype)
+    versions = grouped_mm if of_torch and grouped_mm.has_kernel(device) else moe
+    return versions.mix_some_experts if some else versions.mix_experts
 
 
-def select_packed(dtype: torch.dtype, device: torch.device, some: bool = False) -> MixPacked | None:
-    """Return the version for quantized weights; None if there is none, so that they must be dequantized. some: as for
-    `select`."""
-    if not dispatch.gpu_kernels(dtype, device):
+def multiplies_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether there are versions for quantized weights; if not, they must be dequantized."""
+    return dispatch.gpu_kernels(dtype, device)
+
+
+def select_packed(
+    packed: Sequence[Packed], dtype: torch.dtype, device: torch.device, some: bool = False
+) -> MixPacked | None:
+    """Return the fastest version for `gate_up` and `down` if they are quantized; None if they were dequantized. some:
+    as for `select`."""
+    if all(isinstance(weights, Tensor) for weights in packed):
         return None
-    from engine.model.ops.gpu.experts import moe
+    from engine.model.ops.gpu.experts import grouped_mm, moe
 
-    return moe.mix_some_experts if some else moe.mix_experts
+    of_torch = device.type == "cuda" and grouped_mm.fits_float8(packed, dtype)
+    versions = grouped_mm if of_torch and grouped_mm.has_kernel(device, float8=True) else moe
+    return versions.mix_some_experts if some else versions.mix_experts
 
 
 def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: torch.dtype) -> Packed:

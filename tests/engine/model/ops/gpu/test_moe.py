@@ -27,6 +27,7 @@ from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import Shard
+from tests.engine.model.ops.gpu.grouped_products import scaled_grouped_mm
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.products import each_once, pairwise
 
@@ -86,14 +87,17 @@ def test_the_kernel_equals_plain_in_dtypes_of_two_bytes(shape, dtype):
     check(moe.mix_experts, *inputs(*SHAPES[shape], dtype))
 
 
-@pytest.mark.parametrize("shape", ["tiles that are not full", "more experts than pairs"])
-def test_the_kernel_leaves_out_experts_of_other_ranks(shape):
-    x, gate_up, down, experts, weights = inputs(*SHAPES[shape], torch.float32)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("versions", "dtype"), [(moe, torch.float32), (grouped_mm, torch.bfloat16)])
+@pytest.mark.parametrize("shape", [(50, 4, 3, 136, 40), (3, 16, 1, 104, 40)])
+def test_experts_of_other_ranks_are_left_out(shape, versions, dtype, biased):
+    x, gate_up, down, experts, weights = inputs(*shape, dtype)
     own = len(gate_up) // 2
-    local = torch.where(experts < own, experts, own)
-    check(moe.mix_some_experts, x, gate_up[:own], down[:own], local, weights)
+    local, gate_up, down = torch.where(experts < own, experts, own), gate_up[:own], down[:own]
+    biases = (gate_up[..., 0].contiguous() * 9, down[..., 0].contiguous() * 9) if biased else None
+    check(versions.mix_some_experts, x, gate_up, down, local, weights, biases)
     nowhere = torch.full_like(experts, own)
-    assert not moe.mix_some_experts(x, gate_up[:own], down[:own], activation.silu_mul, nowhere, weights).any()
+    assert not versions.mix_some_experts(x, gate_up, down, activation.silu_mul, nowhere, weights, biases).any()
 
 
 @pytest.mark.parametrize("mix", [moe.mix_experts, grouped_mm.mix_experts])
@@ -278,23 +282,31 @@ def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed
 
 
 @pytest.mark.parametrize(
-    ("sizes", "group", "routed", "act"),
+    ("sizes", "group", "routed", "versions", "act"),
     [
         pytest.param(*case, act, marks=() if (case[2][0], act) in FEW else pytest.mark.slow)
-        for FEW in [{(33, "silu"), (3, "swigluoai")}]
+        for FEW in [{(33, "silu"), (3, "swigluoai"), (20, "silu")}]
         for case in (
-            ((256, 256), 128, (33, 2, 1)),
-            ((128, 192), 64, (50, 4, 3)),
-            ((100, 48), None, (3, 5, 2)),
-            ((100, 48), None, (120, 3, 2)),
+            ((256, 256), 128, (33, 2, 1), moe),
+            ((128, 192), 64, (50, 4, 3), moe),
+            ((100, 48), None, (3, 5, 2), moe),
+            ((100, 48), None, (120, 3, 2), moe),
+            ((96, 48), None, (20, 5, 2), grouped_mm),
         )
         for act in ("silu", "swigluoai")
     ],
 )
-def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(sizes, group, routed, act, monkeypatch):
+@pytest.mark.parametrize("some", [False, True], ids=["all experts", "half of them"])
+def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(
+    sizes, group, routed, versions, act, some, monkeypatch
+):
     """With a scale per group of inputs or per output. The row between the products is rounded like the first one."""
+    if versions is grouped_mm and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch multiplies groups of float8 rows on Hopper alone")
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", scaled_grouped_mm)
     x, gate_up, down, experts, weights = inputs(*routed, *sizes, torch.bfloat16)
     rounded = [[fp8(expert, group) for expert in weight] for weight in (gate_up, down)]
     packed = [ops.pack_experts(some, len(some), torch.bfloat16) for some in rounded]
@@ -305,12 +317,18 @@ def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(s
         wide = values.float().unflatten(1, (-1, group or x.shape[1])) * scale[..., None]
         return (wide.flatten(1) @ weight.dequantize(torch.float32).T).to(torch.bfloat16)
 
+    own = routed[1] // 2 if some else routed[1]
     expected = torch.zeros(x.shape, device=x.device)
     for token, chosen in enumerate(experts.tolist()):
         for expert, share in zip(chosen, weights[token].float(), strict=True):
-            hidden = activation.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
-            expected[token] += share * product(hidden, rounded[1][expert])[0].float()
-    found = moe.mix_experts(x, *packed, gpu_activation.GATED[act], experts, weights)
+            if expert < own:
+                hidden = activation.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
+                expected[token] += share * product(hidden, rounded[1][expert])[0].float()
+    if some:
+        packed = [replace(part, values=part.values[:own], scales=part.scales[:own]) for part in packed]
+        experts = torch.where(experts < own, experts, own)
+    mix = versions.mix_some_experts if some else versions.mix_experts
+    found = mix(x, *packed, gpu_activation.GATED[act], experts, weights)
     # a number that lies between two of float8 may be rounded to either, by the order of sums
     assert (found.float() - expected).norm() < 2e-2 * expected.norm()
 
@@ -372,5 +390,29 @@ def test_torch_multiplies_experts_only_on_cards_for_which_it_has_a_kernel(monkey
     """Elsewhere it reads the ends of the groups on the host, in every layer of every step."""
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    expected = moe.mix_experts if ours else grouped_mm.mix_experts
-    assert ops.select(32, 24, torch.bfloat16, torch.device("cuda")) is expected
+    versions = moe if ours else grouped_mm
+    for some, expected in ((False, versions.mix_experts), (True, versions.mix_some_experts)):
+        assert ops.select(32, 24, torch.bfloat16, torch.device("cuda"), some) is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantize", "sizes", "ours"),
+    [
+        ((9, 0), fp8, (32, 64), False),
+        ((9, 0), fp8, (36, 64), True),  # rows that do not start at 16 bytes
+        ((9, 0), lambda weight: fp8(weight, 64), (64, 128), True),
+        ((9, 0), Online("int8").quantize, (32, 64), True),
+        ((8, 9), fp8, (32, 64), True),
+        ((10, 0), fp8, (32, 64), True),
+    ],
+)
+def test_torch_multiplies_experts_in_float8_on_hopper_if_each_row_has_one_scale(
+    capability, quantize, sizes, ours, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    packed = [ops.pack_experts([quantize(torch.randn(sizes))], 1, torch.bfloat16) for _ in range(2)]
+    versions = moe if ours else grouped_mm
+    for some, expected in ((False, versions.mix_experts), (True, versions.mix_some_experts)):
+        assert ops.select_packed(packed, torch.bfloat16, torch.device("cuda"), some) is expected
