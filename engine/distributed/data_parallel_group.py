@@ -19,7 +19,6 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.device import is_gpu
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
 from engine.distributed.roster import Message
@@ -37,7 +36,7 @@ class DataParallelGroup(PartGroup):
     all_engines: ConnectedGroup
     expert_ranks: ConnectedGroup
 
-    def __init__(self, all_engines: ConnectedGroup, size: int = 1, device: str = "cpu", stages: int = 1):
+    def __init__(self, all_engines: ConnectedGroup, size: int = 1, stages: int = 1):
         """Connect the ranks of each engine, and the engines. size: ranks of an engine, of all its stages. Every rank
         has to call this at the same time. Raises StartupError."""
         super().__init__(all_engines, size)
@@ -45,8 +44,8 @@ class DataParallelGroup(PartGroup):
         self._stage, self._place = divmod(self.rank, self._width)
         with self.starting():
             self._connect(all_engines)
-            kind = "cuda" if is_gpu(device) else "cpu"
-            self.expert_exchange: ExpertExchange = ExpertExchange(self.expert_ranks, kind, self._width)
+            hosts = self.expert_ranks.on_hosts(CONNECT_TIMEOUT_S)
+            self.expert_exchange: ExpertExchange = ExpertExchange(self.expert_ranks, hosts, self._width)
             self.waves = Waves(self.expert_ranks)
         self.local_size = self.own.local_size
 
@@ -62,7 +61,7 @@ class DataParallelGroup(PartGroup):
         """Connect the ranks of this engine, and share experts with these engines from now on. Every rank has to call
         this at the same time. Raises StartupError, or EngineUnavailable if a rank is lost meanwhile."""
         self._connect(all_engines)
-        self.expert_exchange.use(self.expert_ranks)
+        self.expert_exchange.use(self.expert_ranks, self.expert_ranks.on_hosts(CONNECT_TIMEOUT_S))
 
     def _connect(self, all_engines: ConnectedGroup) -> None:
         self.all_engines = self._whole = self.expert_ranks = all_engines
@@ -139,4 +138,4 @@ def engine_group(config: EngineConfig, ranks: TPGroup) -> TPGroup:
     if config.data_parallel_size == 1:
         return ranks
     assert isinstance(ranks, ConnectedGroup)
-    return DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel_size)
+    return DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)

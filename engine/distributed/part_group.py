@@ -28,7 +28,7 @@ class PartGroup(TPGroup):
         """Connect the ranks of this part. name: of the part, unlike those of others. collectives: as for
         `TPGroup.connect`. Every rank of the larger group has to call this at the same time. Raises StartupError."""
         if self.size > 1:
-            own = self._whole.part(name, self.rank, self.size, collectives)
+            own = self._whole.part(name, self.rank, self.size, collectives=collectives)
             own.join(CONNECT_TIMEOUT_S)
             self.own = own
 

@@ -292,20 +292,27 @@ class ConnectedGroup(TPGroup):
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
 
-    def part(self, name: str, rank: int, size: int, collectives: bool = True) -> ConnectedGroup:
+    def part(self, name: str, rank: int, size: int, **options: Any) -> ConnectedGroup:
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
-        collectives: as for `connect`. `leave`, `abort` and `close` of this group act on the new one too. Raises
-        StartupError if this group has been left."""
+        options: of `connect`, where they differ from those of this group. `leave`, `abort` and `close` of this group
+        act on the new one too. Raises StartupError if this group has been left."""
         store = dist.PrefixStore(name, self._open_store())
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
-        group = ConnectedGroup(
-            rank, size, store, self.host, address, collectives=collectives, parent=self, **self.options
-        )
+        group = ConnectedGroup(rank, size, store, self.host, address, parent=self, **{**self.options, **options})
         self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)
         self.check_joined()
         return group
+
+    def on_hosts(self, timeout_s: float) -> ConnectedGroup:
+        """Return a group of the same ranks whose collectives take tensors in host memory. Every rank has to call this.
+        Raises RendezvousTimeout, or another rank's StartupError."""
+        if not self._cuda:
+            return self
+        hosts = self.part("hosts", self.rank, self.size, device="cpu")
+        hosts.join(timeout_s)
+        return hosts
 
     def peers(self, timeout_s: float) -> Any:
         """Return a process group of torch.distributed through which these ranks can send to each other."""

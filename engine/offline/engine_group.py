@@ -63,7 +63,7 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
     inbox = Inbox(ranks.key)
     try:
         ranks.exchange(inbox.notices.address)
-        group = DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel_size)
+        group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
         core = build_engine(config, group)
         elastic = config.enable_elastic_ep
         roster = Roster(group.waves.addresses, ranks.key, config.num_ranks) if elastic else None
@@ -77,7 +77,7 @@ def start_rank(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer | Wo
     """Load the rank of a child: a server on the first rank of an engine, else a worker. Waits for the others. Raises
     StartupError."""
     status_to = ranks.exchange("")[0]
-    group = DataParallelGroup(ranks, config.num_ranks, config.device, config.pipeline_parallel_size)
+    group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
     if group.rank:
         worker = Worker(config, group, ranks.host)
         ranks.exchange("")

@@ -33,25 +33,28 @@ class ExpertExchange:
     def __init__(
         self,
         ranks: Ranks,
-        device: str = "cpu",
+        hosts: Ranks | None = None,
         ranks_per_engine: int = 1,
         open_exchange: Callable[[Members], Exchange] = AllGather,
     ):
-        self._device, self._width, self._open = device, ranks_per_engine, open_exchange
+        """hosts: see `use`."""
+        self._width, self._open = ranks_per_engine, open_exchange
         self._counts: list[int] | None = None
-        self.use(ranks)
+        self.use(ranks, hosts)
         self.sizes: list[StepSize | None] = []  #: of each engine's step, as told in the last call of `begin`
         self.states: list[int] = []  #: what each rank has told in the last call of `begin`
 
-    def use(self, ranks: Ranks) -> None:
-        """Exchange with these ranks from now on."""
+    def use(self, ranks: Ranks, hosts: Ranks | None = None) -> None:
+        """Exchange with these ranks from now on. hosts: the same ranks, which tell each other sizes in host memory, so
+        that no step waits for the device to end the one before; None if `ranks` can."""
+        self._hosts = hosts or ranks
         self.members = Members(ranks, self._width, measured=self._counts is None)
         self._exchange = self._open(self.members)
 
     def choose(self, open_exchange: Callable[[Members], Exchange]) -> None:
         """Exchange in this way from now on."""
         self._open = open_exchange
-        self.use(self.members.ranks)
+        self.use(self.members.ranks, self._hosts)
 
     @property
     def has_step(self) -> bool:
@@ -64,11 +67,10 @@ class ExpertExchange:
 
     def begin(self, size: StepSize | None, state: int = 0) -> bool:
         """Begin a step of all engines, and return whether any has one. size: of this engine's; None if it has no step.
-        Only the first rank of an engine needs to know. state: a number that all ranks get to know. On a GPU this waits
-        for the device."""
-        told = torch.tensor([*(size or StepSize(NO_STEP)), state], device=self._device)
-        members = self.members
-        answers = members.ranks.all_gather(told).view(members.ranks.size, len(told)).tolist()
+        Only the first rank of an engine needs to know. state: a number that all ranks get to know. This waits for the
+        other ranks, but not for a device."""
+        told, members = torch.tensor([*(size or StepSize(NO_STEP)), state]), self.members
+        answers = self._hosts.all_gather(told).view(members.ranks.size, len(told)).tolist()
         self.states = [answer[-1] for answer in answers]
         sizes = [StepSize(*answer[:-1]) for answer in answers[:: self._width]]
         self.sizes = [None if size.tokens == NO_STEP else size for size in sizes]

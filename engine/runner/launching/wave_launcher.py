@@ -199,7 +199,7 @@ class WaveLauncher(Launcher):
         started, experts = time.monotonic(), self._runner.experts
         any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
-        if self._recovery.lost is not None:  # on a GPU, an aborted collective returns any numbers, and no error
+        if self._recovery.lost is not None:  # a GPU would compute any numbers from now on, without an error
             raise EngineUnavailable(self._recovery.lost)
         if any_has_one:
             experts.turn(self._exchange.states)

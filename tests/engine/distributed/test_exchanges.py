@@ -156,9 +156,16 @@ def test_numbers_of_rows_that_nobody_can_have_told_are_those_of_an_aborted_excha
     on_all(groups, dispatch)
 
 
-def test_all_ranks_know_the_sizes_of_all_steps_and_what_each_rank_tells():
+class OnDevice(TPGroup):
+    """Ranks whose collectives wait for a device."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raise AssertionError("the host waits for a device before each step")
+
+
+def test_all_ranks_know_the_sizes_of_all_steps_and_what_each_rank_tells_without_a_wait_for_a_device():
     groups = make_ranks(4)
-    exchanges = [ExpertExchange(group, ranks_per_engine=2) for group in groups]
+    exchanges = [ExpertExchange(OnDevice(group.rank, 4), group, ranks_per_engine=2) for group in groups]
     told = [StepSize(9, 4, 6), None, None, StepSize(1, 1, 1)]  # only the first rank of an engine counts
 
     def begin(rank: int) -> tuple[bool, list[StepSize | None], list[int], bool]:

@@ -38,7 +38,7 @@ class Group:
         group: TPGroup = self._ranks
         if config.data_parallel_size > 1:
             self._ranks.exchange(status_to)
-            group = DataParallelGroup(self._ranks, config.num_ranks, "cpu", config.pipeline_parallel_size)
+            group = DataParallelGroup(self._ranks, config.num_ranks, config.pipeline_parallel_size)
         server = EngineServer(
             config, engine_id=f"{config.data_parallel_size} engines", status_to=status_to, group=group
         )

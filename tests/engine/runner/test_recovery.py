@@ -183,13 +183,13 @@ def test_engines_that_end_together_learn_of_a_failure_at_once_even_if_they_wait_
                 engine.launcher.rest()
 
 
-def test_what_an_aborted_collective_returns_is_not_believed():
+def test_no_step_begins_once_another_engine_is_lost_whatever_sizes_were_told():
     with engines(2) as (found, roster):
         engine, exchange = found[0], found[0].group.expert_exchange
         begin = exchange.begin
 
         def aborted(size: StepSize | None, state: int = 0) -> bool:
-            """Begin a step as NCCL does, which returns any numbers and raises no error."""
+            """Tell sizes just before the loss, of which the collectives of a GPU raise no error."""
             if engine.recovery.generation == 1:
                 return begin(size, state)
             engine.recovery.hear(survivors.Lost(0, "engine 1 died"))
