@@ -25,6 +25,7 @@ from benchmarks.lora import SHAPE
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ def busy_s(core: EngineCore) -> float:
 
 def compute(core: EngineCore, loads: dict[str, Load], seed: int) -> tuple[float, dict[str, float]]:
     """Return the seconds of all steps, and the bill of each client."""
-    core.scheduler.clear_cache()
+    core.apply(CacheCleared())
     before, rng = busy_s(core), random.Random(seed)
     shared = rng.choices(range(3, VOCAB), k=4096)
     requests = [(client, load, i) for client, load in loads.items() for i in range(load.requests)]

@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from engine.config import EngineConfig, EPLBConfig
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.model.layers.moe import RouterProduct
 from engine.model.loader import fill_with_noise
@@ -69,7 +70,7 @@ def compute(core: EngineCore, decoding: int, prompts: int) -> int:
         core.add(GenerateRequest(request_id=str(i), prompt=prompt, params=params))
     while core.has_work:
         core.step()
-    core.scheduler.clear_cache()
+    core.apply(CacheCleared())
     return TOKENS * decoding + 1000 * prompts
 
 

@@ -15,6 +15,7 @@ import typer
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.costs import SEQUENCES, VOCAB, Load, small_engine
 from cluster.cli.bench.tables import make_table, show
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.generate_request import GenerateRequest
@@ -33,7 +34,7 @@ class FairReport:
 def compute(core: EngineCore, by_cost: bool, requests: int) -> dict[str, float]:
     """Return the seconds of each client, until this many requests have ended. by_cost: whether the queue learns what
     they have cost."""
-    core.scheduler.clear_cache()
+    core.apply(CacheCleared())
     rng, queue = random.Random(1), FairQueue(SEQUENCES, 10_000, 10_000_000)
     seconds, waiting = dict.fromkeys(CLIENTS, 0.0), dict.fromkeys(CLIENTS, 0)
     running: dict[str, QueuedRequest] = {}

@@ -27,6 +27,7 @@ from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
@@ -195,7 +196,7 @@ def measure(
                 pool = core.scheduler.kv_cache.pool
                 cache_gib = pool.num_blocks * pool.block_bytes / 2**30
                 drive(core, Load(2, 2, 64, 16, 4), tier, clock)  # warms up
-                core.scheduler.clear_cache()
+                core.apply(CacheCleared())
                 outcomes.append(drive(core, load, tier, clock))
                 core.close()
     equal = all(outcome.answers == outcomes[0].answers for outcome in outcomes)

@@ -20,6 +20,7 @@ from benchmarks.command import JsonOption, print_json, run
 from cluster.cli.bench.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.door.inputs import Added
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
@@ -113,7 +114,7 @@ def measure(
     lengths = [draw_lengths(rng, mean_prompt, mean_output, max_model_len) for _ in range(requests)]
     for number, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        scheduler.add(GenerateRequest(request_id=str(number), prompt=[TOKEN] * prompt, params=params), now=0.0)
+        scheduler.apply(Added(GenerateRequest(request_id=str(number), prompt=[TOKEN] * prompt, params=params)), 0.0)
     paged = reserved = filled = steps = running = 0
     for _ in track(range(requests), "running requests", disable=not progress):
         ended = False
@@ -169,7 +170,9 @@ def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
     config = EngineConfig(block_size=block_size, max_num_seqs=1, max_num_batched_tokens=8192)
     scheduler = Scheduler(config, kv_cache, limits=ModelLimits(context, vocab_size=2), token_limits=limits)
     params = SamplingParams(max_tokens=DECODED, ignore_eos=True)
-    request = scheduler.add(GenerateRequest(request_id="", prompt=[TOKEN] * (context - DECODED), params=params), 0.0)
+    request = scheduler.apply(
+        Added(GenerateRequest(request_id="", prompt=[TOKEN] * (context - DECODED), params=params)), 0.0
+    )
     held: list[int] = []
     needed: list[int] = []
     while plan := scheduler.schedule(now=0.0):

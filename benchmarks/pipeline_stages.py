@@ -24,6 +24,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.core.features import micro_batches
 from engine.distributed.tp_group import TPGroup, group_options
@@ -153,7 +154,7 @@ def compute(core: EngineCore, decoding: int, prompts: int) -> int:
     add_prompts(core, prompts)
     while core.has_work:
         core.step()
-    core.scheduler.clear_cache()
+    core.apply(CacheCleared())
     return TOKENS * decoding + PROMPT * prompts
 
 

@@ -6,6 +6,7 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.part_inputs import HandoffWentOn
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
 from engine.wire.handoff import (
@@ -150,12 +151,11 @@ class CacheHarness(Harness):
     # -- the engine ----------------------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent) -> None:
-        assert self.scheduler.handle(event, now=self.now) == []
+        assert self.scheduler.apply(HandoffWentOn(event), self.now) == []
         self.forward()
         self.scheduler.check()
 
     def plan(self):
-        self.fetching.update(self.now)
         for handoff in self.open.values():
             self._write(handoff, 0)
         plan = super().plan()
@@ -208,5 +208,5 @@ class TieredCacheHarness(CacheHarness, TierHarness):
             if self.open or self.held:
                 CacheHarness.settle(self)
             TierHarness.drain(self)
-            self.fetching.update(self.now)
+            assert self.scheduler.schedule(self.now) is None
             self.forward()

@@ -6,7 +6,9 @@ from collections import deque
 
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
+from engine.core.door.inputs import AddedRemote, GrammarSet
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.part_inputs import HandoffWentOn
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.handoff import (
@@ -98,7 +100,7 @@ class DecodeHarness(Harness):
         assert handoff_id in self.forgotten
 
     def handle(self, event: HandoffEvent) -> None:
-        self.record(self.scheduler.handle(event, now=0.0))
+        self.record(self.scheduler.apply(HandoffWentOn(event), 0.0))
         self._forward()
 
     def settle(self) -> None:
@@ -175,9 +177,9 @@ class PrefillHarness(Harness):
             decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
         )
-        request = self.scheduler.add_remote(remote_request, now=0.0)
+        request = self.scheduler.apply(AddedRemote(remote_request), 0.0)
         if remote_request.params.structured_outputs is not None:
-            self.scheduler.set_grammar(request, FakeGrammar())
+            self.scheduler.apply(GrammarSet(request.request_id, FakeGrammar()), 0.0)
         self.remote_requests[name] = remote_request
 
     def commit(self) -> None:
@@ -195,7 +197,7 @@ class PrefillHarness(Harness):
 
     def close(self, name: str, reason: str = "released", paid_ns: int = 0) -> None:
         del self.remote_requests[name]
-        (event,) = self.scheduler.handle(Closed(name, reason, paid_ns), now=0.0)
+        (event,) = self.scheduler.apply(HandoffWentOn(Closed(name, reason, paid_ns)), 0.0)
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
         self.ledger.report([event])
         self.ended.add(event.delta.request_id)

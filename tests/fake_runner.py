@@ -12,6 +12,7 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds
@@ -400,20 +401,20 @@ class Harness:
             else None,
         )
         self.pooled |= {name} if pooling else set()
-        request = self.scheduler.add(message, now=self.now)
+        self.scheduler.apply(Added(message), self.now)
         if sampling.structured_outputs is not None:
-            self.scheduler.set_grammar(request, FakeGrammar())
+            self.scheduler.apply(GrammarSet(name, FakeGrammar()), self.now)
         self.prompts[name], self.params[name], self.outputs[name] = prompt, sampling, []
 
     def replay(self, name: str, prompt: list[int], given: list[int], **params) -> None:
         """A request that another replica has begun to answer."""
         sampling = SamplingParams(**{"seed": 1, "ignore_eos": True, **params})
         message = GenerateRequest(request_id=name, prompt=prompt + given, params=sampling, num_prompt=len(prompt))
-        self.scheduler.add(message, now=0.0)
+        self.scheduler.apply(Added(message), 0.0)
         self.outputs[name] = []
 
     def abort(self, name: str) -> None:
-        event = self.scheduler.abort(name, now=0.0)
+        event = self.scheduler.apply(Aborted(name), 0.0)
         self.record([] if event is None else [event])
 
     def step(self) -> StepPlan | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.block_pool import HashChanges
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.part_inputs import CommandsTaken, TiersAnswered
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
@@ -131,11 +132,12 @@ class TierHarness(Harness):
 
     def take_answers(self) -> None:
         answers, self.answers = self.answers, []
-        self.scheduler.loading.answered(answers, self.now)
+        if answers or self.offloading.loaded:
+            self.scheduler.apply(TiersAnswered(answers), self.now)
         self.scheduler.check()
 
     def submit(self) -> None:
-        for command in self.offloading.take_commands(self.now):
+        for command in self.scheduler.apply(CommandsTaken(), self.now):
             match command:
                 case StopLoad(number):
                     if number in self.moving:
@@ -197,7 +199,7 @@ class TierHarness(Harness):
         before, self.listed_holds = self.listed_holds, dict(self.holds[True])
         changed = [(name, hold) for name, hold in self.listed_holds.items() if before.get(name) != hold]
         dropped = [name for name in before if name not in self.listed_holds]
-        self.scheduler.loading.answered([StoreListing(added, removed, changed, dropped)], self.now)
+        self.scheduler.apply(TiersAnswered([StoreListing(added, removed, changed, dropped)]), self.now)
         self.scheduler.holds.update(self.now)
         self.scheduler.check()
 

@@ -160,11 +160,13 @@ OTHER_MODELS = """
     core/features/kv_offloading.py wire/kv_offload.py
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
+    core/features/part_inputs.py core/features/part_mail.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/block_usage.py core/request_cost.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
     core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
+    core/door/journal.py
     core/tape/answers.py core/tape/digest.py core/tape/file.py core/tape/inputs.py core/tape/recorder.py
     core/tape/replay.py core/tape/ring.py core/tape/snapshot.py core/tape/kept_tapes.py core/tape/shared_copy.py
     core/tape/moment_view.py core/tape/object_graph.py core/tape/replay_limits.py
@@ -226,6 +228,18 @@ def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
     for folder in {file.parent for files in FILES.values() for file in files}:
         files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
         assert len(files) <= MAX_FILES, f"{folder} has {len(files)} files"
+
+
+def test_nothing_from_outside_enters_a_scheduler_but_by_apply():
+    """What a tape has not heard of could not be replayed."""
+    parts = "handoffs|images|fetching|holds|adapters|loading|offloading|kv_cache|queue|moves"
+    changes = (
+        "add|abort|handle|clear|release|give|switch|stuck|answered|take_commands|set_prefill_replicas|new_load|loaded"
+    )
+    way = re.compile(rf"scheduler\.(?:(?:{parts})\.)?(?:{changes})\(")
+    for file in [file for room in ("engine", "deployments", "cluster") for file in FILES[room]]:
+        if "engine/core/features" not in str(file):
+            assert not way.findall(file.read_text(encoding="utf-8")), file
 
 
 def test_no_file_of_the_engine_names_ray():

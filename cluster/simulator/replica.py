@@ -15,9 +15,11 @@ from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.door.inputs import Added, AddedRemote, MovesAsked
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.part_inputs import CommandsTaken, HandoffWentOn, TiersAnswered
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
@@ -87,13 +89,13 @@ class Replica:
 
     def add(self, message: GenerateRequest, now: float) -> None:
         """Add a request. Raises ServingError."""
-        self.scheduler.add(message, now)
+        self.scheduler.apply(Added(message), now)
         self._kv_events.admitted(message.request_id)
         self._came(now)
 
     def add_remote_prefill(self, remote_request: RemoteRequest, now: float) -> None:
         """Add another engine's prompt. Raises ServingError."""
-        self.scheduler.add_remote(remote_request, now)
+        self.scheduler.apply(AddedRemote(remote_request), now)
         self._kv_events.admitted(remote_request.handoff_id)
         self._came(now)
 
@@ -105,7 +107,7 @@ class Replica:
     def move(self, count: int, now: float) -> None:
         """Let up to `count` requests leave for other replicas: at once if they wait, else after their next token."""
         self.catch_up(now)
-        self._tell(self.scheduler.move(count, now))
+        self._tell(self.scheduler.apply(MovesAsked(count), now))
         self._came(now)
 
     def tier_answered(self, answers: list[TierAnswer | StoreListing], now: float) -> None:
@@ -158,20 +160,21 @@ class Replica:
         scheduler, self._began, self._plan = self.scheduler, now, None
         self.meter.resume(now)
         for event in self._inbox:
-            self._tell(scheduler.handle(event, now))
+            self._tell(scheduler.apply(HandoffWentOn(event), now))
         self._inbox.clear()
-        scheduler.loading.answered(self._tier_answers, now)
-        self._tier_answers.clear()
+        if self._tier_answers:
+            scheduler.apply(TiersAnswered([*self._tier_answers]), now)
+            self._tier_answers.clear()
         quiet = self._settled or not scheduler.queue.waiting
         quiet = quiet and not any(request.leaving for request in scheduler.queue.running)
         if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
-            self.tier_commands += scheduler.offloading.take_commands(now)
+            self.tier_commands += scheduler.apply(CommandsTaken(), now)
             return
         preemptions = scheduler.totals.preemptions
         self._plan = plan = scheduler.schedule(now)
-        self.tier_commands += scheduler.offloading.take_commands(now)
+        self.tier_commands += scheduler.apply(CommandsTaken(), now)
         if plan is None:
             self.due = None
             self.meter.rest("stalled" if scheduler.has_work else "idle")

@@ -25,6 +25,7 @@ from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.micro_batches import MicroBatches
+from engine.core.features.part_mail import PartMail
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
 from engine.core.features.tiers.tier import Tier
@@ -63,13 +64,12 @@ from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.text.grammar import GrammarCompiler
+from engine.wire.remote_request import Peer
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
     from engine.kv_transfer.channel import HandoffChannel
     from engine.kv_transfer.transport.ranks import KVWorkerInfo
-
-OpenChannel = Callable[[HandoffConfig, "list[KVWorkerInfo]"], "HandoffChannel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ def build_engine(
     offloading = make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff = loaded.config.handoff
     channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks)
+    encode = None if loaded.runner.image_inbox is None else loaded.config.encode
+    image_channel = NoChannel() if encode is None else open_channel(encode, image_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
     scheduler = Scheduler(
         loaded.config,
@@ -121,7 +123,7 @@ def build_engine(
         limits=make_limits(loaded),
         handoffs=handoffs,
         speculation=make_speculation(loaded, step_times),
-        images=make_images(loaded, open_channel, image_ranks),
+        images=make_images(loaded, image_channel.peer),
         adapters=AdapterSlots(config.lora_slots) if loaded.config.enable_lora else None,
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
@@ -150,13 +152,17 @@ def build_engine(
             clock.monotonic(),
             [usage for tier in offloading.tiers for usage in tier.usages],
         ),
-        adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
         experts=make_experts(loaded, broadcaster),
-        tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
+        mail=PartMail(
+            scheduler,
+            channel=channel,
+            image_channel=image_channel,
+            tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
+            adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
+        ),
         kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
         kv_workers=kv_workers,
         broadcaster=broadcaster,
-        channel=channel,
         clock=clock,
         tape=tape,
     )
@@ -281,7 +287,7 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
         return HandoffManager()
     policy = None
     if config.handoff.role == "decode":
-        policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
+        policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens)
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
     return HandoffManager(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
@@ -308,7 +314,6 @@ def make_fetching(
         times=step_times,
         timeout_s=config.fetch_timeout_s,
         block_bytes=block_bytes(loaded),
-        quarantined=channel.quarantined,
     )
 
 
@@ -408,17 +413,18 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
     return Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)
 
 
-def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerInfo]) -> EncoderCacheManager | TextOnly:
+def make_images(loaded: Loaded, peer: Peer | None) -> EncoderCacheManager | TextOnly:
+    """peer: this engine as encode engines address it; None if there are none."""
     config, runner, vision = loaded.config, loaded.runner, loaded.model.vision
     if vision is None:
         return TextOnly()
     images = EncoderCacheManager(
         config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
     )
-    if config.encode is not None and runner.image_inbox is not None:
+    if peer is not None and runner.image_inbox is not None:
         encoder, dtype, block_size = encoder_config(loaded.model), runner.dtype, runner.block_size
         images.handoffs = ImageHandoffs(
-            open_channel(config.encode, ranks),
+            peer,
             fingerprint=fingerprint(encoder, loaded.folder, dtype, dtype, block_size, config.determinism),
             image_token_id=vision.image_token_id,
             num_blocks=len(runner.image_inbox),

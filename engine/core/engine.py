@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -18,9 +18,11 @@ from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.handoffs import HandoffOutput
+from engine.core.features.part_inputs import HoldsUpdated
+from engine.core.features.part_mail import PartMail
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
@@ -34,26 +36,19 @@ from engine.errors import (
     RequestTimeout,
     ServingError,
 )
-from engine.kv_offload.group_tiers import GroupTiers, NoTiers
-from engine.kv_transfer.no_channel import NoChannel
-from engine.lora.group_loader import GroupLoader
 from engine.model.config import ModelConfig
 from engine.runner.launching.launcher import Launcher
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
-from engine.wire.kv_offload import TierCommand
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import AdapterLoaded, CancelDispatch, DispatchRemote
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import EngineStats
-from engine.wire.token_delta import ErrorInfo
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
-    from engine.kv_transfer.channel import HandoffChannel
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +84,11 @@ class EngineCore:
         grammars: GrammarCompiler,
         step_times: StepTimes,
         ledger: CostLedger,
-        adapter_loader: GroupLoader,
         experts: GroupExperts,
-        tiers: GroupTiers | NoTiers,
+        mail: PartMail,
         kv_events: KVEvents | NoKVEvents,
         kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | NoBroadcaster,
-        channel: HandoffChannel | NoChannel,
         clock: Clock = SYSTEM_CLOCK,
         tape: Tape | NoTape | None = None,
     ):
@@ -105,26 +98,19 @@ class EngineCore:
         self.runner, self.scheduler, self.step_times, self.ledger = runner, scheduler, step_times, ledger
         self._launcher = launcher
         self.max_model_len = scheduler.limits.max_model_len
-        self.handoff_channel = channel
-        self.image_handoffs = scheduler.images.handoffs
+        self.mail = mail
         #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
         self._waits: CostLine = "idle"  # what the time while it is idle is spent on
         self.last_step_at = self._now()
         self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
-        self._adapter_loader, self._tiers, self._kv_events = adapter_loader, tiers, kv_events
-        self._experts = experts
-        self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
+        self._kv_events, self._experts = kv_events, experts
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
-        self._notices: list[DispatchRemote | CancelDispatch | AdapterLoaded] = []
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
         self._num_launched = 0
-        #: Actions for other engines and commands to the tiers, by the plan that made them, each with the number of
-        #: steps that must end first.
-        self._reserved: deque[tuple[int, list[HandoffOutput], list[TierCommand]]] = deque()
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -132,7 +118,7 @@ class EngineCore:
         """Take a request, or raise a ServingError."""
         self._check_task(message)
         now = self._now()
-        self._admit(self.scheduler.add(message, now), now, message.client)
+        self._admit(self.scheduler.apply(inputs.Added(message), now), now, message.client)
 
     def prefill(self, remote_request: RemoteRequest) -> bool:
         """Compute a prompt for another engine. Returns False if it is refused; the refusal is sent to that engine."""
@@ -141,12 +127,12 @@ class EngineCore:
         now = self._now()
         try:
             self.scheduler.handoffs.check(remote_request)
-            request = self.scheduler.add_remote(remote_request, now)
+            request = self.scheduler.apply(inputs.AddedRemote(remote_request), now)
         except ServingError as error:
             logger.warning("refused a prefill request handoff_id=%s reason=%s", remote_request.handoff_id, error)
-            self.handoff_channel.submit(RefusePrefill(remote_request, str(error)))
+            self.mail.channel.submit(RefusePrefill(remote_request, str(error)))
             return False
-        self.handoff_channel.submit(AcceptPrefill(remote_request))
+        self.mail.channel.submit(AcceptPrefill(remote_request))
         self._admit(request, now)
         return True
 
@@ -174,13 +160,13 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
         """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
-        event = self.scheduler.abort(request_id, self._now(), reason=reason)
+        event = self.scheduler.apply(inputs.Aborted(request_id, reason), self._now())
         return None if event is None else self.ledger.report([event])[0]
 
     def move(self, count: int) -> list[Event]:
         """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
-        return self.ledger.report(self.scheduler.move(count, self._now()))
+        return self.ledger.report(self.scheduler.apply(inputs.MovesAsked(count), self._now()))
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the
@@ -205,8 +191,12 @@ class EngineCore:
         return events
 
     def _fail(self, request: Request, error: ServingError, now: float) -> list[Event]:
-        event = self.scheduler.abort(request.request_id, now, error)
+        event = self.scheduler.apply(inputs.Aborted(request.request_id, error=error), now)
         return [] if event is None else [event]
+
+    def apply(self, given: inputs.Input) -> Any:
+        """Pass an input on to the scheduler, whose answer it returns."""
+        return self.scheduler.apply(given, self._now())
 
     @property
     def has_work(self) -> bool:
@@ -232,7 +222,7 @@ class EngineCore:
 
     def _plain_step(self) -> list[Event]:
         events, plan = self._plan()
-        self._submit_handoffs()
+        self._submit()
         if plan is not None:
             self._launch(plan)
             events += self._finish_step()
@@ -242,14 +232,9 @@ class EngineCore:
 
     def _overlapped_step(self) -> list[Event]:
         events, plan = self._plan()
-        # A block just reserved for KV from elsewhere may have belonged to an ended sequence that the steps in flight
-        # still write for. So these steps end before the KV is asked for.
-        actions, commands = self.scheduler.handoffs.actions, self.scheduler.offloading.take_commands(self._now())
-        if actions or commands:
-            self._reserved.append((self._num_launched, [*actions], commands))
-            actions.clear()
+        self.mail.reserve(self._num_launched, self._now())
         if not self._in_flight:
-            self._submit_handoffs()
+            self._submit()
         if plan is not None:
             self._launch(plan)
             if len(self._in_flight) < self.runner.max_steps:
@@ -266,12 +251,15 @@ class EngineCore:
         if self.idle:
             self.ledger.spent(self._waits, now)
         self.idle = False
-        self._take_tier_answers(now)
-        events = self._abort_overdue(now) + self._take_compiled(now) + self._take_adapters() + self._take_handoffs(now)
+        events = self._abort_overdue(now) + self._take_compiled(now)
+        for given in self.mail.arrived():
+            events += self.scheduler.apply(given, now) or ()
         plan = self.scheduler.schedule(now)
-        for load in self.scheduler.adapters.take_loads():
-            self._adapter_loader.load(load)
+        self.mail.load_adapters()
         return events, plan
+
+    def _submit(self) -> None:
+        self.mail.submit(self._num_launched - len(self._in_flight), self._now())
 
     def _launch(self, plan: StepPlan) -> None:
         submitted_at, work, plan = self._now(), StepWork.of(plan), self._experts.mark(plan)
@@ -292,8 +280,8 @@ class EngineCore:
         self.ledger.spent("recovery", went_on_at)
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
-        events = self.scheduler.commit(result, self.last_step_at)
-        self._submit_handoffs()
+        events = self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)
+        self._submit()
         self._broadcaster.committed(result)
         return events
 
@@ -303,8 +291,7 @@ class EngineCore:
         self._launcher.rest()
         if (
             self._compiling
-            or self._adapter_loader.loading
-            or self.scheduler.offloading.moving
+            or self.mail.is_awaited
             or any(r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting])
         ):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
@@ -315,56 +302,15 @@ class EngineCore:
         self._waits = "stalled" if self.has_work else "idle"
         self.ledger.spent(self._waits, self.last_step_at)
 
-    # -- handoffs ------------------------------------------------------------------------------------------
-
-    def _take_handoffs(self, now: float) -> list[Event]:
-        self.image_handoffs.take_events()
-        self.scheduler.fetching.update(now)
-        return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
-
-    def _submit_handoffs(self) -> None:
-        """Pass the scheduler's actions to the handoffs' channels and the tiers, and queue its notices for the control
-        actor."""
-        ended = self._num_launched - len(self._in_flight)
-        while self._reserved and self._reserved[0][0] <= ended:
-            _, actions, commands = self._reserved.popleft()
-            self._tiers.submit(commands)
-            self._submit(self.handoff_channel, actions)
-        if not self._reserved:  # else these would overtake the reserved ones
-            self._tiers.submit(self.scheduler.offloading.take_commands(self._now()))
-            if actions := self.scheduler.handoffs.actions:
-                self._submit(self.handoff_channel, actions)
-        if actions := self.image_handoffs.actions:
-            self._submit(self.image_handoffs.channel, actions)
-
-    def _submit(self, channel: HandoffChannel | NoChannel, actions: list[HandoffOutput]) -> None:
-        submitted = []
-        for action in actions:
-            if isinstance(action, DispatchRemote | CancelDispatch):
-                self._notices.append(action)
-            else:
-                submitted.append(action)
-        actions.clear()
-        if submitted:
-            channel.submit(*submitted)
-
-    def take_notices(self) -> list[DispatchRemote | CancelDispatch | AdapterLoaded]:
-        """Return the messages for the control actor queued since the last call."""
-        notices, self._notices = self._notices, []
-        return notices
-
     # -- tiers ---------------------------------------------------------------------------------------------
-
-    def _take_tier_answers(self, now: float) -> None:
-        self.scheduler.loading.answered(self._tiers.answers(), now)
 
     def _flush_tiers(self) -> None:
         """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
         deadline = self._now() + FLUSH_S
         while self._broken is None and not self._in_flight and self._now() < deadline:
-            self._take_tier_answers(self._now())
-            self.scheduler.holds.update(self._now())
-            self._submit_handoffs()
+            for given in (*self.mail.arrived(), HoldsUpdated()):
+                self.apply(given)
+            self._submit()
             if self.scheduler.offloading.flushed():
                 return
             time.sleep(FLUSH_POLL_S)
@@ -380,7 +326,7 @@ class EngineCore:
             elif compilation.finished(now):
                 del self._compiling[request]
                 try:
-                    self.scheduler.set_grammar(request, self._grammars.finish(compilation))
+                    self.scheduler.apply(inputs.GrammarSet(request.request_id, self._grammars.finish(compilation)), now)
                 except ServingError as error:
                     events += self._fail(request, error, now)
         return events
@@ -390,26 +336,13 @@ class EngineCore:
     def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
         """Start to read an adapter into host memory on all ranks. `take_notices` returns the outcome later. Raises
         AdapterError."""
-        self._adapter_calls[self.scheduler.adapters.new_load(lora)] = call_id
+        self.mail.load_adapter(lora, call_id, self._now())
         self.idle = False
 
     def check_adapter(self, lora: LoRARequest) -> None:
         """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
         self.scheduler.adapters.check(lora)
-        self._adapter_loader.check(lora)
-
-    def _take_adapters(self) -> list[Event]:
-        """Release requests whose adapter has been loaded, and end those whose adapter cannot be loaded."""
-        events = []
-        for number, error in self._adapter_loader.finished():
-            lora = self.scheduler.adapters.loaded(number, failed=error is not None)
-            if call_id := self._adapter_calls.pop(number, None):
-                self._notices.append(AdapterLoaded(call_id, None if error is None else ErrorInfo.of(error)))
-            if lora is not None and error is not None:
-                now, waiting = self._now(), list(self.scheduler.queue.waiting)
-                for request in [request for request in waiting if request.prefix.adapter == lora.digest]:
-                    events += self._fail(request, error, now)
-        return events
+        self.mail.adapter_loader.check(lora)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -450,10 +383,10 @@ class EngineCore:
         if self._broken is None:
             self.tape.close()
         self._grammars.close()
-        self._adapter_loader.close()
+        self.mail.adapter_loader.close()
         self._launcher.close()
-        self.handoff_channel.close()  # before the other ranks end: they may be reading
-        self.image_handoffs.channel.close()
+        self.mail.channel.close()  # before the other ranks end: they may be reading
+        self.mail.image_channel.close()
         self._kv_workers.close()
         self._broadcaster.close()
         self.runner.close()

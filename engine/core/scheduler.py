@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
+from engine.core.door import inputs
+from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
@@ -49,8 +51,8 @@ class Scheduler:
     """Continuous batching without phases: every request has known tokens and computed tokens, and each step narrows the
     gap between them, under one token budget for all requests.
 
-    `schedule` decides, `commit` records. A second step may be planned before the first is committed; the tokens that
-    the first will sample are then counted as `in_flight`.
+    `apply` takes what comes from outside (inputs.py), `schedule` decides, `commit` records. A second step may be
+    planned before the first is committed; the tokens that the first will sample are then counted as `in_flight`.
 
     Requests are served in `order` (priority, then arrival). Running requests come first. Each leaves one token of the
     budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
@@ -103,6 +105,7 @@ class Scheduler:
         self.planned: deque[tuple[StepPlan, list[Request]]] = deque()
         self._builder = StepPlanBuilder()
         self._num_arrived = 0
+        self.journal: Journal = NOBODY_LISTENS
 
     @property
     def num_waiting(self) -> int:
@@ -113,9 +116,33 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.live or self.planned or self.handoffs.receiving)
 
-    # -- requests -------------------------------------------------------------------------------------------
+    # -- inputs --------------------------------------------------------------------------------------------
 
-    def add(self, message: GenerateRequest, now: float) -> Request:
+    def apply(self, given: inputs.Input, now: float) -> Any:
+        """Take an input. Returns and raises what the input says."""
+        self.journal.entering(given)
+        answer: Any = None
+        match given:
+            case inputs.PartInput():
+                answer = given.apply(self, now)
+            case inputs.Added(message):
+                answer = self._add(message, now)
+            case inputs.AddedRemote(asked_by):
+                answer = self._add_remote(asked_by, now)
+            case inputs.GrammarSet(request_id, grammar):
+                self._set_grammar(self.queue.live[request_id], grammar)
+            case inputs.Aborted(request_id, reason, error):
+                answer = self.abort(request_id, now, error, reason=reason)
+            case inputs.MovesAsked(count):
+                answer = self._move(count, now)
+            case inputs.CacheCleared():
+                self._clear_cache()
+            case _:
+                raise AssertionError(f"nobody takes {given}")
+        self.journal.given(given, now)
+        return answer
+
+    def _add(self, message: GenerateRequest, now: float) -> Request:
         """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
         self._check_capacity()
@@ -125,7 +152,7 @@ class Scheduler:
         request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
         return self._enqueue(request)
 
-    def add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
+    def _add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
         """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
         self._checks.check_remote(asked_by)
         self._check_capacity()
@@ -150,26 +177,19 @@ class Scheduler:
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request
 
-    def clear_cache(self) -> None:
-        """Empty the prefix cache and the tiers below it, and end all holds."""
+    def _clear_cache(self) -> None:
         self.holds.clear()
         self.kv_cache.clear_cache()
         self.loading.clear()
 
-    def set_grammar(self, request: Request, grammar: Grammar) -> None:
-        """Attach the compiled grammar that a request was waiting for, and make the request ready to run."""
+    def _set_grammar(self, request: Request, grammar: Grammar) -> None:
         self.queue.remove(request)
-        request.grammar = grammar
+        request.grammar = self.journal.grammar(grammar)
         self.queue.wait(request)
 
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
     ) -> Event | None:
-        """End a request now and free what it holds. Returns None if the request is not live; it may just have finished.
-
-        Also returns None for a prompt computed for another engine: that engine is notified, and the request ends once
-        the other engine stops reading its blocks.
-        """
         request = self.queue.live.get(request_id)
         if request is None:
             return None
@@ -178,9 +198,7 @@ class Scheduler:
             return None
         return self._finish(request, "error" if error else reason, now, error=error)
 
-    def move(self, count: int, now: float) -> list[Event]:
-        """Let other engines continue up to `count` requests. Waiting requests leave at once. If `count` is not reached,
-        running requests leave after their next token, with their KV."""
+    def _move(self, count: int, now: float) -> list[Event]:
         others = [*self.handoffs.receiving.values(), *self.loading.requests]
         at_once = self.moves.choose(self.queue, others, count)
         return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
@@ -189,6 +207,16 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed now."""
+        try:
+            plan = self._schedule(now)
+        except BaseException:
+            self.journal.failed(now)
+            raise
+        self.journal.planned(plan, now)
+        return plan
+
+    def _schedule(self, now: float) -> StepPlan | None:
+        self.fetching.update(now)
         if self.speculation.waits_for(self.planned, len(self.queue.running)):
             return None
         before = self.totals.preemptions
@@ -311,13 +339,22 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float) -> list[Event]:
-        """Record the result of the oldest planned step. Returns one event per request that got a token."""
-        plan, requests = self.planned.popleft()
+    def commit(self, result: StepResult, now: float, step_s: float = 0.0) -> list[Event]:
+        """Record the result of the oldest planned step. Returns one event per request that got a token. step_s: seconds
+        that the step took."""
+        step, events = self.planned.popleft(), list[Event]()
+        try:
+            self._commit(*step, result, now, events)
+        finally:
+            self.journal.committed(step, result, now, step_s, events)
+        return events
+
+    def _commit(
+        self, plan: StepPlan, requests: list[Request], result: StepResult, now: float, events: list[Event]
+    ) -> None:
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         self.images.release(plan.received)
         self.adapters.committed(plan.step)
-        events: list[Event] = []
         cache_blocks = self.kv_cache.cache_blocks
         verifies = bool(plan.drafts) or self.speculation.has_weights
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)
@@ -344,7 +381,6 @@ class Scheduler:
             elif i in result.pooled:
                 events.append(self._finish_pooling(request, result.pooled[i], now))
         self.metrics.observe_tokens([event.request for event in events if event.delta.token_ids], now)
-        return events
 
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
@@ -430,6 +466,7 @@ class Scheduler:
         del self.queue.live[request.request_id]
         self.totals.finished[reason] += 1
         self.metrics.observe_finished(request, reason, now)
+        self.journal.ended(request, reason)
         self.speculation.finish(request)
         if not request.asked_by:
             why = f" ({error})" if error else ""
@@ -440,7 +477,6 @@ class Scheduler:
         return Event(request, last_delta(request, delta, reason, now, error))
 
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
-        """Record the progress of a handoff."""
         match self._handoff_progress.handle(event, now):
             case Ended(request, reason, error):
                 return [self._finish(request, reason, now, error=error)]

@@ -17,6 +17,7 @@ import msgspec
 
 from engine.config import GPU_DEFAULTS, EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.device import is_gpu
@@ -172,7 +173,7 @@ class LLM:
         """Forget all cached prefixes. Returns True, since nothing runs between calls."""
         if not isinstance(self._core, EngineCore):
             raise RequestError("reset_prefix_cache is not supported with data_parallel_size: use cache_salt in prompts")
-        self._core.scheduler.clear_cache()
+        self._core.apply(CacheCleared())
         return True
 
     def __getattr__(self, name: str) -> Any:

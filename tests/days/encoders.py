@@ -141,8 +141,9 @@ class ImageEngine(Engine):
             self.runner.inbox = Inbox(num_blocks, config.block_size)
             channel = Channel(self, config.encode, f"images:{self.engine_id}", self.runner.inbox, clock)
             self.channels.append(channel)
+            self.image_channel = channel  # type: ignore[assignment]
             images.handoffs = ImageHandoffs(
-                channel,  # type: ignore[arg-type]
+                channel.peer,
                 fingerprint=EncodeEngine.fingerprint,
                 image_token_id=IMAGE,
                 num_blocks=num_blocks,
@@ -152,7 +153,7 @@ class ImageEngine(Engine):
 
     def check(self) -> None:
         super().check()
-        handoffs = self.core.image_handoffs
+        handoffs = self.core.scheduler.images.handoffs
         if isinstance(handoffs, ImageHandoffs):
             handoffs.check([image for plan, _ in self.core.scheduler.planned for image in plan.received])
 
@@ -194,7 +195,7 @@ class ImagePart(Part):
     def check_end(self) -> None:
         for deployment in self._cluster.deployments.values():
             for replica in deployment.replicas:
-                handoffs, engine = replica.engine.core.image_handoffs, replica.engine
+                handoffs, engine = replica.engine.core.scheduler.images.handoffs, replica.engine
                 if isinstance(handoffs, ImageHandoffs) and engine.alive and not engine.paused:
                     engine.check()
                     nothing(f"{replica.engine_id}: images on their way", handoffs.receiving)

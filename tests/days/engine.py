@@ -25,6 +25,7 @@ from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import NoOffloading
 from engine.core.features.micro_batches import MicroBatches
+from engine.core.features.part_mail import PartMail
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
 from engine.core.request import Request
@@ -36,6 +37,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import NoMoves
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.endpoint import HandoffEndpoint
+from engine.kv_transfer.no_channel import NoChannel
 from engine.kv_transfer.protocol.messages import (
     Attach,
     DropSource,
@@ -140,7 +142,7 @@ class Engine:
         )
         assert config.handoff is not None
         self.channel = Channel(self, config.handoff, f"channel:{engine_id}", self.runner, clock)
-        self.channels = [self.channel]
+        self.channels, self.image_channel = [self.channel], NoChannel()
         times = StepTimes()
         size = config.block_size
         kv_cache, _ = kv_cache_of(
@@ -150,7 +152,7 @@ class Engine:
         handoff = config.handoff
         policy = None
         if handoff.role == "decode":
-            policy = RemotePrefillPolicy(handoff, times.by_tokens, self.channel.quarantined)
+            policy = RemotePrefillPolicy(handoff, times.by_tokens)
         role: Role | None = "decode" if policy and handoff.switch_roles else None
         handoffs = HandoffManager(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
@@ -165,7 +167,6 @@ class Engine:
                 times=times,
                 timeout_s=handoff.fetch_timeout_s,
                 block_bytes=[size * 1000],
-                quarantined=self.channel.quarantined,
                 min_tokens=size,
             )
         stages, speculation = cluster.size.stages, None
@@ -200,13 +201,17 @@ class Engine:
                 clock.monotonic(),
                 [usage for tier in offloading.tiers for usage in tier.usages],
             ),
-            adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
             experts=NoMoves(),
-            tiers=self.tiers,  # type: ignore[arg-type]
+            mail=PartMail(
+                scheduler,
+                channel=self.channel,  # type: ignore[arg-type]
+                image_channel=self.image_channel,  # type: ignore[arg-type]
+                tiers=self.tiers,  # type: ignore[arg-type]
+                adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
+            ),
             kv_events=NoKVEvents(),
             kv_workers=ExitStack(),
             broadcaster=NoBroadcaster(),
-            channel=self.channel,  # type: ignore[arg-type]
             clock=clock,
         )
         self.core._grammar_compiled = Pauses(self.clock)  # type: ignore[assignment]
@@ -302,7 +307,7 @@ class Engine:
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""
-        return self.core._num_launched, len(self.core._in_flight), len(self.core._reserved)
+        return self.core._num_launched, len(self.core._in_flight), len(self.core.mail.reserved)
 
     def _release(self) -> None:
         """The world has caught up."""

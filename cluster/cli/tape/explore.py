@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.tape.outcome import clock_time, told
+from engine.core.door.inputs import Input
 from engine.core.request import Request, State
-from engine.core.tape.inputs import Added, AddedRemote, Input
+from engine.core.tape.inputs import AddedRemoteShape, AddedShape
 from engine.core.tape.moment_view import MomentView
 from engine.core.tape.replay import Diverged, Replay
 from engine.errors import InvalidParameter
@@ -93,9 +94,9 @@ def follow(replay: Replay, request_id: str, console: Console) -> bool:
 def _arrived(call: Input | None) -> str:
     """Return the id of the request that comes by a call; empty if none does."""
     match call:
-        case Added(message=message):
+        case AddedShape(message=message):
             return message.request_id
-        case AddedRemote(request=request):
+        case AddedRemoteShape(request=request):
             return request.handoff_id
         case _:
             return ""

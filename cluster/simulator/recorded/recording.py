@@ -23,7 +23,7 @@ from deployments.billing.prices import Prices
 from deployments.routing.config import RoutingConfig
 from engine.core.request import Request
 from engine.core.tape.file import read_all
-from engine.core.tape.inputs import Added
+from engine.core.tape.inputs import AddedShape
 from engine.core.tape.replay_limits import replay_limits
 from engine.core.tape.ring import EngineTape
 from engine.errors import InvalidParameter
@@ -145,7 +145,7 @@ class Recording:
         for moment in replay.run():
             if tape.wall_s + moment.at > self._until and not of_order:
                 break
-            if isinstance(moment.input, Added):
+            if isinstance(moment.input, AddedShape):
                 live = replay.scheduler.queue.live[moment.input.message.request_id]
                 # it may have come at any time during the step before, and is taken to have come in the middle
                 waited_s = step_s / 2 if not idle or moment.at - ended < TAKEN_S else 0.0

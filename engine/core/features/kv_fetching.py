@@ -12,7 +12,7 @@ cannot load in time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,6 +55,9 @@ class NoFetching:
     waiting: list[Request] = []  # noqa: RUF012 - never changed
     brought: list[tuple[BlocksAsked, float]] = []  # noqa: RUF012 - never changed
     moving = False
+
+    def __init__(self) -> None:
+        self.resting: list[str] = []
 
     def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
         return False
@@ -110,20 +113,19 @@ class KVFetching:
         times: StepTimes,
         timeout_s: float,
         block_bytes: Sequence[int],
-        quarantined: Callable[[], Collection[str]] = lambda: (),
         min_tokens: int = MIN_TOKENS,
     ):
         """peer: this engine as others address it. timeout_s: seconds for which a request waits for blocks. block_bytes:
-        bytes of a block of each group on all ranks. quarantined: function that returns the ids of engines whose link
-        has just failed. min_tokens: shortest hit that is fetched."""
+        bytes of a block of each group on all ranks. min_tokens: shortest hit that is fetched."""
         self.peer = peer
+        self.resting: list[str] = []  #: ids of engines whose link has just failed
         #: Fetches by what became of them: `received`, `failed`, or `costs_more` for those that were not worth it.
         self.fetches: Counter[str] = Counter()
         self.fetched_tokens = 0
         #: Seconds of a fetch by its MiB.
         self.link_cost = LinearCost(RATE_MEMORY)
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
-        self._timeout_s, self._bytes, self.quarantined = timeout_s, block_bytes, quarantined
+        self._timeout_s, self._bytes = timeout_s, block_bytes
         self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
         #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
         self.brought: list[tuple[BlocksAsked, float]] = []
@@ -191,7 +193,7 @@ class KVFetching:
 
     def _may_ask(self, holder: KVHolder, tokens: int) -> bool:
         engine = holder.engine
-        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self.quarantined()
+        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self.resting
 
     def _pays(self, request: Request, holder: KVHolder, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
         """Return whether fetching the blocks is expected to be faster than computing these tokens. While a rate is

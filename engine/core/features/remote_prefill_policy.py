@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.config import HandoffConfig
@@ -55,13 +54,10 @@ class RemotePrefillPolicy:
     remote: queue + compute + the part of the transfer not hidden by computing (learned from every handoff)
     """
 
-    def __init__(
-        self, config: HandoffConfig, step_cost: StepCost, quarantined: Callable[[], Collection[str]] = lambda: ()
-    ):
-        """quarantined: function that returns the ids of engines that should get no prefill requests for now."""
+    def __init__(self, config: HandoffConfig, step_cost: StepCost):
         self.config = config
         self.step_cost = step_cost
-        self.quarantined = quarantined
+        self.resting: list[str] = []  #: ids of engines that get no prefill requests for now
         self.link_cost = LinearCost(LINK_MEMORY, LINK_PRIOR_S)
         self.replicas: list[PrefillReplica] | None = None  # None until the first list comes
         self.decisions: Counter[tuple[str, str]] = Counter()
@@ -74,8 +70,7 @@ class RemotePrefillPolicy:
             return PrefillDecision(False, prompt.local_only)
         if self.config.policy == "never":
             return PrefillDecision(False, "policy")
-        quarantined = self.quarantined()
-        available = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in quarantined]
+        available = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in self.resting]
         if not available and (available is not None or self.config.policy != "always"):
             return PrefillDecision(False, "quarantined" if self.replicas else "no_prefill_replica")
         if self.config.policy == "always" or available is None:

@@ -9,8 +9,9 @@ import msgspec
 import zmq
 
 from engine.clock import Clock
+from engine.core.door import inputs
 from engine.core.engine import EngineCore
-from engine.core.features.handoffs import STUCK
+from engine.core.features import part_inputs
 from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
@@ -114,9 +115,9 @@ class EngineEndpoint:
             case Subscribe():
                 self._subscribe(command)
             case ReleaseHolds(name, client):
-                self._core.scheduler.holds.release(name, client)
+                self._core.apply(part_inputs.HoldsReleased(name, client))
             case ResetPrefixCache():
-                self._core.scheduler.clear_cache()
+                self._core.apply(inputs.CacheCleared())
             case ListHotPrefixes(call_id, limit):
                 self._list_hot_prefixes(call_id, limit)
             case LoadAdapter(call_id, lora):
@@ -178,7 +179,7 @@ class EngineEndpoint:
             self._reply(event.request.reply_to, event.delta)
 
     def _move(self, count: int) -> None:
-        if self._core.handoff_channel.peer is None:
+        if self._core.mail.channel.peer is None:
             REFUSALS.add("commands", "unexpected", "MoveRequests: this engine does not hand over KV")
             return
         for event in self._core.move(count):
@@ -192,16 +193,15 @@ class EngineEndpoint:
         self._push(self._status_to, self._encode(HotPrefixes(call_id, peer, self._prefixes.hottest(limit))))
 
     def _give_holds(self, call_id: str, limit: int) -> None:
-        scheduler = self._core.scheduler
-        prompts = scheduler.holds.give(limit, self._clock.monotonic())
-        self._push(self._status_to, self._encode(HeldPrompts(call_id, scheduler.fetching.peer, prompts)))
+        prompts = self._core.apply(part_inputs.HoldsGiven(limit))
+        self._push(self._status_to, self._encode(HeldPrompts(call_id, self._core.scheduler.fetching.peer, prompts)))
 
     def _set_role(self, role: Role) -> None:
         handoffs = self._core.scheduler.handoffs
         if handoffs.role is None:
             REFUSALS.add("commands", "unexpected", "SetRole: the role of this engine does not change")
         elif role != handoffs.role:
-            handoffs.switch(role)
+            self._core.apply(part_inputs.RoleSet(role))
             self._status_due = self._clock.monotonic()  # the control actors of other engines ask for the status
 
     def _reply(self, address: str, delta: TokenDelta) -> None:
@@ -224,13 +224,13 @@ class EngineEndpoint:
             self._kv_events.subscribe(command, self._clock.monotonic())
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
-        channel, images = self._core.handoff_channel, self._core.image_handoffs
+        core, channel, image_channel = self._core, self._core.mail.channel, self._core.mail.image_channel
         match command:
-            case PrefillReplicas(replicas, "encode") if images.channel.peer is not None:
-                images.set_replicas(replicas)
+            case PrefillReplicas(replicas, "encode") if image_channel.peer is not None:
+                core.apply(part_inputs.EncodersSet(replicas))
                 return
-            case RemoteRequestFailed(handoff_id) if images.owns(handoff_id):
-                images.channel.submit(command)
+            case RemoteRequestFailed(handoff_id) if core.scheduler.images.handoffs.owns(handoff_id):
+                image_channel.submit(command)
                 return
         if channel.peer is None:
             REFUSALS.add("commands", "unexpected", f"{type(command).__name__}: this engine does not hand over KV")
@@ -239,14 +239,14 @@ class EngineEndpoint:
             case Prefill(remote_request):
                 self._make_way()
                 self._kv_events.admitted(remote_request.handoff_id)
-                if not self._core.prefill(remote_request):
+                if not core.prefill(remote_request):
                     self._end(remote_request.handoff_id)
             case CancelPrefill(handoff_id):
                 self._abort(handoff_id)
             case RemoteRequestFailed():
                 channel.submit(command)
             case PrefillReplicas(replicas):
-                self._core.scheduler.handoffs.set_prefill_replicas(replicas)
+                core.apply(part_inputs.ReplicasSet(replicas))
 
     def send(self, events: list[Event]) -> None:
         """Send what the last step has brought, and what is due."""
@@ -264,7 +264,7 @@ class EngineEndpoint:
             else:  # the other engine knows of its end
                 self._end(event.request.request_id)
         self._start_trials()
-        for notice in self._core.take_notices():
+        for notice in self._core.mail.take_notices():
             self._push(self._status_to, self._encode(notice))
         deltas_by_address, self._deltas = self._deltas, {}
         step = self._core.scheduler.totals.steps
@@ -276,28 +276,24 @@ class EngineEndpoint:
             for address in addresses:
                 self._push(address, message)
         if self._ended or now >= self._status_due:
-            self._refuse_stuck(now)
+            if self._core.scheduler.handoffs.role:  # else no other engine asks for prompts
+                self._core.apply(part_inputs.StuckRefused())
             self._send_status(now)
 
-    def _refuse_stuck(self, now: float) -> None:
-        """Refuse prompts of other engines that could wait for blocks forever."""
-        scheduler = self._core.scheduler
-        for request in scheduler.handoffs.stuck(scheduler.queue, now):
-            scheduler.abort(request.request_id, now, Overloaded(STUCK))
-
     def _send_status(self, now: float) -> None:
-        handoffs, channel, images = self._core.scheduler.handoffs, self._core.handoff_channel, self._core.image_handoffs
+        scheduler, mail = self._core.scheduler, self._core.mail
+        handoffs, channel, image_channel = scheduler.handoffs, mail.channel, mail.image_channel
         status = EngineStatus(
             engine_id=self._engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
             handoffs=channel.stats(),
-            image_handoffs=images.channel.stats(),
-            live_handoffs=[*channel.snapshot(), *images.channel.snapshot()][:MAX_LIVE_HANDOFFS],
+            image_handoffs=image_channel.stats(),
+            live_handoffs=[*channel.snapshot(), *image_channel.snapshot()][:MAX_LIVE_HANDOFFS],
             fingerprint=handoffs.fingerprint,
-            encode_fingerprint=images.fingerprint,
-            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), images.channel.refused_by_ranks()),
+            encode_fingerprint=self._core.scheduler.images.handoffs.fingerprint,
+            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), image_channel.refused_by_ranks()),
             role=handoffs.role,
             role_changes=handoffs.role_changes,
         )

@@ -1,4 +1,4 @@
-"""What a scheduler asks of parts that know the text, the network or secrets: drafters, grammars, links, names.
+"""What a scheduler asks of parts that know the text or secrets: drafters, grammars, names.
 
 A tape has only the sizes of their answers, in the order in which they were asked for, and the names of blocks. In a
 replay, stand-ins give the same answers.
@@ -6,16 +6,13 @@ replay, stand-ins give the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
-from engine.kv_transfer.no_channel import NoChannel
 from engine.text.free_text import FreeText
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.handoff import HandoffEvent
-from engine.wire.remote_request import Peer
 
 if TYPE_CHECKING:
     from engine.spec_decode.drafter import SequenceDrafter
@@ -62,12 +59,9 @@ class Answers:
 
     def take(self) -> int:
         if self.position >= len(self._data):
-            raise EndOfAnswers("the scheduler asks a drafter, a grammar or a link for more than it did then")
+            raise EndOfAnswers("the scheduler asks a drafter or a grammar for more than it did then")
         self.position += 1
         return self._data[self.position - 1]
-
-    def take_text(self) -> str:
-        return bytes(self.take() for _ in range(self.take() * 256 + self.take())).decode()
 
 
 class StandIn:
@@ -182,43 +176,6 @@ class ReplayedGrammar(FreeText):
         return False
 
 
-# -- links -------------------------------------------------------------------------------------------------
-
-
-class TapedLinks:
-    """Records the names of the engines that get no prefill requests for now."""
-
-    def __init__(self, quarantined: Callable[[], Collection[str]], log: AnswerLog):
-        self.quarantined, self._log = quarantined, log
-
-    def __call__(self) -> Collection[str]:
-        found = self.quarantined()
-        text = "\n".join(found).encode()[: 256 * 256 - 1]
-        self._log.pending_answers.append(len(text).to_bytes(2, "big") + text)
-        return found
-
-    def replayed(self) -> ReplayedLinks:
-        return ReplayedLinks(Answers())
-
-
-class ReplayedLinks(StandIn):
-    def __call__(self) -> Collection[str]:
-        return self._answers.take_text().splitlines()
-
-
-class ReplayedChannel(NoChannel):
-    """Stands for the channel of images."""
-
-    def __init__(self, answers: Answers, peer: Peer | None):
-        super().__init__()
-        self.peer = peer
-        self.waiting: list[HandoffEvent] = []
-
-    def events(self) -> list[HandoffEvent]:
-        found, self.waiting = self.waiting, []
-        return found
-
-
 # -- names in the tiers ------------------------------------------------------------------------------------
 
 
@@ -255,5 +212,5 @@ class ReplayedNames(StandIn):
         return found
 
 
-STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedLinks, ReplayedChannel, ReplayedNames)
+STAND_INS = (ReplayedDrafter, ReplayedWatch, ReplayedGrammar, ReplayedNames)
 """Classes with the Answers of a replay as `_answers`."""

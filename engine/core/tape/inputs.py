@@ -1,36 +1,55 @@
-"""What enters a scheduler besides steps, without text. Each record can be given to a scheduler again."""
+"""What a tape keeps of what enters a scheduler, without text. From each shape an input can be made again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from operator import attrgetter
-from typing import ClassVar
+from typing import Literal, Union
 
 import msgspec
 
+from engine.core.door.inputs import Aborted, Added, AddedRemote, GrammarSet, Input
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
+from engine.core.features.part_inputs import (
+    AdapterNumbered,
+    AdapterRead,
+    CommandsTaken,
+    HandoffWentOn,
+    ImageWentOn,
+    TiersAnswered,
+)
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import ORDINARY, Answers, ReplayedChannel, ReplayedGrammar
+from engine.core.tape.answers import ORDINARY, Answers, ReplayedGrammar
 from engine.core.tape.object_graph import MAX_ZEROS
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError, ServingError
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.stats.handoff_stats import Role
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import FinishReason
 
 SOME_FORM = StructuredOutputsParams(regex=".*")
+
+
+ErrorKind = Literal["none", "engine", "other"]
+"""What a scheduler looks at in an error with which a request ends: whether its KV may be wrong."""
+
+
+def kind_of(error: ServingError | None) -> ErrorKind:
+    return "none" if error is None else "engine" if isinstance(error, EngineError) else "other"
+
+
+def error_of(kind: ErrorKind) -> ServingError | None:
+    errors = {"engine": EngineError("", "as it was recorded"), "other": RequestError("as it was recorded")}
+    return errors.get(kind)
 
 
 def stop_token(vocab_size: int) -> int:
@@ -67,22 +86,12 @@ def remote_without_text(request: RemoteRequest, params: SamplingParams) -> Remot
     )
 
 
-class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A record on the tape. Subclasses have the arguments of the call."""
+class Shape(Input, frozen=True):
+    """What a tape keeps of an input that says more than a tape may say."""
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        """Make the call."""
+    def live(self, scheduler: Scheduler, answers: Answers) -> Input:
+        """Return an input of the same shape."""
         raise NotImplementedError
-
-
-class Call(Input, frozen=True):
-    """A call whose arguments are the fields."""
-
-    method: ClassVar[str]
-    """Where the scheduler has it."""
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        attrgetter(self.method)(scheduler)(*msgspec.structs.astuple(self))
 
 
 class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
@@ -114,18 +123,17 @@ class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
         ]
 
 
-class Added(Input, frozen=True):
-    at: float
+class AddedShape(Shape, frozen=True):
     num_tokens: int
     message: GenerateRequest
     """Without tokens and images."""
     images: ImageShapes | None = None
 
     @classmethod
-    def of(cls, message: GenerateRequest, now: float, vocab_size: int, order: int) -> Added:
+    def of(cls, message: GenerateRequest, vocab_size: int, order: int) -> AddedShape:
         """order: as in ImageShapes."""
         images = ImageShapes.of(message.mm_features, order)
-        return cls(now, len(message.prompt), images=images, message=GenerateRequest(
+        return cls(len(message.prompt), images=images, message=GenerateRequest(
             request_id=message.request_id,
             prompt=[],
             lora=lora_without_path(message.lora),
@@ -142,120 +150,82 @@ class Added(Input, frozen=True):
             hold=message.hold,
         ))  # fmt: skip
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+    def live(self, scheduler: Scheduler, answers: Answers) -> Added:
         message = msgspec.structs.replace(self.message, prompt=ordinary(self.num_tokens))
         if self.images is not None:
             prompt, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
             message = msgspec.structs.replace(message, prompt=prompt, mm_features=images)
-        scheduler.add(message, self.at)
+        return Added(message)
 
 
-class AddedRemote(Input, frozen=True):
-    at: float
+class AddedRemoteShape(Shape, frozen=True):
     num_tokens: int
     request: RemoteRequest
     """Without tokens and images."""
     images: ImageShapes | None = None
 
     @classmethod
-    def of(cls, asked_by: RemoteRequest, now: float, vocab_size: int, order: int) -> AddedRemote:
+    def of(cls, asked_by: RemoteRequest, vocab_size: int, order: int) -> AddedRemoteShape:
         """order: as in ImageShapes."""
         shape = remote_without_text(asked_by, params_without_text(asked_by.params, vocab_size))
-        return cls(now, len(asked_by.token_ids), shape, ImageShapes.of(asked_by.mm_features, order))
+        return cls(len(asked_by.token_ids), shape, ImageShapes.of(asked_by.mm_features, order))
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+    def live(self, scheduler: Scheduler, answers: Answers) -> AddedRemote:
         request = msgspec.structs.replace(self.request, token_ids=ordinary(self.num_tokens))
         if self.images is not None:
             tokens, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
             request = msgspec.structs.replace(request, token_ids=tokens, mm_features=images)
-        scheduler.add_remote(request, self.at)
+        return AddedRemote(request)
 
 
-class GrammarSet(Input, frozen=True):
+class GrammarShape(Shape, frozen=True):
     request_id: str
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.set_grammar(scheduler.queue.live[self.request_id], ReplayedGrammar(answers))  # type: ignore[arg-type]
+    def live(self, scheduler: Scheduler, answers: Answers) -> GrammarSet:
+        return GrammarSet(self.request_id, ReplayedGrammar(answers))
 
 
-class Aborted(Input, frozen=True):
-    at: float
+class AbortedShape(Shape, frozen=True):
     request_id: str
     reason: FinishReason
-    failed: bool
-    """Whether the request ended with an error."""
+    error: ErrorKind
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        error = EngineError(self.request_id, "as it was recorded") if self.failed else None
-        scheduler.abort(self.request_id, self.at, error, reason=self.reason)
+    def live(self, scheduler: Scheduler, answers: Answers) -> Aborted:
+        return Aborted(self.request_id, self.reason, error_of(self.error))
 
 
-class MovesAsked(Call, frozen=True):
-    method = "move"
-    count: int
-    at: float
-
-
-class KVReceived(Input, frozen=True):
-    at: float
+class ReceivedShape(Shape, frozen=True):
     handoff_id: str
     cached: int
     token: int
     """The first token: ORDINARY, the one that stands for the end, or a negative one, which is an error."""
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handle(Received(self.handoff_id, FirstToken(self.token, None, b"", self.cached)), self.at)
+    def live(self, scheduler: Scheduler, answers: Answers) -> HandoffWentOn:
+        return HandoffWentOn(Received(self.handoff_id, FirstToken(self.token, None, b"", self.cached)))
 
 
-class HandoffFailed(Input, frozen=True):
-    at: float
+class FailedShape(Shape, frozen=True):
     handoff_id: str
     reason: str
     verified: int
     retry: bool
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handle(Failed(self.handoff_id, self.reason, self.verified, self.retry), self.at)
+    def live(self, scheduler: Scheduler, answers: Answers) -> HandoffWentOn:
+        return HandoffWentOn(Failed(self.handoff_id, self.reason, self.verified, self.retry))
 
 
-class HandoffClosed(Input, frozen=True):
-    at: float
+class ClosedShape(Shape, frozen=True):
     handoff_id: str
     reason: str
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handle(ClosedEvent(self.handoff_id, self.reason), self.at)
+    def live(self, scheduler: Scheduler, answers: Answers) -> HandoffWentOn:
+        return HandoffWentOn(ClosedEvent(self.handoff_id, self.reason))
 
 
-class ImageEnded(Input, frozen=True):
-    """An encode engine has sent an image, or has not."""
-
-    handoff: str
-    """Id of the handoff without the hash of the image (`number_of`)."""
-    failed: str | None
-    """Why it has failed; None if it has not."""
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        handoffs = scheduler.images.handoffs
-        assert isinstance(handoffs, ImageHandoffs) and isinstance(handoffs.channel, ReplayedChannel)
-        handoff_id = handoffs.id_of(self.handoff)
-        if self.failed is None:
-            handoffs.channel.waiting.append(Received(handoff_id, FirstToken(ORDINARY, None, b"", 0)))
-        else:
-            handoffs.channel.waiting.append(Failed(handoff_id, self.failed, 0, retry=False))
-        handoffs.take_events()
-
-
-class EncodersSet(Call, frozen=True):
-    method = "images.handoffs.set_replicas"
-    replicas: list[PrefillReplica]
-
-
-class BlocksWanted(Input, frozen=True):
+class BlocksShape(Shape, frozen=True):
     """Another engine asks for blocks by their hashes, which are on the tape under a number of arrival that no request
     has."""
 
-    at: float
     order: int
     groups: list[int]
     """Hashes of each KV cache group."""
@@ -263,77 +233,60 @@ class BlocksWanted(Input, frozen=True):
     request: RemoteRequest
     """Without tokens."""
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+    def live(self, scheduler: Scheduler, answers: Answers) -> HandoffWentOn:
         hashes = iter(answers.hashes.get(self.order, ()))
         names = [b"".join(islice(hashes, count)) for count in self.groups]
-        scheduler.handle(BlocksAsked(self.request, self.upto, names), self.at)
+        return HandoffWentOn(BlocksAsked(self.request, self.upto, names))
 
 
-def handoff_input(event: HandoffEvent, token: int, now: float, order: int) -> Input | None:
-    """Return the record of a handoff's progress; None for events that no decision depends on. token: as in
-    KVReceived. order: as in BlocksWanted."""
+def handoff_shape(event: HandoffEvent, token: int, order: int) -> Shape | None:
+    """Return the shape of a handoff's progress; None for events that no decision depends on. token: as in
+    ReceivedShape. order: as in BlocksShape."""
     match event:
         case BlocksAsked(request, upto, names):
             shape = remote_without_text(request, SamplingParams())
-            return BlocksWanted(now, order, [len(some) // BLOCK_HASH_BYTES for some in names], upto, shape)
+            return BlocksShape(order, [len(some) // BLOCK_HASH_BYTES for some in names], upto, shape)
         case Received(handoff_id, first):
-            return KVReceived(now, handoff_id, first.cached, token)
+            return ReceivedShape(handoff_id, first.cached, token)
         case Failed(handoff_id, reason, verified, retry):
-            return HandoffFailed(now, handoff_id, reason, verified, retry)
+            return FailedShape(handoff_id, reason, verified, retry)
         case ClosedEvent(handoff_id, reason):
-            return HandoffClosed(now, handoff_id, reason)
+            return ClosedShape(handoff_id, reason)
         case _:
             return None
 
 
-class CacheCleared(Call, frozen=True):
-    method = "clear_cache"
+class ImageShape(Shape, frozen=True):
+    """An encode engine has sent an image, or has not."""
+
+    handoff: str
+    """Id of the handoff without the hash of the image (`number_of`)."""
+    failed: str | None
+    """Why it has failed; None if it has not."""
+
+    def live(self, scheduler: Scheduler, answers: Answers) -> ImageWentOn:
+        handoffs = scheduler.images.handoffs
+        assert isinstance(handoffs, ImageHandoffs)
+        handoff_id = handoffs.id_of(self.handoff)
+        if self.failed is None:
+            return ImageWentOn(Received(handoff_id, FirstToken(ORDINARY, None, b"", 0)))
+        return ImageWentOn(Failed(handoff_id, self.failed, 0, retry=False))
 
 
-class ReplicasSet(Call, frozen=True):
-    method = "handoffs.set_prefill_replicas"
-    replicas: list[PrefillReplica]
-
-
-class RoleSet(Call, frozen=True):
-    method = "handoffs.switch"
-    role: Role
-
-
-class StuckAsked(Input, frozen=True):
-    at: float
-
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
-        scheduler.handoffs.stuck(scheduler.queue, self.at)
-
-
-class HoldsReleased(Call, frozen=True):
-    method = "holds.release"
-    name: str
-    client: str | None
-
-
-class HoldsGiven(Call, frozen=True):
-    method = "holds.give"
-    limit: int
-    at: float
-
-
-class AdapterNumbered(Call, frozen=True):
-    method = "adapters.new_load"
+class AdapterNumberedShape(Shape, frozen=True):
     lora: LoRARequest
+    """Without its path."""
+
+    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterNumbered:
+        return AdapterNumbered(self.lora)
 
 
-class AdapterRead(Call, frozen=True):
-    method = "adapters.loaded"
+class AdapterReadShape(Shape, frozen=True):
     number: int
-    failed: bool
+    error: ErrorKind
 
-
-class TiersAnswered(Call, frozen=True):
-    method = "loading.answered"
-    answers: list[TierAnswer]
-    at: float
+    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterRead:
+        return AdapterRead(self.number, error_of(self.error))
 
 
 class SavedShape(msgspec.Struct, frozen=True, array_like=True):
@@ -346,11 +299,10 @@ class SavedShape(msgspec.Struct, frozen=True, array_like=True):
     """Hashes of each KV cache group."""
 
 
-class StoreListed(Input, frozen=True):
+class StoreShape(msgspec.Struct, frozen=True, array_like=True):
     """What other engines have done to the store. All names and hashes are on the tape under a number of arrival that no
     request has."""
 
-    at: float
     order: int
     added: list[tuple[int, float]]
     """Size and age of each block."""
@@ -359,13 +311,13 @@ class StoreListed(Input, frozen=True):
     holds: list[SavedShape]
 
     @classmethod
-    def of(cls, listing: StoreListing, now: float, order: int) -> StoreListed:
+    def of(cls, listing: StoreListing, order: int) -> StoreShape:
         holds = [
             SavedShape(msgspec.structs.replace(hold, hashes=[], needed=[]), len(hold.hashes), [*map(len, hold.needed)])
             for _, hold in listing.holds
         ]
         added = [(block.size, block.age_s) for block in listing.added]
-        return cls(now, order, added, len(listing.removed), len(listing.dropped_holds), holds)
+        return cls(order, added, len(listing.removed), len(listing.dropped_holds), holds)
 
     @staticmethod
     def names_of(listing: StoreListing) -> list[bytes]:
@@ -374,7 +326,7 @@ class StoreListed(Input, frozen=True):
             names += [name, *hold.hashes, *(each for some in hold.needed for each in some)]
         return names
 
-    def apply(self, scheduler: Scheduler, answers: Answers) -> None:
+    def listing(self, answers: Answers) -> StoreListing:
         names = iter(answers.hashes.get(self.order, ()))
 
         def take(count: int) -> list[bytes]:
@@ -389,19 +341,16 @@ class StoreListed(Input, frozen=True):
             )
             for each in self.holds
         ]
-        scheduler.loading.answered([StoreListing(added, removed, holds, dropped)], self.at)
+        return StoreListing(added, removed, holds, dropped)
 
 
-class CommandsTaken(Call, frozen=True):
-    """The tiers' commands were taken. It comes several times in each step, so it has a form of its own on the tape."""
+class TiersAnsweredShape(Shape, frozen=True):
+    listings: list[StoreShape]
+    """Those come first."""
+    answers: list[TierAnswer]
 
-    method = "offloading.take_commands"
-    at: float
-
-
-class FetchesUpdated(Call, frozen=True):
-    method = "fetching.update"
-    at: float
+    def live(self, scheduler: Scheduler, answers: Answers) -> TiersAnswered:
+        return TiersAnswered([*(listing.listing(answers) for listing in self.listings), *self.answers])
 
 
 class CommitDetails(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -434,8 +383,22 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """That token if it is negative, which is an error."""
 
 
-Record = (
-    Added | AddedRemote | GrammarSet | Aborted | MovesAsked | KVReceived | HandoffFailed | HandoffClosed | BlocksWanted
-    | ImageEnded | EncodersSet | CacheCleared | ReplicasSet | RoleSet | StuckAsked | HoldsReleased | HoldsGiven
-    | AdapterNumbered | AdapterRead | TiersAnswered | StoreListed | FetchesUpdated | CommitDetails | Ended
-)  # fmt: skip
+SHAPED = {
+    Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, AdapterNumbered, AdapterRead, TiersAnswered,
+    CommandsTaken,
+}  # fmt: skip
+"""Inputs that are on a tape in another form."""
+Detail = CommitDetails | Ended
+
+
+def decoder() -> msgspec.msgpack.Decoder[Input]:
+    """Return a decoder of the inputs on a tape, also of those that parts declare elsewhere."""
+    return msgspec.msgpack.Decoder(Union[tuple(kind for kind in kinds_of(Input) if kind not in SHAPED)])  # noqa: UP007
+
+
+def kinds_of(base: type[Input]) -> Iterator[type[Input]]:
+    """Yield the subclasses that have none themselves."""
+    for kind in (found := base.__subclasses__()):
+        yield from kinds_of(kind)
+    if not found:
+        yield base

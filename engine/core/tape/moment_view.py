@@ -122,4 +122,5 @@ def what(moment: Moment | None) -> str:
     told = (f"{name}={getattr(moment.input, name)!r}" for name in fields if name not in ("message", "request", "at"))
     named = getattr(moment.input, "message", None) or getattr(moment.input, "request", None)
     name = getattr(named, "request_id", "")
-    return f"{type(moment.input).__name__} {name} {' '.join(told)}{ended}"
+    kind = type(moment.input).__name__.removesuffix("Shape")
+    return f"{kind} {name} {' '.join(told)}{ended}"

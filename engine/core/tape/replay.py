@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.door.inputs import Input
+from engine.core.door.journal import Journal
 from engine.core.features.kv_fetching import split_names
+from engine.core.features.part_inputs import CommandsTaken
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
 from engine.core.tape.digest import UNFINISHED, digest
-from engine.core.tape.inputs import CommandsTaken, CommitDetails, Ended, Input, Record, stop_token
+from engine.core.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
 from engine.core.tape.object_graph import UnknownState
 from engine.core.tape.replay_limits import watched
 from engine.core.tape.ring import (
+    AT,
     COMMANDS,
     COMMIT,
     COMMITTED,
+    DETAIL,
     HASHES,
     HEAD,
     PLAN,
@@ -32,12 +37,13 @@ from engine.core.tape.ring import (
 )
 from engine.core.tape.snapshot import dump, load
 from engine.wire.plan import StepPlan, StepResult
+from engine.wire.token_delta import FinishReason
 
 KEYFRAME = 2000  # moments, at least, between two kept states, from which an earlier moment is reached
 KEPT_BYTES = 2**28  # of these states together, about
 LATEST_S = 2e11  # since 1970: the year 8307
 
-RECORD: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+DETAILS: msgspec.msgpack.Decoder[Detail] = msgspec.msgpack.Decoder(Detail)
 
 
 @dataclass(slots=True)
@@ -80,6 +86,16 @@ class Failed(Diverged):
 class Keyframe:
     state: bytes
     answers: int
+
+
+class EndsJournal(Journal):
+    """Notes which requests end."""
+
+    def __init__(self, ends: list[tuple[Request, str]]):
+        self._ends = ends
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        self._ends.append((request, reason))
 
 
 class Replay:
@@ -189,9 +205,8 @@ class Replay:
     def _apply(self, moment: Moment) -> str:
         scheduler = self.scheduler
         if moment.input is not None:
-            if not moment.at:
-                moment.at = self.now
-            moment.input.apply(scheduler, self._answers)
+            given = moment.input
+            scheduler.apply(given.live(scheduler, self._answers) if isinstance(given, Shape) else given, moment.at)
             self._give_hashes()
         elif moment.digest is not None:
             plan = scheduler.schedule(moment.at)
@@ -221,7 +236,7 @@ class Replay:
         pooled = {row: b"finite" if finite else b"" for row, finite in details.pooled.items()}
         result = StepResult(plan.step, tokens, [*nothing], [*nothing], pooled=pooled, drafts=details.proposed)
         self.times.observe_step(StepWork.of(plan), moment.step_s, details.draft_s)
-        self.scheduler.commit(result, moment.at)
+        self.scheduler.commit(result, moment.at, moment.step_s)
         self.on_step(plan, moment.step_s)
 
     # -- states --------------------------------------------------------------------------------------------
@@ -244,13 +259,7 @@ class Replay:
         self.plan = scheduler.planned[-1][0] if scheduler.planned else None
         self._known: set[int] = set()
         self._give_hashes()
-        observe, ends = scheduler.metrics.observe_finished, self._ends
-
-        def observe_finished(request: Request, reason: str, now: float) -> None:
-            ends.append((request, reason))
-            observe(request, reason, now)  # type: ignore[arg-type]
-
-        scheduler.metrics.observe_finished = observe_finished  # type: ignore[method-assign]
+        scheduler.journal = EndsJournal(self._ends)
 
     def _give_hashes(self) -> None:
         """Give new requests the hashes that their blocks had."""
@@ -263,7 +272,7 @@ class Replay:
     # -- reading -------------------------------------------------------------------------------------------
 
     def _read(self, number: int, segment: Segment) -> Iterator[Moment]:
-        entries, place, at = bytes(segment.entries), 0, segment.started_at
+        entries, place, decode = bytes(segment.entries), 0, decoder().decode
         current: Moment | None = None
         while place < len(entries):
             kind, ready = entries[place], None
@@ -277,7 +286,7 @@ class Replay:
                 place += COMMIT.size
             elif kind == COMMANDS:
                 _, at = TAKE.unpack_from(entries, place)
-                ready = Moment(number, at, CommandsTaken(at))
+                ready = Moment(number, at, CommandsTaken())
                 place += TAKE.size
             else:
                 size, start = HEAD.unpack_from(entries, place)[1], place + HEAD.size
@@ -290,16 +299,16 @@ class Replay:
                     else:
                         self._hashes[order] = hashes
                     continue
-                record = RECORD.decode(entries[start:place])
-                if isinstance(record, Ended):
+                if kind == DETAIL:
                     assert current is not None
-                    current.ended.append(record)
-                elif isinstance(record, CommitDetails):
-                    assert current is not None
-                    current.details = record
-                else:
-                    at = getattr(record, "at", at)
-                    ready = Moment(number, at, record)
+                    detail = DETAILS.decode(entries[start:place])
+                    if isinstance(detail, Ended):
+                        current.ended.append(detail)
+                    else:
+                        current.details = detail
+                    continue
+                (at,) = AT.unpack_from(entries, start)
+                ready = Moment(number, at, decode(entries[start + AT.size : place]))
             if ready is not None:
                 check_time(self.tape.wall_s + ready.at)
                 if current is not None:

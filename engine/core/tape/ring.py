@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.door.inputs import Input
 from engine.core.tape.answers import proposal
-from engine.core.tape.inputs import Record
+from engine.core.tape.inputs import Detail
 from engine.core.tape.snapshot import hashes_with_key, with_key
 
-RECORD, PLANNED, COMMITTED, HASHES, COMMANDS = range(5)
-"""Kinds of entries. A RECORD is a Record in msgpack; PLANNED and COMMITTED are the two halves of a step, which come so
-often that they have a form of their own, and so do COMMANDS (CommandsTaken); HASHES are those of a request's blocks."""
+RECORD, DETAIL, PLANNED, COMMITTED, HASHES, COMMANDS = range(6)
+"""Kinds of entries. A RECORD is a time and an Input in msgpack, a DETAIL something about the entry before it. PLANNED
+and COMMITTED are the two halves of a step, which come so often that they have a form of their own, and so do COMMANDS
+(CommandsTaken). HASHES are those of a request's blocks."""
 HEAD = Struct("<BI")  # kind, number of bytes that follow
+AT = Struct("<d")  # time of a RECORD; then the record
 PLAN = Struct("<BdI")  # kind, time, digest of the plan
 COMMIT = Struct("<Bdd")  # kind, time, seconds of the step
 TAKE = Struct("<Bd")  # kind, time
@@ -108,17 +111,25 @@ class Ring:
         self.pending.clear()
         self.pending_answers.clear()
 
-    def record(self, record: Record) -> None:
-        self.pending.append(record_entry(record))
+    def record(self, given: Input, now: float) -> None:
+        self.pending.append(record_entry(given, now))
+
+    def detail(self, detail: Detail) -> None:
+        self.pending.append(detail_entry(detail))
 
     def hashes(self, order: int, hashes: list[bytes]) -> None:
         """Record the hashes of a request's blocks."""
         self.pending.append(hashes_entry(order, hashes))
 
 
-def record_entry(record: Record) -> bytes:
-    data = ENCODE(record)
-    return HEAD.pack(RECORD, len(data)) + data
+def record_entry(given: Input, now: float) -> bytes:
+    data = ENCODE(given)
+    return HEAD.pack(RECORD, AT.size + len(data)) + AT.pack(now) + data
+
+
+def detail_entry(detail: Detail) -> bytes:
+    data = ENCODE(detail)
+    return HEAD.pack(DETAIL, len(data)) + data
 
 
 def hashes_entry(order: int, hashes: list[bytes]) -> bytes:

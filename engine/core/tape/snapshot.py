@@ -20,6 +20,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount, BlockUsage, KVCost
 from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.core.costs.tier_usage import HeldBlock, TierUsage
+from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
 from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
@@ -68,10 +69,8 @@ from engine.core.tape.answers import (
     Answers,
     DrafterWatch,
     NoDrafter,
-    ReplayedChannel,
     TapedDrafter,
     TapedGrammar,
-    TapedLinks,
     TapedNames,
 )
 from engine.core.tape.inputs import lora_without_path, params_without_text
@@ -85,7 +84,6 @@ from engine.core.tape.object_graph import (
     with_changed_hashes,
 )
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
-from engine.kv_transfer.no_channel import NoChannel
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
 from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
@@ -121,7 +119,7 @@ KINDS.add_objects(
     CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves, NoAdapterSlots,
-    NoChannel, NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoSpeculation, NoUsage,
+    NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoSpeculation, NoUsage,
     OneSnapshot, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt, Request,
     RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates, SavedHolds,
     Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
@@ -138,7 +136,8 @@ KINDS.messages += [
 KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
 KINDS.constants |= {str(state): state for state in State}
 KINDS.constants |= {
-    "nobody": NOBODY, "free text": FREE_TEXT, "any number": any_number, "BlockAccount": BlockAccount,
+    "nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "free text": FREE_TEXT, "any number": any_number,
+    "BlockAccount": BlockAccount,
 }  # fmt: skip
 KINDS.methods += [(CommandQueue, "add"), (DraftCost, "of")]
 
@@ -176,10 +175,11 @@ def of_pool(pool: BlockPool) -> dict[str, Any]:
 
 def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
     receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
-    return {"receiving": receiving, "actions": [], "channel": ReplayedChannel(Answers(), handoffs.channel.peer)}
+    return {"receiving": receiving, "actions": []}
 
 
 CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
+    Scheduler: lambda _: {"journal": NOBODY_LISTENS},
     Request: of_request,
     SequenceDrafts: of_drafts,
     Hold: of_hold,
@@ -215,7 +215,7 @@ def image_without_pixels(image: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
 
 def stand_ins(vocab_size: int) -> dict[type, Any]:
     """Return what is written instead of objects of some classes."""
-    taped = (TapedDrafter, DrafterWatch, TapedGrammar, TapedLinks, TapedNames)
+    taped = (TapedDrafter, DrafterWatch, TapedGrammar, TapedNames)
     return dict.fromkeys(taped, lambda part: part.replayed()) | {
         StepPlan: plan_without_text,
         RemoteRequest: partial(remote_request_without_text, vocab_size=vocab_size),

@@ -366,13 +366,13 @@ def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
 
 
 def remote_request_of(engine: Engine) -> RemoteRequest:
-    (notice,) = engine.core.take_notices()
+    (notice,) = engine.core.mail.take_notices()
     assert isinstance(notice, DispatchRemote)
     return notice.request
 
 
 def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
-    engine.core.handoff_channel.submit(RemoteRequestFailed(handoff_id, "nobody there", False))
+    engine.core.mail.channel.submit(RemoteRequestFailed(handoff_id, "nobody there", False))
     assert woken.wait(60)
     woken.clear()
 
@@ -422,7 +422,7 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     while engine.core.has_work:
         engine.step()
     assert engine.core.stats().blocks_used == 0
-    assert engine.core.take_notices()[0] == CancelDispatch(remote_request.handoff_id)
+    assert engine.core.mail.take_notices()[0] == CancelDispatch(remote_request.handoff_id)
 
 
 def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
@@ -435,7 +435,7 @@ def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_
     engine.abort("a")
     assert engine.last("a").finish_reason == "abort"
     engine.step()
-    remote_requests = [n.request.handoff_id for n in engine.core.take_notices() if isinstance(n, DispatchRemote)]
+    remote_requests = [n.request.handoff_id for n in engine.core.mail.take_notices() if isinstance(n, DispatchRemote)]
     assert first not in remote_requests
     fail(engine, woken, remote_requests[0])
     engine.go()
@@ -475,7 +475,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
     assert woken.wait(60)  # nobody gives a sign of life, so the lease ends
     engine.go()
     assert engine.last("h").finish_reason == "abort"
-    assert engine.core.handoff_channel.stats().lease_expiries == 1
+    assert engine.core.mail.channel.stats().lease_expiries == 1
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
     core, runner = engine.core, engine.core.runner
     launched: list[int] = []
     planned_during: list[int] = []  # steps that had not ended when the newest plan was made
-    schedule, launch, collect, submit = core.scheduler.schedule, runner.launch, runner.collect, core._submit_handoffs
+    schedule, launch, collect, submit = core.scheduler.schedule, runner.launch, runner.collect, core.mail.submit
 
     def note_schedule(now):
         planned_during[:] = launched
@@ -544,14 +544,14 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
         launched.remove(step.inputs.plan.step)
         return collect(step)
 
-    def note_submit():
+    def note_submit(*args):
         assert not set(planned_during) & set(launched)
-        submit()
+        submit(*args)
 
     monkeypatch.setattr(core.scheduler, "schedule", note_schedule)
     monkeypatch.setattr(runner, "launch", note_launch)
     monkeypatch.setattr(runner, "collect", note_collect)
-    monkeypatch.setattr(core, "_submit_handoffs", note_submit)
+    monkeypatch.setattr(core.mail, "submit", note_submit)
     for i in range(3):
         engine.add(f"request {i}", max_tokens=3 + i)
     engine.go()

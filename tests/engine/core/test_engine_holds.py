@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
@@ -54,7 +55,7 @@ def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tm
         assert (again[0].num_cached_tokens, missed[0].num_cached_tokens) == (outcome.tokens, 0)
         stats = core.stats().holds
         assert stats is not None and (stats.holds, stats.granted) == (1, 1)
-        core.scheduler.clear_cache()
+        core.apply(CacheCleared())
         computed = answer(core, "computed", [*held, 7])
         assert computed[0].num_cached_tokens == 0
         assert [delta.token_ids for delta in computed] == [delta.token_ids for delta in again]

@@ -41,7 +41,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
             cache_salt="",
             skip=0,
             fingerprint=core.scheduler.handoffs.fingerprint,
-            decode=Peer("decode", core.handoff_channel.peer.address, 1),
+            decode=Peer("decode", core.mail.channel.peer.address, 1),
             mm_features=[image],
         )
         assert core.prefill(request)

@@ -10,6 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.build import build_engine
+from engine.core.door.inputs import Added
 from engine.core.engine import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_checks import ModelLimits
@@ -184,7 +185,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     limits = ModelLimits(32, 50, chunked_prefill=False)
     scheduler = Scheduler(config, KVCacheManager(BlockPool(64, 4, False)), limits=limits)
     for i, length in enumerate((20, 12, 1, 32, 31)):
-        scheduler.add(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams()), 0.0)
+        scheduler.apply(Added(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams())), 0.0)
     counts = []
     while (plan := scheduler.schedule(0.0)) is not None:
         counts.append(plan.counts)

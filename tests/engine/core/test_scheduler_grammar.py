@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.engine_stats import stats_of
 from engine.core.request import State
 from engine.errors import InvalidParameter
@@ -90,7 +91,7 @@ def test_any_mix_gives_what_each_gives_alone(depth, blocks, budget, requests, ab
 
 def waiting_for_its_grammar(h: Harness, name: str):
     message = GenerateRequest(request_id=name, prompt=[1, 2], params=SamplingParams(seed=1, **FORM))
-    return h.scheduler.add(message, now=0.0)
+    return h.scheduler.apply(Added(message), 0.0)
 
 
 def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
@@ -100,7 +101,7 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     h.add("third", [1], max_tokens=2)
     assert (first.state, stats_of(h.scheduler).waiting) == (State.WAITING_FOR_GRAMMAR, 3)
     h.step()
-    h.scheduler.set_grammar(first, FakeGrammar())
+    h.scheduler.apply(GrammarSet(first.request_id, FakeGrammar()), 0.0)
     h.outputs["first"] = []
     h.scheduler.check()
     assert [request.request_id for request in h.scheduler.queue.waiting] == ["first", "third"]
@@ -113,7 +114,7 @@ def test_a_mask_that_is_late_holds_up_its_request_and_nobody_behind_it(depth):
     late = FakeGrammar()
     late.is_ready = False
     request = waiting_for_its_grammar(h, "late")
-    h.scheduler.set_grammar(request, late)
+    h.scheduler.apply(GrammarSet(request.request_id, late), 0.0)
     h.outputs["late"] = []
     h.add("behind", [1, 2, 3], max_tokens=4)
     while "behind" not in h.finished:
@@ -134,7 +135,9 @@ def test_a_mask_that_is_late_holds_up_its_request_and_nobody_behind_it(depth):
 def test_a_request_that_waits_for_its_grammar_can_be_ended_with_an_error():
     h = Harness(num_blocks=64, max_model_len=64)
     waiting_for_its_grammar(h, "a")
-    event = h.scheduler.abort("a", 0.0, InvalidParameter("structured_outputs.regex", "(", "a regular expression"))
+    event = h.scheduler.apply(
+        Aborted("a", error=InvalidParameter("structured_outputs.regex", "(", "a regular expression")), 0.0
+    )
     assert (event.delta.finish_reason, event.delta.error.status) == ("error", 400)
     assert not h.scheduler.has_work
     h.scheduler.check()
@@ -148,8 +151,8 @@ def test_output_that_came_with_the_request_is_not_asked_for_again(depth):
     message = GenerateRequest(
         request_id="rest", prompt=[1, 2, 3, *whole[:3]], num_prompt=3, params=SamplingParams(seed=1, **FORM)
     )
-    request = h.scheduler.add(message, now=0.0)
-    h.scheduler.set_grammar(request, FakeGrammar(whole[:3]))
+    request = h.scheduler.apply(Added(message), 0.0)
+    h.scheduler.apply(GrammarSet(request.request_id, FakeGrammar(whole[:3])), 0.0)
     h.outputs["rest"] = []
     h.run()
     assert whole[:3] + h.outputs["rest"] == whole

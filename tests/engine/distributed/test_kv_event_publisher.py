@@ -10,6 +10,7 @@ import zmq
 
 from engine.config import EngineConfig, KVEventsConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.distributed.kv_event_publisher import KVEventSockets, shifted
 from engine.errors import ConfigError
 from engine.wire.generate_request import GenerateRequest
@@ -67,7 +68,7 @@ def test_a_subscriber_mirrors_the_prefix_cache_of_an_engine_through_evictions_a_
         assert kv_event_reader.AllBlocksCleared not in found
         lose_a_batch(subscriber, lambda: answer(50 * number))
         assert subscriber.mirror.hashes() == set(pool.block_hashes())
-        core.scheduler.clear_cache()
+        core.apply(CacheCleared())
         core.step()
         answer(3)
         subscriber.catch_up()

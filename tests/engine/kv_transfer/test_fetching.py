@@ -59,7 +59,7 @@ class Caches(Pair):
     ) -> str:
         """held: tokens that the router believes the holder to have."""
         name = f"r{len(self.requests)}"
-        peer = None if holder is None else holder.server._core.handoff_channel.peer
+        peer = None if holder is None else holder.server._core.mail.channel.peer
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, logprobs=0, **{"max_tokens": 12, **more.pop("params", {})}
         )

@@ -16,7 +16,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
+from engine.core.features.part_inputs import HoldsReleased
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
@@ -88,7 +90,7 @@ def plainly(folder_of):
     def of(family: str) -> list[list[Any]]:
         with engine(folder_of(family), num_gpu_blocks_override=128) as core:
             first, _ = answer(core, PROMPT)
-            core.scheduler.clear_cache()
+            core.apply(CacheCleared())
             return [first, answer(core, next_turn(first))[0]]
 
     return of
@@ -257,7 +259,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
         stats = core.stats().kv_offload
         assert stats is not None
         size = 1.5 * stats.tiers[place].used_bytes / 2**30
-        core.scheduler.clear_cache()
+        core.apply(CacheCleared())
     tiers |= {f"kv_offloading_{place}_size": size, "max_held_share": 1.0, "max_held_share_per_client": 1.0}
     with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         tokens = granted(core, PROMPT)
@@ -293,7 +295,7 @@ def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of
         assert bytes(PROMPT[:8]) not in data and array("i", PROMPT[:8]).tobytes() not in data
     with engine(folder_of("llama"), num_gpu_blocks_override=128, **tiers) as core:
         assert restored(core) == 1
-        core.scheduler.holds.release("the name of a session", "alice")
+        core.apply(HoldsReleased("the name of a session", "alice"))
         core.step()
     left = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
     assert not left
@@ -399,7 +401,7 @@ def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
     }
     with engine(folder_of(family), num_gpu_blocks_override=BLOCKS[family], determinism="strict") as core:
         first, _ = answer(core, PROMPT)
-        core.scheduler.clear_cache()
+        core.apply(CacheCleared())
         turn = next_turn(first)
         expected, _ = answer(core, turn)
     pool = RankPool()
@@ -449,7 +451,7 @@ def test_a_router_hears_of_what_is_in_a_tier_until_it_is_cleared(folder_of, tmp_
         core.scheduler.kv_cache.clear_cache()
         ((snapshot, _),) = publisher.messages(1.0)
         assert len(snapshot.stored) == 40 * BLOCK_HASH_BYTES
-        core.scheduler.clear_cache()
+        core.apply(CacheCleared())
         core.step()
         ((update, _),) = publisher.messages(2.0)
         assert len(update.removed) == 40 * BLOCK_HASH_BYTES

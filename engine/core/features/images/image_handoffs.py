@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from engine.core.features.handoffs import HandoffOutput
-from engine.kv_transfer.no_channel import NoChannel
-from engine.wire.handoff import Failed, OpenHandoff, Received
+from engine.wire.handoff import Failed, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # it needs pyzmq
-    from engine.kv_transfer.channel import HandoffChannel
 
 TIMEOUT_S = 10.0  # that an image may wait in an encode engine before it is encoded here
 AHEAD = 2  # images requested ahead per encode engine: it always has a next one, and no queue
@@ -38,8 +33,8 @@ class NoImageHandoffs:
     fingerprint = ""
 
     def __init__(self) -> None:
-        self.channel = NoChannel()
         self.replicas: list[PrefillReplica] = []
+        self.resting: list[str] = []
         self.actions: list[HandoffOutput] = []
 
     def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
@@ -54,11 +49,8 @@ class NoImageHandoffs:
     def release(self, received: list[ReceivedImage]) -> None:
         pass
 
-    def take_events(self) -> None:
+    def handle(self, event: HandoffEvent) -> None:
         pass
-
-    def set_replicas(self, replicas: list[PrefillReplica]) -> None:
-        self.replicas = replicas
 
     def owns(self, handoff_id: str) -> bool:
         return False
@@ -68,16 +60,14 @@ class ImageHandoffs:
     """Handoffs of images. To an encode engine an image is a prompt of placeholders, and its embeddings are that
     prompt's KV. The embeddings arrive in separate blocks, from which a step copies them into the encoder cache."""
 
-    def __init__(
-        self, channel: HandoffChannel, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int
-    ):
-        """fingerprint: identity of the encoder; only encode engines with the same one give the same embeddings.
-        num_blocks: blocks for embeddings that arrive."""
-        self.channel, self.fingerprint = channel, fingerprint
-        #: returns the ids of encode engines whose link has just failed
-        self.quarantined: Callable[[], Collection[str]] = channel.quarantined
+    def __init__(self, peer: Peer, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int):
+        """peer: this engine as encode engines address it. fingerprint: identity of the encoder; only encode engines
+        with the same one give the same embeddings. num_blocks: blocks for embeddings that arrive."""
+        self._peer, self.fingerprint = peer, fingerprint
         #: encode engines that are up
         self.replicas: list[PrefillReplica] = []
+        #: ids of those whose link has just failed
+        self.resting: list[str] = []
         #: for the channel and the control actor, oldest first; the caller empties it
         self.actions: list[HandoffOutput] = []
         self._image_token_id, self._block_size, self._num_blocks = image_token_id, block_size, num_blocks
@@ -132,25 +122,20 @@ class ImageHandoffs:
         for image in received:
             self._free += image.blocks
 
-    def take_events(self) -> None:
-        """Record the handoffs that have ended. Raises EngineUnavailable like HandoffChannel.events."""
-        for event in self.channel.events():
-            if not isinstance(event, Received | Failed):
-                continue
-            key, blocks = self.receiving.pop(event.handoff_id)
-            self._awaited.remove(key)
-            if isinstance(event, Received):
-                self._ready[key] = blocks, next((step.where for step in event.first.timeline), "an encode engine")
-                continue
-            self._free += blocks
-            self._failed[key] = event.reason
-            if len(self._failed) > MAX_FAILED:
-                del self._failed[next(iter(self._failed))]
-            self.actions.append(CancelDispatch(event.handoff_id))
-
-    def set_replicas(self, replicas: list[PrefillReplica]) -> None:
-        """Set which encode engines are up."""
-        self.replicas = replicas
+    def handle(self, event: HandoffEvent) -> None:
+        """Record the progress of a handoff."""
+        if not isinstance(event, Received | Failed):
+            return
+        key, blocks = self.receiving.pop(event.handoff_id)
+        self._awaited.remove(key)
+        if isinstance(event, Received):
+            self._ready[key] = blocks, next((step.where for step in event.first.timeline), "an encode engine")
+            return
+        self._free += blocks
+        self._failed[key] = event.reason
+        if len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+        self.actions.append(CancelDispatch(event.handoff_id))
 
     def owns(self, handoff_id: str) -> bool:
         return handoff_id in self.receiving
@@ -170,12 +155,11 @@ class ImageHandoffs:
         )
 
     def _available(self) -> int:
-        quarantined = self.quarantined() if self.replicas else []
-        return sum(replica.engine_id not in quarantined for replica in self.replicas)
+        return sum(replica.engine_id not in self.resting for replica in self.replicas)
 
     def _open(self, image: MultiModalFeatureSpec, blocks: list[int]) -> None:
         self._count += 1
-        name, peer = image.mm_hash.hex(), self.channel.peer
+        name, peer = image.mm_hash.hex(), self._peer
         place = PlaceholderRange(0, image.num_embeds)
         request = RemoteRequest(
             handoff_id=f"{name}/{peer.epoch:x}.{self._count}",

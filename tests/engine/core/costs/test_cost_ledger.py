@@ -9,6 +9,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount
 from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.door.inputs import CacheCleared, MovesAsked
 from engine.core.features.handoffs import HandoffManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
@@ -77,7 +78,7 @@ def test_nor_what_an_engine_computes_again_because_another_was_lost():
     prompt, params = [1, 2, 3, 4, 5], {"seed": 1, "ignore_eos": True, "max_tokens": 8}
     harness.add("whole", prompt, **params)
     harness.run()
-    harness.scheduler.clear_cache()
+    harness.scheduler.apply(CacheCleared(), harness.now)
     harness.replay("again", prompt, harness.outputs["whole"][:4], **params)
     while harness.scheduler.has_work:
         harness.step()
@@ -215,7 +216,7 @@ def test_what_a_request_has_cost_before_it_moves_is_not_wasted():
     harness.add("moves", [1, 2, 3, 4, 5], max_tokens=12)
     for _ in range(4):
         harness.step()
-    harness.scheduler.move(1, harness.now)
+    harness.scheduler.apply(MovesAsked(1), harness.now)
     while "moves" not in harness.finished:
         harness.step()
     assert harness.finished["moves"].delta.kv_source is not None

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from engine.core.features.adapter_slots import AdapterSlots
+from engine.core.features.part_inputs import AdapterRead
 from engine.errors import AdapterError, RequestError
 from engine.wire.lora import LoRARequest
 from tests.fake_runner import Harness
@@ -57,9 +58,8 @@ class Adapted(Harness):
         failed = load.lora.lora_name == self.failing
         if not failed:
             self.device[load.slot] = load.lora.digest
-        if lost := self.slots.loaded(load.number, failed):
-            for request in [r for r in self.scheduler.queue.waiting if r.prefix.adapter == lost.digest]:
-                self.record([self.scheduler.abort(request.request_id, 0.0, RequestError("cannot be loaded"))])
+        error = RequestError("cannot be loaded") if failed else None
+        self.record(self.scheduler.apply(AdapterRead(load.number, error), 0.0))
 
     def check_reads(self, read: list[tuple[int, str]]) -> None:
         for slot, digest in read:

@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis.stateful import rule
 
+from engine.core.door.inputs import CacheCleared
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents
 from engine.wire.block_hash import block_hashes
@@ -88,7 +89,7 @@ class PublishingRules:
 
     @rule()
     def reset(self):
-        self.h.scheduler.clear_cache()
+        self.h.scheduler.apply(CacheCleared(), self.h.now)
 
     def teardown(self):
         super().teardown()
@@ -160,7 +161,7 @@ def test_evicted_blocks_are_removed_before_new_ones_are_stored_and_a_reset_is_on
         h.run()
         h.publish()
     assert [type(event) for event in h.reader.events[1:]] == [BlockRemoved, BlockStored]
-    h.scheduler.clear_cache()
+    h.scheduler.apply(CacheCleared(), h.now)
     h.publish()
     assert isinstance(h.reader.events[-1], AllBlocksCleared) and not h.reader.hashes()
 

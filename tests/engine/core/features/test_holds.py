@@ -7,7 +7,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.door.inputs import CacheCleared
 from engine.core.features.holds import hold_table
+from engine.core.features.part_inputs import HoldsGiven, HoldsReleased
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.token_delta import HoldOutcome
@@ -155,9 +157,9 @@ def test_prompt_that_reads_only_a_part_of_a_hold_does_not_renew_it():
 def test_client_ends_its_hold_by_the_name_of_the_conversation_or_the_response(name):
     harness = make()
     held(harness, "held", client="alice", hold_name="talk")
-    harness.scheduler.holds.release(name, "bob")
+    harness.scheduler.apply(HoldsReleased(name, "bob"), harness.now)
     assert harness.scheduler.holds.stats.holds == 1
-    harness.scheduler.holds.release(name, "alice")
+    harness.scheduler.apply(HoldsReleased(name, "alice"), harness.now)
     assert harness.scheduler.holds.stats.ended == {"released": 1}
     flood(harness)
     assert cached(harness) == 0
@@ -167,7 +169,7 @@ def test_client_ends_its_hold_by_the_name_of_the_conversation_or_the_response(na
 def test_emptying_the_prefix_cache_ends_all_holds():
     harness = make()
     held(harness, "held")
-    harness.scheduler.clear_cache()
+    harness.scheduler.apply(CacheCleared(), harness.now)
     assert cached(harness) == 0
     assert harness.scheduler.holds.stats.ended == {"cleared": 1}
     harness.run()
@@ -287,7 +289,7 @@ def test_hold_that_two_conversations_ask_for_is_ended_by_neither(name):
     harness = make()
     assert held(harness, "one", hold_name="one").refusal is None
     assert held(harness, "another", hold_name="another").refusal is None
-    harness.scheduler.holds.release(name, None)
+    harness.scheduler.apply(HoldsReleased(name, None), harness.now)
     flood(harness)
     assert cached(harness) == 20
     harness.run()
@@ -468,7 +470,7 @@ def test_a_hold_that_another_engine_takes_over_lasts_as_long_as_was_promised():
     leaving, other, unused = make(), make(), make()
     held(leaving, "held", client="alice", hold_name="talk")
     leaving.now = 4.0
-    (given,) = leaving.scheduler.holds.give(8, leaving.now)
+    (given,) = leaving.scheduler.apply(HoldsGiven(8), leaving.now)
     assert (given.token_ids, given.client, given.name, given.response_id) == (PROMPT, "alice", "talk", "resp-held")
     assert (given.ttl_s, given.left_s) == (10.0, 6.0)
     mark = (len(given.token_ids), given.ttl_s, given.left_s)
@@ -498,30 +500,30 @@ def test_a_hold_that_arrives_renews_no_other_hold_with_which_its_prompt_begins()
     mark = (len(longer), 10.0, 2.0)
     serve(other, "hold", longer, max_tokens=1, client="alice", hold=[mark], hold_name="talk")
     assert other.cached_of["hold"] == len(PROMPT)
-    assert sorted(given.left_s for given in other.scheduler.holds.give(8, other.now)) == [2.0, 4.0]
+    assert sorted(given.left_s for given in other.scheduler.apply(HoldsGiven(8), other.now)) == [2.0, 4.0]
 
 
 def test_holds_that_last_longest_are_given_first_and_each_once():
     harness = make(held_share=1.0, num_blocks=40)
     for number, ttl_s in enumerate((10.0, 30.0, 20.0)):
         held(harness, f"held {number}", [number * 10 + i for i in range(8)], ttl_s=ttl_s)
-    given = [harness.scheduler.holds.give(2, 0.0) for _ in range(3)]
+    given = [harness.scheduler.apply(HoldsGiven(2), 0.0) for _ in range(3)]
     assert [[prompt.ttl_s for prompt in prompts] for prompts in given] == [[30.0, 20.0], [10.0], []]
     harness.now = 5.0
     serve(harness, "next turn", [*range(10, 18), 7])
-    assert [prompt.ttl_s for prompt in harness.scheduler.holds.give(8, 5.0)] == [30.0], "it has been used since"
+    assert [prompt.ttl_s for prompt in harness.scheduler.apply(HoldsGiven(8), 5.0)] == [30.0], "it has been used since"
     harness.now = 36.0
-    assert not harness.scheduler.holds.give(8, 36.0), "all have ended"
+    assert not harness.scheduler.apply(HoldsGiven(8), 36.0), "all have ended"
 
 
 @PLACES
 def test_holds_that_all_engines_have_in_the_store_are_not_given(options):
     harness, is_own = saved(options), options is OPTIONS
-    assert len(harness.scheduler.holds.give(8, harness.now)) == is_own
+    assert len(harness.scheduler.apply(HoldsGiven(8), harness.now)) == is_own
     again = harness.restarted()
-    assert not again.scheduler.holds.give(8, again.now), "its tokens are not known"
+    assert not again.scheduler.apply(HoldsGiven(8), again.now), "its tokens are not known"
     serve_from_tiers(again, "next turn", [*PROMPT, 7])
-    assert [given.token_ids for given in again.scheduler.holds.give(8, again.now)] == [PROMPT] * is_own
+    assert [given.token_ids for given in again.scheduler.apply(HoldsGiven(8), again.now)] == [PROMPT] * is_own
 
 
 # -- holds that outlive their engine -------------------------------------------------------------------------
@@ -614,7 +616,7 @@ def test_hold_beyond_a_smaller_share_is_refused_at_the_start():
 def test_hold_that_its_client_ends_leaves_nothing(options):
     harness = saved(options, hold_name="talk", client="alice")
     assert len(names_in(harness)) == 5
-    harness.scheduler.holds.release("talk", "alice")
+    harness.scheduler.apply(HoldsReleased("talk", "alice"), harness.now)
     harness.submit()
     assert not names_in(harness) and harness.holds == {False: {}, True: {}}
     assert harness.restarted().scheduler.holds.stats.restored == 0
@@ -672,7 +674,7 @@ def test_hold_that_is_deleted_before_its_blocks_are_written_leaves_none(options,
     if is_under_way:
         harness.submit()
         assert harness.moving
-    harness.scheduler.holds.release("talk", None)
+    harness.scheduler.apply(HoldsReleased("talk", None), harness.now)
     harness.drain()
     assert not names_in(harness)
     harness.run()
@@ -681,10 +683,10 @@ def test_hold_that_is_deleted_before_its_blocks_are_written_leaves_none(options,
 def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
     harness = saved(STORE, hold_name="talk", client="alice")
     other = other_engine(harness)
-    other.scheduler.holds.release("talk", "bob")
+    other.scheduler.apply(HoldsReleased("talk", "bob"), other.now)
     other.submit()
     assert len(names_in(harness)) == 5
-    other.scheduler.holds.release("talk", None)
+    other.scheduler.apply(HoldsReleased("talk", None), other.now)
     other.submit()
     assert not names_in(harness) and not harness.holds[True]
     harness.list()
@@ -705,7 +707,7 @@ def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replac
 def test_emptying_the_prefix_cache_deletes_the_holds_of_all_engines_from_the_store():
     harness = saved(STORE)
     other = other_engine(harness)
-    other.scheduler.clear_cache()
+    other.scheduler.apply(CacheCleared(), other.now)
     other.submit()
     assert not harness.store and not harness.holds[True]
 
@@ -750,14 +752,14 @@ class HoldsMachine(SchedulerMachine):
     @rule(client=st.sampled_from(["a", "b"]))
     def release(self, client):
         before = len(self.h.scheduler.holds.ends)
-        self.h.scheduler.holds.release("talk", client)
+        self.h.scheduler.apply(HoldsReleased("talk", client), self.h.now)
         if len(self.h.scheduler.holds.ends) < before:
             self.promises.clear()  # which of them has ended is not known here
         self.h.scheduler.check()
 
     @rule()
     def clear(self):
-        self.h.scheduler.clear_cache()
+        self.h.scheduler.apply(CacheCleared(), self.h.now)
         self.answered |= self.h.holds_of.keys()
         self.promises.clear()
         self.h.scheduler.check()

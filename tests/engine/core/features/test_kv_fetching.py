@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.door.inputs import CacheCleared
 from engine.core.features.kv_fetching import BRING_SHARE
 from engine.core.request import State
 from tests.engine.core.features.test_kv_offloading import TierMachine
@@ -133,7 +134,7 @@ def test_what_comes_for_a_request_that_has_ended_is_cached():
 def test_nothing_is_cached_that_was_fetched_before_the_cache_was_emptied():
     harness = make()
     handoff_id = begun(harness)
-    harness.scheduler.clear_cache()
+    harness.scheduler.apply(CacheCleared(), harness.now)
     harness.receive(handoff_id)
     harness.run()
     assert (cached(harness), harness.fetching.fetched_tokens) == (0, 0)
@@ -325,7 +326,7 @@ class CacheMachine(SchedulerMachine):
 
     @rule()
     def clear(self):
-        self.h.scheduler.clear_cache()
+        self.h.scheduler.apply(CacheCleared(), self.h.now)
 
 
 class TieredCacheMachine(CacheMachine, TierMachine):
@@ -333,11 +334,6 @@ class TieredCacheMachine(CacheMachine, TierMachine):
 
     harness = TieredCacheHarness
     h: TieredCacheHarness
-
-    @rule()
-    def others_are_answered(self):
-        self.h.fetching.update(self.h.now)
-        self.h.forward()
 
 
 TestCaches = CacheMachine.TestCase

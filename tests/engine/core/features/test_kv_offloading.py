@@ -7,8 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from engine.core.door.inputs import Aborted, CacheCleared, MovesAsked
 from engine.core.engine_stats import load_of, stats_of
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.part_inputs import HandoffWentOn
 from engine.core.features.tiers.tier import REST_S
 from engine.core.features.tiers.tier_writer import WRITE_S
 from engine.core.request import State
@@ -163,7 +165,7 @@ def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
     harness = with_evicted()
     harness.add("moves", [*PROMPT, 7])
     harness.step()
-    (event,) = harness.scheduler.move(1, harness.now)
+    (event,) = harness.scheduler.apply(MovesAsked(1), harness.now)
     assert event.delta.error is not None and event.delta.error.code == "moved"
     harness.drain()
     harness.scheduler.check()
@@ -182,7 +184,7 @@ def test_blocks_that_a_failed_request_has_read_are_forgotten():
     harness.add("fails", [*PROMPT, 7])
     harness.step()
     harness.scheduler.kv_cache.invalidate(harness.scheduler.queue.live["fails"])
-    harness.scheduler.abort("fails", 0.0, EngineError("fails", "its numbers are not finite"))
+    harness.scheduler.apply(Aborted("fails", error=EngineError("fails", "its numbers are not finite")), 0.0)
     harness.drain()
     assert len(harness.disk) == harness.offloading.stats.tiers["disk"].blocks == 0
 
@@ -190,7 +192,7 @@ def test_blocks_that_a_failed_request_has_read_are_forgotten():
 def test_what_was_cleared_is_nowhere():
     harness = make(host_slots=3)
     stored(harness)
-    harness.scheduler.clear_cache()
+    harness.scheduler.apply(CacheCleared(), harness.now)
     harness.drain()
     assert not harness.disk
     assert all(tier.blocks == 0 for tier in harness.offloading.stats.tiers.values())
@@ -204,7 +206,7 @@ def test_a_request_that_moves_here_waits_for_no_tier():
     harness.step()
     (opened,) = harness.scheduler.handoffs.actions
     assert harness.scheduler.queue.live["moves"].state is State.WAITING_FOR_REMOTE_KV
-    harness.scheduler.handle(Failed(opened.remote_request.handoff_id, "link", 0, False), harness.now)
+    harness.scheduler.apply(HandoffWentOn(Failed(opened.remote_request.handoff_id, "link", 0, False)), harness.now)
     harness.step()
     assert harness.scheduler.queue.live["moves"].state is State.LOADING_KV, "now the tier is all that is left"
     harness.run()
@@ -225,7 +227,7 @@ def test_what_is_cleared_while_it_moves_is_nowhere():
     harness = with_evicted()
     harness.add("loads", [*PROMPT, 7], max_tokens=1)
     harness.step()
-    harness.scheduler.clear_cache()
+    harness.scheduler.apply(CacheCleared(), harness.now)
     harness.run()
     assert harness.offloading.stats.hit_tokens == 0
 
@@ -359,7 +361,7 @@ class TierMachine(SchedulerMachine):
 
     @rule()
     def clear(self):
-        self.h.scheduler.clear_cache()
+        self.h.scheduler.apply(CacheCleared(), self.h.now)
 
 
 TestTiers = TierMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.door.inputs import CacheCleared
 from engine.core.features import prefix_counter
 from engine.core.features.prefix_counter import PrefixCounter
 from tests.fake_runner import Harness
@@ -44,7 +45,7 @@ def test_a_prefix_that_is_no_longer_cached_is_not_named():
     for _ in range(2):
         counted.ask(ids(41, 1))
     assert counted.found()
-    counted.harness.scheduler.clear_cache()
+    counted.harness.scheduler.apply(CacheCleared(), counted.harness.now)
     assert not counted.found()
 
 

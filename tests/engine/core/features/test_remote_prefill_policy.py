@@ -20,7 +20,8 @@ def make(
     cost = StepCost()
     for tokens in (1, 8, 64, 512):
         cost.observe_step(tokens, 0.002 + TOKEN_S * tokens)
-    policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=option), cost, lambda: quarantined or set())
+    policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=option), cost)
+    policy.resting = sorted(quarantined or ())
     policy.replicas = replicas
     return policy
 

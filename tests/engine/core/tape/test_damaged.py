@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.tape import replay_limits as limits
 from engine.core.tape.file import MIN_BYTES, TapeFile, pack_tapes, read_tapes
-from engine.core.tape.inputs import Added
+from engine.core.tape.inputs import AddedShape
 from engine.core.tape.object_graph import SCHEMA_BYTES, UnknownState
 from engine.core.tape.replay import Diverged, Replay
 from engine.core.tape.replay_limits import TapeTooExpensive, replay_limits, watched
@@ -100,7 +100,7 @@ def test_the_undamaged_tape_is_read(taken, tmp_path):
 def test_a_prompt_that_no_model_reads_is_refused(count, taken):
     tape = msgspec.msgpack.decode(taken, type=EngineTape)
     message = GenerateRequest(request_id="large", prompt=[], params=SamplingParams())
-    tape.segments[0].entries = record_entry(Added(0.0, count, message))
+    tape.segments[0].entries = record_entry(AddedShape(count, message), 0.0)
     with pytest.raises(Diverged, match="ValueError: a prompt of"):
         Replay(tape).step()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.engine import EngineCore
+from engine.core.features.part_inputs import EncodersSet
 from engine.core.tape.replay import Replay
 from engine.wire.messages import PrefillReplica, RemoteRequestFailed
 from tests.engine.core.features.images.test_image_handoffs import by, engines, prompts, run
@@ -45,15 +46,15 @@ def test_images_are_encoded_and_evicted_again(tmp_path):
 def test_images_of_an_encode_engine_arrive_and_fail_again_in_both_engines(tmp_path):
     folder = make_vision_model(tmp_path, NAME)
     with engines(folder, tape_mib=16) as (core, encode):
-        core.image_handoffs.set_replicas([PrefillReplica(engine_id="engine")])
+        core.apply(EncodersSet([PrefillReplica(engine_id="engine")]))
         by(encode, core, *prompts(NAME))
         lost = Prompt(NAME).text(5, 6).image(7).text(9)
-        run(core, lost, dispatch=lambda notice: core.image_handoffs.channel.submit(
+        run(core, lost, dispatch=lambda notice: core.mail.image_channel.submit(
             RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         ))  # fmt: skip
         here, there = replayed(core), replayed(encode)
-        assert {"Added", "ImageEnded", "EncodersSet"} <= {type(moment.input).__name__ for moment in here.moments}
-        assert "AddedRemote" in {type(moment.input).__name__ for moment in there.moments}
+        assert {"AddedShape", "ImageShape", "EncodersSet"} <= {type(moment.input).__name__ for moment in here.moments}
+        assert "AddedRemoteShape" in {type(moment.input).__name__ for moment in there.moments}
         assert here.scheduler.images.num_encoded == core.scheduler.images.num_encoded == 1
         secret = prompts(NAME)[0].images[0].mm_hash
         data = msgspec.msgpack.encode(tape_of(core.tape))

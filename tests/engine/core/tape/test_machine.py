@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
+from engine.core.features.part_inputs import ReplicasSet
 from engine.wire.messages import PrefillReplica
 from tests.engine.core.features.test_holds import HoldsMachine
 from tests.engine.core.features.test_kv_fetching import CacheMachine, TieredCacheMachine
@@ -65,7 +66,7 @@ class TapedDecodeMachine(Replayed, DecodeMachine):
 
     @rule(there=st.booleans())
     def prefill_pool(self, there):
-        self.h.scheduler.handoffs.set_prefill_replicas([PrefillReplica(engine_id="p")] if there else [])
+        self.h.scheduler.apply(ReplicasSet([PrefillReplica(engine_id="p")] if there else []), self.h.now)
 
 
 class TapedPrefillMachine(Replayed, PrefillMachine):

@@ -48,6 +48,6 @@ def test_prompts_that_another_engine_computes_are_decided_again_in_both_engines(
         pair.settle()
         decode, prefill = replayed(pair.decode), replayed(pair.prefill)
     kinds = {type(moment.input).__name__ for moment in decode.moments}
-    assert {"Added", "KVReceived"} <= kinds and decode.tape.role == "decode"
+    assert {"AddedShape", "ReceivedShape"} <= kinds and decode.tape.role == "decode"
     kinds = {type(moment.input).__name__ for moment in prefill.moments}
-    assert {"AddedRemote", "HandoffClosed"} <= kinds and prefill.tape.role == "prefill"
+    assert {"AddedRemoteShape", "ClosedShape"} <= kinds and prefill.tape.role == "prefill"

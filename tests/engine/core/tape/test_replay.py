@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
+from engine.core.door.inputs import PartInput
+from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.engine import EngineCore
 from engine.core.features.kv_fetching import split_names
 from engine.core.scheduler import Scheduler
@@ -120,7 +124,7 @@ def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog, monkey
     small.add("a", [1, 2, 3])
     small.run()
     assert "more than engine.tape_mib" in caplog.text
-    assert small.tape.take() == b"" and "schedule" not in vars(small.scheduler)
+    assert small.tape.take() == b"" and small.scheduler.journal is NOBODY_LISTENS
 
 
 def test_a_tape_that_ends_later_is_dropped_and_nothing_is_recorded_any_more(monkeypatch):
@@ -135,6 +139,28 @@ def test_a_tape_that_ends_later_is_dropped_and_nothing_is_recorded_any_more(monk
     harness.add("b", [1, 2, 3, 1, 2, 3])
     harness.run()
     assert not ring.answers and not ring.entries
+
+
+class BudgetSet(PartInput, frozen=True):
+    """An input that no part has yet."""
+
+    tokens: int
+
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.config = replace(scheduler.config, max_num_batched_tokens=self.tokens)
+
+
+def test_whatever_enters_a_scheduler_is_on_the_tape_and_enters_it_again():
+    """There is no other way in, so the input of a new part cannot be forgotten."""
+    harness = TapedHarness(num_blocks=64, max_model_len=64, max_num_batched_tokens=16)
+    harness.add("a", [*range(1, 40)])
+    harness.step()
+    harness.scheduler.apply(BudgetSet(8), harness.now)
+    harness.run()
+    found = replay(harness.tape)
+    assert [plan.num_tokens for plan in harness.plans][:4] == [16, 8, 8, 7]
+    assert found.scheduler.config.max_num_batched_tokens == 8
+    assert found.scheduler.totals == harness.scheduler.totals
 
 
 def test_answers_count_for_the_length_of_a_segment():

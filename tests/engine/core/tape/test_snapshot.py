@@ -9,6 +9,7 @@ from enum import Enum
 import msgspec
 import pytest
 
+from engine.core.door.journal import Journal
 from engine.core.tape.answers import STAND_INS, Answers
 from engine.core.tape.file import pack_tapes, read_tapes
 from engine.core.tape.object_graph import UnknownState, fields_of
@@ -29,7 +30,7 @@ OF_NO_STATE = {
     "BlockObserver", "HashChanges", "StateChanges", "ImageChanges", "StepWork", "Arrived", "Ended", "PrefillDecision",
     "PendingPrompt", "LocalLoad", "Event",
     # what covers a scheduler's parts while they are recorded, and what reads a tape
-    "Answers", "TapedDrafter", "DrafterWatch", "TapedGrammar", "TapedLinks", "TapedNames", "StandIn",
+    "Answers", "TapedDrafter", "DrafterWatch", "TapedGrammar", "TapedNames", "StandIn",
 }  # fmt: skip
 
 
@@ -80,10 +81,9 @@ def test_no_object_has_a_field_that_its_class_does_not_declare():
     while todo:
         thing = todo.pop()
         inside = getattr(thing, "__dict__", {})
-        if id(thing) in seen or not type(thing).__module__.startswith("engine."):
+        if id(thing) in seen or not type(thing).__module__.startswith("engine.") or isinstance(thing, Journal):
             continue
         seen.add(id(thing))
-        methods = {name for name in inside if callable(getattr(type(thing), name, None))}
-        assert inside.keys() - methods <= {*fields_of(type(thing))}, type(thing)
+        assert inside.keys() <= {*fields_of(type(thing))}, type(thing)
         todo += [getattr(thing, name, None) for name in fields_of(type(thing))]
     assert len(seen) > 40

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from engine.core.door.inputs import Aborted
 from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.part_inputs import CommandsTaken
 from engine.core.tape.replay import Replay
+from engine.errors import EngineError, RequestTimeout
 from engine.wire.kv_offload import KVOffloadStats
 from tests.engine.core.features.test_kv_fetching import PROMPT, in_a_tier
 from tests.engine.core.features.test_kv_offloading import evicted, make, stored, with_store
@@ -35,13 +39,26 @@ def test_a_request_whose_blocks_come_too_late_is_queued_again():
     harness.add("late", [*PROMPT, 7], max_tokens=1)
     harness.step()
     harness.now += TIMEOUT_S + 1
-    (stop,) = harness.offloading.take_commands(harness.now)
+    (stop,) = harness.scheduler.apply(CommandsTaken(), harness.now)
     harness.step()
     assert "late" in harness.finished and replayed(harness, tape).scheduler.offloading.moving, "no rank has answered"
     (number,) = harness.moving
     assert stop.number == number
     harness.progress(number)
     harness.run()
+    replayed(harness, tape)
+
+
+@pytest.mark.parametrize("error", [RequestTimeout("again", 1.0), EngineError("again", "its logits are not finite")])
+def test_an_error_forgets_the_blocks_of_a_request_in_the_tiers_again_only_if_they_may_be_wrong(error):
+    harness = make(num_blocks=64)
+    stored(harness)
+    tape = attach(harness)
+    harness.add("again", [*PROMPT, 7], max_tokens=9)
+    harness.step()
+    harness.record([harness.scheduler.apply(Aborted("again", error=error), harness.now)])
+    harness.drain()
+    assert bool(harness.disk) == isinstance(error, RequestTimeout)
     replayed(harness, tape)
 
 

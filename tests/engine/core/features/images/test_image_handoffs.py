@@ -19,9 +19,10 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
+from engine.core.features.part_inputs import EncodersSet, ImageWentOn
 from engine.errors import ConfigError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.handoff import Failed, FirstToken, HandoffEvent, OpenHandoff, Received
+from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
@@ -58,7 +59,7 @@ def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCor
         core = opened.enter_context(pool.engine(config))
         encode = build_engine(EngineConfig(model=str(folder), handoff=handoff, **{**SIZES, **options}))
         opened.callback(encode.close)
-        core.image_handoffs.replicas = [PrefillReplica(engine_id="engine")]
+        core.apply(EncodersSet([PrefillReplica(engine_id="engine")]))
         yield core, encode
 
 
@@ -73,11 +74,11 @@ def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchRemote],
         for event in core.step():
             assert event.delta.error is None, event.delta.error
             outputs[event.delta.request_id] += event.delta.token_ids
-        for notice in core.take_notices():
+        for notice in core.mail.take_notices():
             if isinstance(notice, DispatchRemote):
                 dispatch(notice)
         core.scheduler.check()
-    core.image_handoffs.check()
+    core.scheduler.images.handoffs.check()
     return list(outputs.values())
 
 
@@ -112,7 +113,7 @@ def test_answers_about_images_that_an_encode_engine_has_encoded_are_those_of_one
         assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
         assert load_of(core.scheduler).queued_embeds == 0
         lost = Prompt(name).text(5, 6).image(7).text(9)
-        fail = lambda notice: core.image_handoffs.channel.submit(  # noqa: E731
+        fail = lambda notice: core.mail.image_channel.submit(  # noqa: E731
             RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         )
         assert run(core, lost, dispatch=fail) == [expected_tokens(folder, lost, 8)]
@@ -135,8 +136,8 @@ def test_the_images_of_a_request_are_encoded_side_by_side_as_long_as_there_is_ro
 ):
     folder, prompt = make_vision_model(tmp_path, "qwen3_vl"), prompts("qwen3_vl")[2]
     with engines(folder, encoder_cache_size=cache_size) as (core, encode):
-        taken, take = [], core.take_notices
-        monkeypatch.setattr(core, "take_notices", lambda: taken.append(take()) or taken[-1])
+        taken, take = [], core.mail.take_notices
+        monkeypatch.setattr(core.mail, "take_notices", lambda: taken.append(take()) or taken[-1])
         assert by(encode, core, prompt) == [expected_tokens(folder, prompt, 8)]
         assert len(taken[0]) == at_once
         assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
@@ -150,13 +151,14 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
         assert load().queued_embeds == prompt.images[0].num_embeds
         core.step()
         assert load().queued_embeds == 0, "it waits in the encode pool"
-        (notice,) = core.take_notices()
+        (notice,) = core.mail.take_notices()
         assert encode.prefill(notice.request)
         deadline = time.monotonic() + LIMIT_S
-        while not core.image_handoffs._ready:
+        while not core.scheduler.images.handoffs._ready:
             assert time.monotonic() < deadline
             encode.step()
-            core.image_handoffs.take_events()
+            for event in core.mail.image_channel.events():
+                core.apply(ImageWentOn(event))
         assert load().queued_embeds == 0, "it is in the inbox"
         events = [event for _ in range(2) for event in core.step()]
         told = [line.what for event in events for line in event.delta.timeline if "image" in line.what]
@@ -172,21 +174,7 @@ def test_a_text_model_has_no_images_encoded_and_what_was_started_for_handoffs_is
 # -- without -------------------------------------------------------------------------------------------------------
 
 
-class FakeChannel:
-    """A HandoffChannel whose events a test makes."""
-
-    peer = Peer("decode", "", 1)
-
-    def __init__(self):
-        self.waiting: list[HandoffEvent] = []
-        self.bad: list[str] = []
-
-    def events(self) -> list[HandoffEvent]:
-        found, self.waiting = self.waiting, []
-        return found
-
-    def quarantined(self) -> list[str]:
-        return self.bad
+HERE = Peer("decode", "", 1)
 
 
 def image(name: int) -> MultiModalFeatureSpec:
@@ -205,8 +193,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.channel = FakeChannel()
-        self.handoffs = ImageHandoffs(self.channel, "print", IMAGE, NUM_BLOCKS, BLOCK)  # type: ignore[arg-type]
+        self.handoffs = ImageHandoffs(HERE, "print", IMAGE, NUM_BLOCKS, BLOCK)
         self.open: dict[str, OpenHandoff] = {}
         self.content: dict[int, bytes] = {}
         self.steps: list[ReceivedImage] = []
@@ -215,12 +202,12 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
     @rule(engines=st.sets(st.sampled_from("ab")), bad=st.sets(st.sampled_from("ab")))
     def engines_come_and_go(self, engines, bad):
         self.handoffs.replicas = [PrefillReplica(engine_id=name) for name in sorted(engines)]
-        self.channel.bad = sorted(bad)
+        self.handoffs.resting = sorted(bad)
 
     @rule(name=st.integers(0, 11))
     def need(self, name):
         wanted, count = image(name), len(self.open)
-        up = {replica.engine_id for replica in self.handoffs.replicas} - set(self.channel.bad)
+        up = {replica.engine_id for replica in self.handoffs.replicas} - set(self.handoffs.resting)
         was_there, was_awaited = self.handoffs.has(wanted.mm_hash), wanted.mm_hash in self.awaited
         if self.handoffs.awaits(wanted, silent):
             self.forward()
@@ -242,7 +229,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
         self.handoffs.awaits(image(name), silent, ahead=True)
         self.forward()
         if len(self.open) > count:
-            assert count < AHEAD * len({one.engine_id for one in self.handoffs.replicas} - set(self.channel.bad))
+            assert count < AHEAD * len({one.engine_id for one in self.handoffs.replicas} - set(self.handoffs.resting))
             assert free > len(self.handoffs._free) >= NUM_BLOCKS // 2, "no room is left for what is needed at once"
         assert there <= {other for other in range(12) if self.handoffs.has(image(other).mm_hash)}, "it took their room"
 
@@ -254,12 +241,11 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
         (wanted,) = opened.remote_request.mm_features
         if came:
             first = FirstToken(0, None, b"", 0, [TimelineEvent(0.0, "x", "a")])
-            self.channel.waiting.append(Received(handoff_id, first))
+            self.handoffs.handle(Received(handoff_id, first))
             self.content |= dict.fromkeys(opened.blocks, wanted.mm_hash)
         else:
-            self.channel.waiting.append(Failed(handoff_id, "silent", 0, True))
+            self.handoffs.handle(Failed(handoff_id, "silent", 0, True))
             self.failed.add(wanted.mm_hash)
-        self.handoffs.take_events()
         assert self.forward() == ([] if came else [handoff_id])
 
     @precondition(lambda self: self.steps)
@@ -301,14 +287,12 @@ TestImageHandoffs.settings = settings(max_examples=examples(100), stateful_step_
 
 
 def test_images_that_failed_and_that_nobody_needs_any_more_are_forgotten():
-    channel = FakeChannel()
-    handoffs = ImageHandoffs(channel, "print", IMAGE, NUM_BLOCKS, BLOCK)  # type: ignore[arg-type]
+    handoffs = ImageHandoffs(HERE, "print", IMAGE, NUM_BLOCKS, BLOCK)
     handoffs.replicas = [PrefillReplica(engine_id="a")]
     for number in range(MAX_FAILED + 2):
         one = msgspec.structs.replace(image(1), mm_hash=number.to_bytes(4))
         assert handoffs.awaits(one, silent)
-        channel.waiting.append(Failed(handoffs.actions[0].remote_request.handoff_id, "silent", 0, True))
-        handoffs.take_events()
+        handoffs.handle(Failed(handoffs.actions[0].remote_request.handoff_id, "silent", 0, True))
         handoffs.actions.clear()
         assert not handoffs.awaits(one, silent), "it is encoded here"
     assert len(handoffs._failed) == MAX_FAILED

@@ -1,0 +1,1 @@
+"""The one way into a scheduler, and who listens at it."""

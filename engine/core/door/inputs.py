@@ -1,0 +1,72 @@
+"""What enters a scheduler: records that `Scheduler.apply` takes. No other way leads in but the two halves of a step.
+
+A tape keeps every input, and a replay gives it again (tape/). So an input holds all of the outside world that the
+decision depends on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.remote_request import RemoteRequest
+from engine.wire.token_delta import FinishReason
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Something that a scheduler is given. A tape keeps the record as it is, unless tape/inputs.py has a form for it
+    that says nothing of texts."""
+
+
+class Added(Input, frozen=True):
+    """A request. `apply` returns it as the scheduler keeps it, or raises a ServingError and changes nothing."""
+
+    message: GenerateRequest
+
+
+class AddedRemote(Input, frozen=True):
+    """A prompt that another engine asked for. `apply` returns or raises as for Added."""
+
+    asked_by: RemoteRequest
+
+
+class GrammarSet(Input, frozen=True):
+    """The compiled grammar that a request was waiting for. It makes the request ready to run."""
+
+    request_id: str
+    grammar: Any
+    """A Grammar."""
+
+
+class Aborted(Input, frozen=True):
+    """A request ends now. `apply` returns its event; None if it is not live, since it may just have finished.
+
+    Also None for a prompt computed for another engine: that engine is notified, and the request ends once the other
+    engine stops reading its blocks.
+    """
+
+    request_id: str
+    reason: FinishReason = "abort"
+    error: Any = None
+    """The ServingError with which it ends instead of the reason."""
+
+
+class MovesAsked(Input, frozen=True):
+    """Other engines are to continue up to `count` requests. Waiting requests leave at once; `apply` returns their
+    events. If `count` is not reached, running requests leave after their next token, with their KV."""
+
+    count: int
+
+
+class CacheCleared(Input, frozen=True):
+    """Empties the prefix cache and the tiers below it, and ends all holds."""
+
+
+class PartInput(Input, frozen=True):
+    """An input for a part. `Scheduler.apply` returns what the part answers."""
+
+    def apply(self, parts: Any, now: float) -> Any:
+        """Pass the input on. parts: a scheduler, of whose parts this is for one."""
+        raise NotImplementedError
