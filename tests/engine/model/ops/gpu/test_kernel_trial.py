@@ -36,7 +36,7 @@ PLANTED: list[tuple[str, ModuleType, str, str]] = [  # a family, one of its kern
     ("Qwen 3", attention, "attend_kernel", "attention.paged_attention"),
     ("Qwen 3", activation, "gated_kernel", "activation.silu_mul"),
     ("Qwen 3", low_rank, "expand_kernel", "low_rank.add"),
-    ("gpt-oss", activation, "swigluoai_kernel", "activation.swigluoai_mul"),
+    ("gpt-oss", activation, "swigluoai_kernel", "moe.mix_experts" if ON_A_CARD else "activation.swigluoai_mul"),
     ("GLM 4.5", routing, "add_shared_kernel", "routing.add_shared"),
     ("GLM 4.5", routing, "top_k_of_groups_kernel", "routing.top_k_sigmoid"),
     ("Qwen 3.5", causal_conv, "causal_conv_kernel", "causal_conv.causal_conv"),
