@@ -31,9 +31,11 @@ GPU_TESTS := tests/gpu tests/engine/model/ops/gpu
 # With tensors that say they are on a GPU, and raise where CUDA would
 STAND_IN := $(BIN)/python -m pytest -p tests.gpu.stand_in -n 2 --dist loadfile $(GPU_TESTS)
 
-# What tests kernels is skipped as long as nothing that it imports has changed since it last passed (tests/unchanged.py)
+# What tests kernels is skipped as long as nothing that it imports has changed since it last passed
+# (tests/unchanged.py). Kernels of GPUs and one engine run on the stand-in.
 test: $(INSTALLED) $(KERNELS) $(HELM)
-	$(TEST) --skip-unchanged
+	$(TEST) --skip-unchanged --ignore tests/engine/model/ops/gpu
+	$(STAND_IN) --skip-unchanged
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.

@@ -35,7 +35,7 @@ KERNEL_S = 1.3e-6  # between two kernels of a graph
 HIDDEN_S = 0.7e-6  # of it, for a kernel that is launched while the one before it ends
 SMALL_S = 3e-6  # a kernel that reads little: as long as it takes to start and to end
 LARGE = {
-    "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_kernel",
+    "linear", "mm", "bmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "grouped_kernel",
     "attend_kernel", "latent_kernel", "linear_attention_kernel",
 }  # fmt: skip
 """Kernels whose time is that of what they read."""

@@ -102,7 +102,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     with Plain():
         if name == "mm" and (dtype := kwargs.pop("out_dtype", None)) is not None:
             args = tuple(each.to(dtype) for each in args)  # only a card adds up rounded numbers in a wider type
-        if name == "_scaled_grouped_mm_v2":  # only a card has it
+        if name == "_scaled_grouped_mm":  # only a card has it
             from tests.engine.model.ops.gpu.grouped_products import scaled_grouped_mm as func
         result = func(*args, **kwargs)
         given = tensors((args, kwargs))

@@ -50,7 +50,8 @@ def mix_experts(
     experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each. Returns [tokens, hidden].
     """
     order, tokens, positions, ends, _ = sort_pairs(experts, gate_up.shape[0], len(experts))
-    mixed = pair_products(x, gate_up, down, activation, experts.flatten()[order], tokens, ends, biases)
+    chosen = None if biases is None else experts.flatten()[order]
+    mixed = pair_products(x, gate_up, down, activation, chosen, tokens, ends, biases)
     return combine(mixed, weights, positions)
 
 
@@ -63,17 +64,17 @@ def mix_some_experts(
     order, tokens, positions, ends, _ = sort_pairs(experts, num_experts, len(experts))
     # nothing was written behind the last pair of this rank, where rows are read, but not multiplied
     behind = torch.arange(len(order), device=order.device) >= ends[-1]
-    chosen = experts.flatten()[order.masked_fill(behind, 0)].clamp(max=num_experts - 1)
+    chosen = None if biases is None else experts.flatten()[order.masked_fill(behind, 0)].clamp(max=num_experts - 1)
     mixed = pair_products(x, gate_up, down, activation, chosen, tokens.masked_fill(behind, 0), ends, biases)
     return combine(mixed, weights, positions, own=experts < num_experts)
 
 
 def pair_products(
     x: Tensor, gate_up: Tensor | PackedExperts, down: Tensor | PackedExperts, activation: Callable[[Tensor], Tensor],
-    chosen: Tensor, tokens: Tensor, ends: Tensor, biases: tuple[Tensor, Tensor] | None,
+    chosen: Tensor | None, tokens: Tensor, ends: Tensor, biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """Return the product of each pair, [pairs, hidden], by position; undefined from `ends[-1]` on. chosen, tokens:
-    [pairs] int64, the expert and the token at each position; ends: see SortedPairs."""
+    [pairs] int64, the expert and the token at each position, the first for biases only; ends: see SortedPairs."""
     (first, second), format = biases or (None, None), row_format(gate_up, x.dtype)
     rows = x[tokens] if format is None else taken(quantize.quantize(x, format), tokens)
     hidden = product(rows, gate_up, ends)
@@ -94,9 +95,7 @@ def product(x: Tensor | QuantizedRows, weight: Tensor | PackedExperts, ends: Ten
         assert isinstance(weight, Tensor), "rows of quantized experts are rounded"
         return F.grouped_mm(x, weight.mT, offs=ends)
     assert isinstance(weight, PackedExperts), "rows are rounded for quantized experts only"
-    return F.scaled_grouped_mm(  # type: ignore[attr-defined]
-        x.values, weight.values.mT,
-        x.scale.flatten(), F.ScalingType.RowWise,
-        weight.scales.flatten(1), F.ScalingType.RowWise,
-        offs=ends, output_dtype=x.dtype, use_fast_accum=True,
+    return torch._scaled_grouped_mm(
+        x.values, weight.values.mT, x.scale.flatten(), weight.scales.flatten(1),
+        offs=ends, out_dtype=x.dtype, use_fast_accum=True,
     )  # fmt: skip

@@ -306,7 +306,7 @@ def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     monkeypatch.setattr(moe, "multiplies_float8", lambda device: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", scaled_grouped_mm)
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     x, gate_up, down, experts, weights = inputs(*routed, *sizes, torch.bfloat16)
     rounded = [[fp8(expert, group) for expert in weight] for weight in (gate_up, down)]
     packed = [ops.pack_experts(some, len(some), torch.bfloat16) for some in rounded]

@@ -1,0 +1,34 @@
+"""`make first-gpu` on what stands in for a GPU: the same script with small numbers.
+
+A sitecustomize.py that imports this makes every process of the script a stand-in (tests/benchmarks/test_first_gpu.py).
+Processes of pytest have the plugin instead.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if "benchmarks.gpu" in sys.orig_argv or "device_count" in sys.orig_argv[-1]:
+    from tests.gpu import stand_in
+
+    stand_in.install()
+    if "--part" in sys.orig_argv:
+        stand_in.install_kernels()
+
+        from benchmarks.gpu import card, engines, first, parts
+        from engine.runner import cuda_graphs
+        from tests.gpu.test_first import SMALL
+
+        for name, shape in engines.SHAPES.items():
+            small = {key: value for key, value in SMALL.items() if key in shape}
+            if "kv_lora_rank" in small:
+                small["num_key_value_heads"] = 4
+            engines.SHAPES[name] = {**shape, **small, "num_hidden_layers": 2}
+        for module in (card, parts):
+            module.MATRIX = 16
+        card.COPY_BYTES, first.BATCHES = 1024, (1, 3)
+        parts.CONTEXT, parts.WARM_STEPS, parts.STEPS, parts.PROFILED_STEPS = 8, 1, 2, 2
+        parts.PROMPT, parts.MODEL_LEN = 256, 300
+        cuda_graphs.MAX_DECODE_SIZE = cuda_graphs.MAX_MIXED_SIZE = 8
+        build = engines.EngineConfig
+        engines.EngineConfig = lambda **options: build(**options, num_gpu_blocks_override=200, num_threads=1)
