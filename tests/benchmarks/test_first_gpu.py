@@ -13,7 +13,7 @@ from benchmarks.gpu.__main__ import saved
 from benchmarks.gpu.first import FIRST
 
 ROOT = Path(__file__).parents[2]
-QUICK = "test_norm.py or test_activation.py or test_greedy_tokens_are_the_cpus"  # of the tests that it runs
+QUICK = "rms_norm or test_greedy_tokens_are_the_cpus"  # of the tests that it runs
 
 
 @pytest.mark.slow

@@ -6,14 +6,24 @@ Processes of pytest have the plugin instead.
 
 from __future__ import annotations
 
+import os
 import sys
 
 if "benchmarks.gpu" in sys.orig_argv or "device_count" in sys.orig_argv[-1]:
     from tests.gpu import stand_in
 
     stand_in.install()
+    if "--first" in sys.orig_argv:
+        from dataclasses import replace
+
+        from benchmarks.gpu import first
+
+        first.FIRST = tuple(replace(part, limit_s=4 * part.limit_s) for part in first.FIRST)  # interpreted
+    if is_compiled := "kernels of 8B compiled" in sys.orig_argv:
+        del os.environ["TRITON_INTERPRET"]  # they are compiled as for a card
     if "--part" in sys.orig_argv:
-        stand_in.install_kernels()
+        if not is_compiled:
+            stand_in.install_kernels()
 
         from benchmarks.gpu import card, engines, first, parts
         from engine.runner import cuda_graphs
@@ -27,6 +37,9 @@ if "benchmarks.gpu" in sys.orig_argv or "device_count" in sys.orig_argv[-1]:
         for module in (card, parts):
             module.MATRIX = 16
         card.COPY_BYTES, first.BATCHES = 1024, (1, 3)
+        first.TRIED = {"8B": first.TRIED["8B"]}  # tests/gpu/test_first.py tries the others
+        decode = first.decode
+        first.decode = lambda card, size, *args, **options: decode(card, 3, *args, **options)
         parts.CONTEXT, parts.WARM_STEPS, parts.STEPS, parts.PROFILED_STEPS = 8, 1, 2, 2
         parts.PROMPT, parts.MODEL_LEN = 256, 300
         cuda_graphs.MAX_DECODE_SIZE = cuda_graphs.MAX_MIXED_SIZE = 8
