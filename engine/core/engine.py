@@ -47,7 +47,7 @@ from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import EngineStats
 
-if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
+if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
 logger = logging.getLogger(__name__)
@@ -160,13 +160,13 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
         """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
-        event = self.scheduler.apply(inputs.Aborted(request_id, reason), self._now())
+        event = self.apply(inputs.Aborted(request_id, reason))
         return None if event is None else self.ledger.report([event])[0]
 
     def move(self, count: int) -> list[Event]:
         """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
-        return self.ledger.report(self.scheduler.apply(inputs.MovesAsked(count), self._now()))
+        return self.ledger.report(self.apply(inputs.MovesAsked(count)))
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the

@@ -190,6 +190,7 @@ class Scheduler:
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
     ) -> Event | None:
+        """End a request: see inputs.Aborted."""
         request = self.queue.live.get(request_id)
         if request is None:
             return None
@@ -477,6 +478,7 @@ class Scheduler:
         return Event(request, last_delta(request, delta, reason, now, error))
 
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
+        """Record the progress of a handoff."""
         match self._handoff_progress.handle(event, now):
             case Ended(request, reason, error):
                 return [self._finish(request, reason, now, error=error)]

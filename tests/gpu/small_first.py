@@ -27,13 +27,10 @@ if "benchmarks.gpu" in sys.orig_argv or "device_count" in sys.orig_argv[-1]:
 
         from benchmarks.gpu import card, engines, first, parts
         from engine.runner import cuda_graphs
-        from tests.gpu.test_first import SMALL
+        from tests.gpu.test_first import small_shape
 
         for name, shape in engines.SHAPES.items():
-            small = {key: value for key, value in SMALL.items() if key in shape}
-            if "kv_lora_rank" in small:
-                small["num_key_value_heads"] = 4
-            engines.SHAPES[name] = {**shape, **small, "num_hidden_layers": 2}
+            engines.SHAPES[name] = {**small_shape(shape), "num_hidden_layers": 2}
         for module in (card, parts):
             module.MATRIX = 16
         card.COPY_BYTES, first.BATCHES = 1024, (1, 3)

@@ -22,15 +22,17 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def small_shape(shape: dict[str, Any]) -> dict[str, Any]:
+    small = {key: value for key, value in SMALL.items() if key in shape}
+    return {**shape, **small, **({"num_key_value_heads": 4} if "kv_lora_rank" in small else {})}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first.TRIED)
 def test_all_kernels_are_right_in_their_trial(name, monkeypatch):
     shape, options = first.TRIED[name]
     if "stand-in" in torch.cuda.get_device_name():
-        small = {key: value for key, value in SMALL.items() if key in SHAPES[shape]}
-        if "kv_lora_rank" in small:
-            small["num_key_value_heads"] = 4
-        monkeypatch.setitem(engines.SHAPES, shape, {**SHAPES[shape], **small})
+        monkeypatch.setitem(engines.SHAPES, shape, small_shape(SHAPES[shape]))
     monkeypatch.setattr(first, "TRIED", {name: (shape, options)})
     (numbers,) = first.tried(Card(1e12, 1e14))
     ((unit, right),) = numbers.items()

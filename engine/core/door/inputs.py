@@ -36,8 +36,7 @@ class GrammarSet(Input, frozen=True):
     """The compiled grammar that a request was waiting for. It makes the request ready to run."""
 
     request_id: str
-    grammar: Any
-    """A Grammar."""
+    grammar: Any  #: a Grammar
 
 
 class Aborted(Input, frozen=True):
@@ -49,8 +48,7 @@ class Aborted(Input, frozen=True):
 
     request_id: str
     reason: FinishReason = "abort"
-    error: Any = None
-    """The ServingError with which it ends instead of the reason."""
+    error: Any = None  #: the ServingError with which it ends instead of the reason
 
 
 class MovesAsked(Input, frozen=True):

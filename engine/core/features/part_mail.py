@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from engine.core.door.inputs import PartInput
 from engine.core.features.handoffs import HandoffOutput
 from engine.core.features.part_inputs import (
     AdapterNumbered,
@@ -60,9 +61,7 @@ class PartMail:
 
     # -- in ------------------------------------------------------------------------------------------------
 
-    def arrived(
-        self,
-    ) -> Iterator[TiersAnswered | AdapterRead | LinksRest | ImageWentOn | HandoffWentOn]:
+    def arrived(self) -> Iterator[PartInput]:
         """Yield what has come since the last call, in the order in which the scheduler must be given it. Raises
         EngineUnavailable like HandoffChannel.events."""
         answers = [*self._tiers.answers()]

@@ -119,7 +119,7 @@ def what(moment: Moment | None) -> str:
     if moment.commits:
         return f"a step ended{ended}"
     fields = moment.input.__struct_fields__ if moment.input is not None else ()
-    told = (f"{name}={getattr(moment.input, name)!r}" for name in fields if name not in ("message", "request", "at"))
+    told = (f"{name}={getattr(moment.input, name)!r}" for name in fields if name not in ("message", "request"))
     named = getattr(moment.input, "message", None) or getattr(moment.input, "request", None)
     name = getattr(named, "request_id", "")
     kind = type(moment.input).__name__.removesuffix("Shape")

@@ -18,7 +18,7 @@ from engine.model.layers.linear import PaddedLinear
 from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
-from engine.model.ops import linear, quantized_linear
+from engine.model.ops import dispatch, linear, quantized_linear
 from engine.model.ops import moe as ops
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.online import Online
@@ -258,7 +258,7 @@ class Experts(Sharded):
         projections = self.quantized()
         if not projections:
             return self.pack_each()
-        if self.device.type == "cpu" and not ops.multiplies_packed(self.dtype, self.device):
+        if self.device.type == "cpu" and not dispatch.gpu_kernels(self.dtype, self.device):
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
         else:

@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.expert_split import split_experts
 from engine.model.layers.moe import Experts, MixtureOfExperts
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
-from engine.model.ops import activation, moe
+from engine.model.ops import activation, dispatch, moe
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards
@@ -114,7 +114,7 @@ class GptOssExperts(Experts):
     def pack(self) -> None:
         if self.tp.fixed_order:
             return super().pack()
-        if self.packed and moe.multiplies_packed(self.dtype, self.device):
+        if self.packed and dispatch.gpu_kernels(self.dtype, self.device):
             logger.info("experts in mxfp4: multiplied as they are")
             self.keep(*(MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed))
         elif self.packed:

@@ -47,11 +47,6 @@ def select(
     return versions.mix_some_experts if some else versions.mix_experts
 
 
-def multiplies_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether there are versions for quantized weights; if not, they must be dequantized."""
-    return dispatch.gpu_kernels(dtype, device)
-
-
 def select_packed(
     packed: Sequence[Packed], dtype: torch.dtype, device: torch.device, some: bool = False
 ) -> MixPacked | None:
