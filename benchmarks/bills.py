@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.command import JsonOption, print_json, run
 from benchmarks.host import UNMEASURED, decoding_core, idle_compute, step
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from deployments.billing.prices import Prices
 from deployments.frontend.api_keys import key_line
 from deployments.frontend.sequence import Sequence

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from benchmarks.command import JsonOption, print_report, run
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.model.batch import Batch, split
 from engine.model.layers.latent_attention import of_heads
 from engine.model.ops import linear

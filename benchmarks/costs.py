@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.lora import SHAPE
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared

@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.command import JsonOption, ModelOption, SeedOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.costs import SEQUENCES, VOCAB, Load, small_engine
-from cluster.cli.bench.tables import make_table, show
+from cluster.terminal.tables import make_table, show
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.fairness.fair_queue import FairQueue, QueuedRequest

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.command import JsonOption, print_json, run
 from benchmarks.host import PARTS, SHAPE, UNMEASURED, idle_device, step
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.model.models.llama import LlamaForCausalLM

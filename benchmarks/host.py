@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.command import JsonOption, print_json, run
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -25,8 +25,8 @@ from rich.progress import Progress
 
 from benchmarks.command import JsonOption, print_report, run
 from cluster import ray_environment
-from cluster.cli.bench.progress import progress_bar
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.progress import progress_bar
+from cluster.terminal.tables import figure, make_table, show
 from engine.errors import EngineUnavailable
 
 T = TypeVar("T")

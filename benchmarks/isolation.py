@@ -26,9 +26,9 @@ from rich.progress import Progress
 from benchmarks.command import DtypeOption, JsonOption, SeedOption, print_json, run
 from benchmarks.engine_process import Engines
 from benchmarks.images import make_model, picture
-from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import random_ids
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.progress import progress_bar
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import EngineError, InvalidParameter
 from engine.model.checkpoint.folder import resolve

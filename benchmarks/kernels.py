@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.command import JsonOption, ModelOption, print_report, run
 from benchmarks.memory_floor import measure_bandwidth
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.model.batch import Batch

@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared

@@ -17,8 +17,8 @@ import typer
 
 from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.openai_client import OpenAIClient
-from cluster.cli.bench.tables import figure, make_table, show
 from cluster.flags import ApiKeyOption
+from cluster.terminal.tables import figure, make_table, show
 from engine.errors import EngineUnavailable
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps on. "

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.peer_servers import stop
 from benchmarks.peers import SETTLE_S, preloaded
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -17,7 +17,7 @@ import typer
 from rich.progress import track
 
 from benchmarks.command import JsonOption, print_json, run
-from cluster.cli.bench.tables import make_table, show
+from cluster.terminal.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.inputs import Added

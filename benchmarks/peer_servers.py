@@ -14,8 +14,8 @@ import httpx
 from benchmarks.peer_engines import LAST_ID
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient
-from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.serve import measure
+from cluster.terminal.progress import progress_bar
 from tests.serve.serve_run import free_port, wait_until
 
 if TYPE_CHECKING:

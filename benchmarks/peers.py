@@ -27,7 +27,7 @@ import typer
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.peer_engines import OPTIONS
 from benchmarks.peer_servers import manta_server, stop, vllm_server
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 
 WARM_UP = 1000  # number of the repetition that is not counted
 

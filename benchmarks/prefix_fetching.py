@@ -21,7 +21,7 @@ import zmq.asyncio
 from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.engine_process import Engines
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigester

@@ -21,7 +21,7 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.peers import preloaded
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM

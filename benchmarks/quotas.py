@@ -26,7 +26,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import JsonOption, print_report, run
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.tables import figure, make_table, show
 from deployments.billing.bill import Bill, Used
 from deployments.quotas.errors import QuotaExceeded
 from deployments.quotas.key_quota import NO_QUOTA, NoQuota, RequestSize

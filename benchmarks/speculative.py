@@ -20,8 +20,8 @@ import torch
 import typer
 
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
-from cluster.cli.bench.tables import figure, make_table, show
 from cluster.flags import json_object
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

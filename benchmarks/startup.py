@@ -25,7 +25,7 @@ import psutil
 import typer
 
 from benchmarks.command import JsonOption, print_report, run
-from cluster.cli.bench.tables import make_table, show
+from cluster.terminal.tables import make_table, show
 from engine.model.checkpoint import smollm2
 from tests.serve.serve_run import ServeRun
 

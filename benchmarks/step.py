@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, record_function
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
 from benchmarks.memory_floor import kv_bytes, measure_bandwidth, synchronise, weight_bytes
 from cluster.cli.bench.distribution import Distribution
-from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import random_ids
-from cluster.cli.bench.tables import figure, make_table, show
+from cluster.terminal.progress import progress_bar
+from cluster.terminal.tables import figure, make_table, show
 from engine.config import BLOCK_SIZES, EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -14,7 +14,7 @@ from benchmarks.command import run
 from benchmarks.real_model import offline, served
 from benchmarks.real_model.offline import Row
 from benchmarks.real_model.texts import training_prompts
-from cluster.cli.bench.tables import make_table, show
+from cluster.terminal.tables import make_table, show
 from engine.errors import InvalidParameter
 
 PARTS: dict[str, tuple[str, ...]] = {  # the heads of their tables

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from cluster.cli.bench.openai_client import OpenAIClient, StreamFailed
-from cluster.cli.bench.printable import printable
+from cluster.terminal.printable import printable
 from engine.errors import EngineUnavailable, RequestError
 
 TIMEOUT_S = 3600.0

@@ -144,8 +144,8 @@ def models(
 
     Example: manta models
     """
-    from cluster.cli.bench.tables import make_table, show
     from cluster.cli.models import architectures, markdown
+    from cluster.terminal.tables import make_table, show
 
     found = list(architectures())
     if as_json:
@@ -220,7 +220,7 @@ def gpu_check(
     if as_json:
         print(json.dumps([verdict.facts() for verdict in verdicts]))
     else:
-        from cluster.cli.bench.tables import make_table, show
+        from cluster.terminal.tables import make_table, show
 
         table = make_table("kernel", "calls", "graphs", "largest error", "verdict")
         for verdict in verdicts:
@@ -266,8 +266,8 @@ def explain(
     Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
     """
     from cluster.cli.bench.openai_client import fetch
-    from cluster.cli.bench.printable import PrintableConsole
     from cluster.cli.explain import show
+    from cluster.terminal.printable import PrintableConsole
 
     body = fetch(url, "/debug/requests", api_key, request_id)
     if as_json:
@@ -423,7 +423,7 @@ def main() -> None:
     except typer.Abort:  # at a question
         sys.exit(1)
     except ServingError as error:
-        from cluster.cli.bench.printable import printable
+        from cluster.terminal.printable import printable
 
         print(f"manta: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from cluster.cli.bench.tables import Total, figure, make_table
+from cluster.terminal.tables import Total, figure, make_table
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy
     from cluster.simulator.billing.costs import Costs

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from cluster.cli.bench.tables import Total, distributions, figure, make_table, show, totals
 from cluster.cli.money import cost_rows, cost_table
 from cluster.flags import HtmlOption, JsonOption, with_flags
 from cluster.simulator.options import SimulationOptions
+from cluster.terminal.tables import Total, distributions, figure, make_table, show, totals
 from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
@@ -45,11 +45,11 @@ def simulate(
 
     manta simulate --trace azure-conversation --rate 60 --plan --prefill-replicas 1
     """
-    from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.cluster import simulate as simulate_cluster
     from cluster.simulator.planner import Planner
     from cluster.simulator.results import figures
     from cluster.simulator.spec import check_plan, find_trace, make_cluster
+    from cluster.terminal.progress import progress_bar
 
     if plan:
         if html is not None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.bench.openai_client import OpenAIClient
-from cluster.cli.bench.tables import figure
+from cluster.terminal.tables import figure
 from deployments.console.cluster_watcher import ClusterState
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from cluster.cli.bench.tables import figure, make_table, show
 from cluster.flags import JsonOption, with_flags
 from cluster.simulator.options import TuneOptions
+from cluster.terminal.tables import figure, make_table, show
 from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
@@ -62,8 +62,8 @@ def tune(
 
     Example: manta tune --trace azure-code --rate 40 --replicas 4 --objective cost
     """
-    from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.tuning.search import Tuner, make_grid
+    from cluster.terminal.progress import progress_bar
 
     start = make_start(options, tape or [])
     limit = start.spec.gpus if max_gpus is None else max_gpus

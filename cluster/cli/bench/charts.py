@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.bench.openai_client import RequestResult
-from cluster.cli.bench.tables import figure
-from cluster.cli.report import Chart, Point, distribution, rate_over_time, steps_over_time, write_report
+from cluster.terminal.html_report import Chart, Point, distribution, rate_over_time, steps_over_time, write_report
+from cluster.terminal.tables import figure
 
 if TYPE_CHECKING:  # neither needs the other's libraries
     from cluster.cli.bench.serve import ServeReport

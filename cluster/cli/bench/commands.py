@@ -32,8 +32,8 @@ def offline(
     Example: manta bench offline --requests 1 --output-len 128
     """
     from cluster.cli.bench.offline import measure
-    from cluster.cli.bench.progress import progress_bar
     from cluster.cli.bench.tables import show_offline
+    from cluster.terminal.progress import progress_bar
 
     with progress_bar() as progress:
         report = measure(load, model=model, progress=progress, **engine)
@@ -81,9 +81,9 @@ def serve(
     Example: manta bench serve --trace monday.tape
     """
     from cluster.cli.bench.openai_client import OpenAIClient
-    from cluster.cli.bench.progress import progress_bar
     from cluster.cli.bench.serve import measure, parse_goodput
     from cluster.cli.bench.tables import show_serve
+    from cluster.terminal.progress import progress_bar
 
     objectives = parse_goodput(goodput or "")
     if trace is not None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from cluster.cli.bench.printable import PrintableConsole
+from cluster.terminal.tables import Total, distributions, figure, show, totals
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
     from cluster.cli.bench.offline import OfflineReport
@@ -33,25 +30,6 @@ def show_offline(report: OfflineReport) -> None:
     )
     if report.failed:
         show(f"{report.failed} requests failed")
-
-
-Total = tuple[str, float | None, int]  # name, figure, decimals
-
-
-def totals(rows: Sequence[Total]) -> Table:
-    table = make_table("", "")
-    for name, value, decimals in rows:
-        table.add_row(name, figure(value, decimals))
-    return table
-
-
-def distributions(corner: str, statistics: Sequence[str], rows: Sequence[tuple[str, object, int]]) -> Table:
-    """Return a table of the fields `statistics` of objects. rows: name, object or None, and decimals of each row."""
-    table = make_table(corner, *statistics)
-    for name, values, decimals in rows:
-        shown = (None if values is None else getattr(values, statistic) for statistic in statistics)
-        table.add_row(name, *(figure(value, decimals) for value in shown))
-    return table
 
 
 def show_serve(report: ServeReport) -> None:
@@ -88,22 +66,3 @@ def serve_notes(report: ServeReport) -> list[str]:
             f"this client used {report.client_cpu_share:.0%} of a core, and may itself have limited the figures"
         )
     return notes
-
-
-def make_table(*columns: str) -> Table:
-    """Return a table whose first column names the measurement, and whose other columns are figures."""
-    table = Table(show_header=any(columns))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left")
-    return table
-
-
-def figure(value: float | None, decimals: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{decimals}f}"
-
-
-def show(*parts: Table | str) -> None:
-    console = PrintableConsole(highlight=False, markup=False)
-    for part in parts:
-        # tables are cut to the terminal's width; text stays whole, for copying and for pipes
-        console.print(part, soft_wrap=isinstance(part, str))

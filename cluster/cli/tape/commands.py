@@ -161,7 +161,7 @@ def _look(tape: EngineTape, at: str | None) -> None:
 
 
 def _console() -> Console:
-    from cluster.cli.bench.printable import PrintableConsole
+    from cluster.terminal.printable import PrintableConsole
 
     return PrintableConsole(highlight=False, markup=False, emoji=False)
 
@@ -175,11 +175,11 @@ def _chosen(tapes: list[EngineTape], engine: str | None) -> EngineTape:
 
 def _compare(tapes: list[EngineTape], routers: list[RouterTape], prices: Prices, as_json: bool) -> int:
     """Replay all tapes and print what came of it. Returns the exit code."""
-    from cluster.cli.bench.tables import make_table, show, totals
     from cluster.cli.money import cost_rows
     from cluster.cli.tape.outcome import replay_whole
     from cluster.cli.tape.routes import choose_all_again
     from cluster.simulator.recorded.tapes import other_versions
+    from cluster.terminal.tables import make_table, show, totals
 
     outcomes, routed = [replay_whole(one, prices) for one in tapes], [choose_all_again(one) for one in routers]
     found: list[EngineOutcome | RouterOutcome] = [*outcomes, *routed]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cluster.cli.bench.tables import make_table, show
 from cluster.simulator.cluster import simulate
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.what_if import UNKNOWN, Baseline, PredictedFigure, simulated_figures
 from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.tuning.settings import parse_setting, with_settings
+from cluster.terminal.tables import make_table, show
 from deployments.billing.prices import Prices
 
 SATURATED = 0.9  # fraction of the time from which small errors of the cost become large ones of latencies

@@ -12,11 +12,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from cluster.cli.bench.openai_client import fetch
-from cluster.cli.bench.tables import make_table, show
 from cluster.cli.tape.prediction import LABELS, told
 from cluster.simulator.recorded.recording import Recording
 from cluster.simulator.recorded.tapes import replayed
 from cluster.simulator.recorded.what_if import Baseline, PredictedFigure
+from cluster.terminal.tables import make_table, show
 from engine.core.tape.file import read_all
 from engine.errors import ServingError
 

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from cluster.cli import main as cli
 from cluster.cli.bench import offline
 from cluster.cli.bench.load import OfflineLoad
-from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import WARM_UP, preset
+from cluster.terminal.progress import progress_bar
 from engine.errors import PromptTooLong
 from engine.offline.llm import LLM
 from tests.models import make_model

@@ -15,7 +15,15 @@ from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.serve import summarise
 from cluster.cli.generate import Summary
 from cluster.cli.main import app
-from cluster.cli.report import Chart, distribution, nice_above, rate_over_time, steps_over_time, thinned, write_report
+from cluster.terminal.html_report import (
+    Chart,
+    distribution,
+    nice_above,
+    rate_over_time,
+    steps_over_time,
+    thinned,
+    write_report,
+)
 
 
 def test_a_distribution_is_its_values_by_percentile():

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from cluster.cli.bench.printable import PrintableConsole, printable
+from cluster.terminal.printable import PrintableConsole, printable
 
 EVIL = "a\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31mb\r\x08c"
 SHOWN = "a[2J]52;c;ZXZpbA==31mbc"
