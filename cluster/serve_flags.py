@@ -21,6 +21,7 @@ from engine.lora.bucket import is_bucket
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
+YAML = (".yaml", ".yml")  # ends of a MODEL that is a serve_config.yaml
 
 SetOption = Annotated[
     list[str] | None,

@@ -263,7 +263,7 @@ def test_no_file_of_the_engine_names_ray():
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(
             "import cluster.cli.main, deployments.app\n"
-            "from cluster.cli.check.serve_config import check\n"
+            "from cluster.serve_config import check\n"
             "check(Path('serve_config.yaml'))\n"
             "from cluster.cli import serve  # Ray reads its environment when it is imported\n"
             "config = serve.configuration('pocket', {}, {'host': '127.0.0.1', 'port': 8000})\n"

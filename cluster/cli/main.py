@@ -102,7 +102,7 @@ def check(
     Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel-size 2
     """
     if what.endswith((".yaml", ".yml")):
-        from cluster.cli.check.serve_config import check_serve_config, lists_adapters, load
+        from cluster.serve_config import check_serve_config, lists_adapters, load
 
         serve_config = load(Path(what))
         names = check_serve_config(serve_config)

@@ -18,6 +18,7 @@ from cluster.entry_point import HOST, PORT
 from cluster.flags import EngineFlags, with_flags
 from cluster.serve_flags import (
     API_KEY_VARIABLES,
+    YAML,
     ModelFlags,
     ReplicaFlags,
     ServerFlags,
@@ -33,8 +34,6 @@ from cluster.vllm.command import translated
 from deployments.http.server_header import SERVER_VARIABLE
 from engine.errors import InvalidParameter, StartupError
 from engine.model.checkpoint import smollm2
-
-YAML = (".yaml", ".yml")
 
 
 class TakesVllmFlags(TyperCommand):
@@ -116,7 +115,7 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
         raise InvalidParameter(
             "MODEL", str(file), "a model, because flags cannot be combined with a configuration file"
         )
-    from cluster.cli.check.serve_config import load  # `manta --help` does without
+    from cluster.serve_config import load  # `manta --help` does without
 
     return load(file)
 
@@ -140,7 +139,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
     """
     from cluster.cli.check.names import check_facade, check_folder
     from cluster.cli.check.ports import check_ports
-    from cluster.cli.check.serve_config import (  # `manta --help` does without
+    from cluster.serve_config import (  # `manta --help` does without
         address_of,
         check_serve_config,
         memory_may_be_short,

@@ -17,14 +17,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.cli.check.serve_config import load, ours
-from cluster.cli.serve import YAML
 from cluster.config.app_config import AppConfig
 from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
-from cluster.serve_flags import configuration
+from cluster.serve_config import load, ours
+from cluster.serve_flags import YAML, configuration
 from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import SequenceContext

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.check.serve_config import load
 from cluster.cli.main import app
 from cluster.distribution import copy_examples, version_and_commit
+from cluster.serve_config import load
 from engine.errors import InvalidParameter
 
 ROOT = Path(__file__).parents[2]

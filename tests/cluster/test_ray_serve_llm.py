@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from cluster import app, ray_serve_llm
-from cluster.cli.check.serve_config import check, load
 from cluster.config.app_config import AppConfig
+from cluster.serve_config import check, load
 from engine.errors import ConfigError, StartupError
 from manta import LLMConfig
 from tests.weightless_models import make_folder

@@ -1,1 +1,1 @@
-"""`manta check` and `manta doctor`: checks of a configuration, a machine and a cluster before a start."""
+"""`manta check` and `manta doctor`: checks of a machine and a cluster before a start."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cluster.cli.check.finding import Finding
-from cluster.cli.check.serve_config import ours
 from cluster.config.app_config import AppConfig
 from cluster.config.model_section import ModelSection
+from cluster.serve_config import ours
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup

@@ -21,10 +21,10 @@ from cluster.cli.check.model_fit import check_models
 from cluster.cli.check.names import check_distributions, check_folder
 from cluster.cli.check.nodes import find_nodes
 from cluster.cli.check.ports import check_ports
-from cluster.cli.check.serve_config import address_of, check_serve_config, load, ours
 from cluster.config.app_config import AppConfig
 from cluster.distribution import DISTRIBUTION
 from cluster.entry_point import HOST, PORT
+from cluster.serve_config import address_of, check_serve_config, load, ours
 from deployments import ray_compat
 from engine.errors import StartupError
 from placement.capacity import Node, can_grow

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.check import serve_config
+from cluster import serve_config
 from cluster.config.app_config import AppConfig
 from cluster.entry_point import PORT
 from engine.errors import ConfigError, StartupError

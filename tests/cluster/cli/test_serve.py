@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from cluster.cli import serve as serve_command
 from cluster.cli.check.finding import Finding
-from cluster.cli.check.serve_config import memory_may_be_short
 from cluster.cli.main import app, main
 from cluster.config.app_config import AppConfig
 from cluster.flags import WITHOUT, engine_flags
+from cluster.serve_config import memory_may_be_short
 from engine.config import EngineConfig
 from engine.errors import ServingError, StartupError
 from engine.free_memory import FreeMemory

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.check.serve_config import check_serve_config
 from cluster.cli.main import app
 from cluster.cli.models import check_model
+from cluster.serve_config import check_serve_config
 from engine.errors import RequestError, UnsupportedArchitecture
 from engine.model.checkpoint import cache
 from tests.weightless_models import make_folder

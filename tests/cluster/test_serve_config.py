@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from cluster.cli.check import serve_config as config
+from cluster import serve_config as config
 from engine.errors import ConfigError
 
 APPLICATION = {"import_path": "manta:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
