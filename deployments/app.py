@@ -14,13 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from deployments.adapter_routes import AdapterRoutes
 from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
-from deployments.console.config import ConsoleConfig
-from deployments.console.routes import ConsoleRoutes
-from deployments.frontend.managed_keys import ManagedKeys
-from deployments.hold_routes import HoldRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.first_token import FirstTokenMiddleware
@@ -29,7 +24,6 @@ from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMidd
 from deployments.http.origin import OriginMiddleware
 from deployments.http.route import KEY, Route, add_routes, open_paths
 from deployments.jobs.jobs import Jobs
-from deployments.key_routes import KeyRoutes
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.routes import BatchRoutes
@@ -39,7 +33,8 @@ from deployments.openai.routes import OpenAIRoutes
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
-from deployments.operator_routes import OperatorRoutes
+from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.table import EdgeSetup, edge_parts
 from deployments.pooling.routes import PoolingRoutes
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
@@ -68,16 +63,18 @@ def http_app(
     jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
     batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
-    running = [telemetry.usage_files.written]
     stored = ResponseStore(values, store.response_ttl_s)
-    page = ConsoleRoutes(served, telemetry, console)
-    if console.enabled:
-        running += [page.engine_hours.watched, page.tape_viewer.served]
-    adapter_routes, key_routes = AdapterRoutes(served, auth.unknown_fields), list[Route]()
-    if api_keys is not None and auth.allow_runtime_key_updating:
-        managed = ManagedKeys(values, api_keys, quotas, auth.key_limits)
-        running.append(managed.followed)
-        key_routes = KeyRoutes(managed, quotas).routes()
+    parts = edge_parts(
+        EdgeSetup(
+            models=served,
+            telemetry=telemetry,
+            auth=auth,
+            api_keys=api_keys,
+            quotas=quotas,
+            store=values,
+            console=console,
+        )
+    )
     routes = [
         *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
         *PoolingRoutes(served, auth.unknown_fields).routes(),
@@ -85,18 +82,14 @@ def http_app(
         *ResponsesRoutes(served, stored, idempotent, auth.unknown_fields).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
-        *(adapter_routes.routes() if auth.allow_runtime_lora_updating else []),
-        *key_routes,
-        *HoldRoutes(served).routes(),
-        *OperatorRoutes(served, telemetry).routes(),
-        *(page.routes() if console.enabled else []),
+        *(route for part in parts for route in part.routes()),
     ]
     batches_running = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
         async with AsyncExitStack() as stack:
-            for block in running:
+            for block in (telemetry.usage_files.written, *(part.running for part in parts)):
                 await stack.enter_async_context(block())
             ended = [channel.all_ended for channel in {model.frontend.channel for model in models.values()}]
             for close in (values.close, quotas.close, *ended, jobs.close):  # called in reverse

@@ -28,7 +28,6 @@ from deployments.adapters.gcs_table import GcsTable
 from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.billing.usage_files import UsageConfig, UsageFiles
-from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
@@ -38,6 +37,7 @@ from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.parts.console.config import ConsoleConfig
 from deployments.poison.named import Named
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool

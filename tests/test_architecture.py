@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from deployments.parts.table import PARTS
+
 ROOT = Path(__file__).parent.parent
 ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
@@ -222,6 +224,28 @@ def test_what_may_be_left_out_is_imported_by_its_door_only_and_says_in_a_readme_
     }
     assert users and all(path.startswith((f"{room}/", *door)) for path in users)
     assert (ROOT / room / "README.md").is_file()
+
+
+def test_only_what_starts_an_application_imports_parts_of_the_edge():
+    """Else a part could not be left out of the table."""
+    parts = ROOT / "deployments" / "parts"
+    roots = {ROOT / "deployments" / "app.py", ROOT / "deployments" / "ingress.py"}
+    importers = {file for file in FILES["deployments"] if any(parts in other.parents for other in imported_files(file))}
+    assert {file for file in importers if parts not in file.parents} <= roots
+    assert importers & roots, "a folder was moved"
+
+
+def test_each_part_of_the_edge_is_a_folder_that_says_what_it_is_and_imports_only_parts_that_it_needs():
+    room = ROOT / "deployments" / "parts"
+    needs = {spec.name: set(spec.needs) for spec in PARTS}
+    assert needs.keys() == {file.parent.name for file in room.glob("*/README.md")}
+    assert needs.keys() == {file.parent.name for file in room.glob("*/__init__.py")}
+    for name in needs:
+        assert len((room / name / "README.md").read_text(encoding="utf-8").splitlines()) <= 12, name
+        files = [file for file in FILES["deployments"] if room / name in file.parents]
+        imported = {other for file in files for other in imported_files(file) if room in other.parents}
+        others = {other.relative_to(room).parts[0] for other in imported}
+        assert others - {name} == needs[name], name
 
 
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.terminal.tables import figure
-from deployments.console.cluster_watcher import ClusterState
+from deployments.parts.console.cluster_watcher import ClusterState
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import RequestError

@@ -16,11 +16,11 @@ from fastapi.routing import APIRoute
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
 from deployments.app import http_app
-from deployments.console import feed
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.http.route import ADMIN, KEY, OPEN, OWNER, Route
 from deployments.observability.telemetry import Telemetry
+from deployments.parts.console import feed
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api
 

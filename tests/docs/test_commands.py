@@ -55,7 +55,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"manta tape|manta replay": "tests/cluster/cli/tape",
     r"manta tune": "tests/cluster/cli/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
-    r"curl .*key/generate": "tests/deployments/test_key_routes.py",
+    r"curl .*key/generate": "tests/deployments/parts/keys/test_key_routes.py",
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,

@@ -8,8 +8,8 @@ import msgspec
 from rich.console import Console
 
 from cluster.cli.top import view
-from deployments.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.observability.timeline import SequenceTimeline
+from deployments.parts.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.wire.messages import EngineStatus

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.app_config import AppConfig
-from deployments.frontend import managed_keys
 from deployments.jobs import lease
 from deployments.jobs.lease import Lease
+from deployments.parts.keys import managed_keys
 from deployments.quotas import key_quota
 from deployments.storage import config as config_module
 from deployments.storage import redis as redis_module

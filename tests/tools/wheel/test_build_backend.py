@@ -87,7 +87,7 @@ def test_the_wheel_has_what_its_commands_need_and_name(wheel):
     needed = ["py.typed", "serve_config.yaml", "serve_config_pd.yaml", "docs/handoff.md", "k8s/README.md"]
     needed += ["k8s/chart/Chart.yaml", "k8s/chart/files/base/rayservice.yaml"]
     needed += ["engine/pocket/model/model.safetensors", "engine/pocket/pirate/adapter_model.safetensors"]
-    needed += ["deployments/console/page/index.html"]
+    needed += ["deployments/parts/console/page/index.html"]
     assert not {f"manta/{name}" for name in needed} - names
     assert not [name for name in names if "__pycache__" in name or name.startswith("manta/tests")]
 

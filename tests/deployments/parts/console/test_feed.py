@@ -8,9 +8,9 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from deployments.console import feed
-from deployments.console.cluster_watcher import ClusterState
-from deployments.console.feed import ClusterFeed
+from deployments.parts.console import feed
+from deployments.parts.console.cluster_watcher import ClusterState
+from deployments.parts.console.feed import ClusterFeed
 from tests.deployments.fake_api import until
 
 

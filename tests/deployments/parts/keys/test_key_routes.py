@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from deployments.app import http_app
-from deployments.frontend import managed_keys
 from deployments.frontend.api_keys import ApiKeys, hash_key, key_line
-from deployments.frontend.managed_keys import ManagedKey, ManagedKeys
 from deployments.http.middleware import AuthConfig
 from deployments.http.route import ADMIN as ADMINS
 from deployments.observability.telemetry import Telemetry
+from deployments.parts.keys import managed_keys
+from deployments.parts.keys.managed_keys import ManagedKey, ManagedKeys
 from deployments.quotas import key_quota
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.quotas import Quotas

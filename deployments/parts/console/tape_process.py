@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.console.tape_viewer import TapeQuestion
+from deployments.parts.console.tape_viewer import TapeQuestion
 from deployments.routing.choice_record import RecordedChoice, RouterTape
 from engine.core.tape.file import MAX_RATIO, read_file, read_tapes
 from engine.core.tape.moment_view import MomentView

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import mimetypes
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from deployments.console.cluster_watcher import ClusterWatcher
-from deployments.console.config import ConsoleConfig
-from deployments.console.costs_view import CostsView
-from deployments.console.engine_hours import EngineHours
-from deployments.console.feed import ClusterFeed
-from deployments.console.tape_viewer import TapeQuestion, TapeViewer
+from deployments.edge_part import EdgePart
 from deployments.http.context import is_admin
 from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
@@ -27,6 +24,12 @@ from deployments.http.streaming import EventStream
 from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served_models import ServedModels
+from deployments.parts.console.cluster_watcher import ClusterWatcher
+from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.console.costs_view import CostsView
+from deployments.parts.console.engine_hours import EngineHours
+from deployments.parts.console.feed import ClusterFeed
+from deployments.parts.console.tape_viewer import TapeQuestion, TapeViewer
 from deployments.replicas.pools import KeptTape
 
 DECISIONS = "what schedulers and routers have decided, without text"
@@ -87,12 +90,17 @@ class PageFile:
         return Response(self._content, media_type=self._type, headers=headers)
 
 
-class ConsoleRoutes:
+class ConsoleRoutes(EdgePart):
     def __init__(self, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig):
         self._models, self._telemetry, self._config = models, telemetry, config
         self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
-        self.engine_hours = EngineHours(models.pools())
-        self.tape_viewer = TapeViewer()
+        self._engine_hours = EngineHours(models.pools())
+        self._tape_viewer = TapeViewer()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        async with self._engine_hours.watched(), self._tape_viewer.served():
+            yield
 
     def routes(self) -> list[Route]:
         files = {path.name: PageFile(path).response for path in sorted(PAGE.iterdir())}
@@ -118,8 +126,8 @@ class ConsoleRoutes:
         return EventStream(self._feed.events(with_requests=is_admin(request)))
 
     async def costs(self) -> Response:
-        lines, _ = await asyncio.gather(self._telemetry.all_usage(), self.engine_hours.look())
-        hours, rates = self.engine_hours.hours, self.engine_hours.prompt_token_s
+        lines, _ = await asyncio.gather(self._telemetry.all_usage(), self._engine_hours.look())
+        hours, rates = self._engine_hours.hours, self._engine_hours.prompt_token_s
         return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
 
     async def tapes(self) -> Response:
@@ -134,7 +142,7 @@ class ConsoleRoutes:
         """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
         have when this name is first asked for."""
         question = TapeQuestion(engine, seconds, position)
-        answer = await self.tape_viewer.look(name, question, partial(self._file_of_tapes, name))
+        answer = await self._tape_viewer.look(name, question, partial(self._file_of_tapes, name))
         return Response(answer, media_type="application/json")
 
     async def _file_of_tapes(self, name: str) -> bytes:

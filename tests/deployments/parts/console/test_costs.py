@@ -12,11 +12,11 @@ from cluster.config.app_config import AppConfig
 from deployments.billing.hourly_usage import UsageLine
 from deployments.billing.prices import Prices
 from deployments.billing.totals import OTHERS, UsageTotals
-from deployments.console.costs_view import MAX_ROWS, CostsView
-from deployments.console.engine_hours import HOUR_S, EngineHours, parts
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import IngressUsage, NoPeers, Telemetry
+from deployments.parts.console.costs_view import MAX_ROWS, CostsView
+from deployments.parts.console.engine_hours import HOUR_S, EngineHours, parts
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from engine.wire.messages import EngineStatus
 from engine.wire.token_delta import SequenceCost

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from fastapi import Request, Response
 
+from deployments.edge_part import EdgePart
 from deployments.http.context import MAX_SESSION_ID, key_client
 from deployments.http.json_body import json_response
 from deployments.http.route import OWNER, Route
@@ -21,7 +22,7 @@ class ReleasedHolds(msgspec.Struct):
     deleted: Literal[True] = True
 
 
-class HoldRoutes:
+class HoldRoutes(EdgePart):
     def __init__(self, models: ServedModels):
         self._models = models
 

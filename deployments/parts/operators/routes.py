@@ -6,6 +6,7 @@ import asyncio
 
 from fastapi import Request, Response
 
+from deployments.edge_part import EdgePart
 from deployments.http.context import is_admin, key_name
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_handoffs
 from deployments.http.json_body import json_response
@@ -22,7 +23,7 @@ DECISIONS = "what schedulers and routers have decided, without text"
 PROGRESS = "whether the engines make progress"
 
 
-class OperatorRoutes:
+class OperatorRoutes(EdgePart):
     def __init__(self, models: ServedModels, telemetry: Telemetry):
         self._models, self._telemetry = models, telemetry
         self._metrics = Metrics(models.pools(), telemetry)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-from deployments.console.cluster_watcher import ClusterWatcher
 from deployments.http.streaming import unnamed_event
+from deployments.parts.console.cluster_watcher import ClusterWatcher
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from deployments.billing.hourly_usage import UsageLine
 from deployments.billing.totals import OTHERS, UsageTotals
-from deployments.console.engine_hours import KEEP_S
+from deployments.parts.console.engine_hours import KEEP_S
 
 MAX_ROWS = 50  # of each table
 

@@ -9,13 +9,13 @@ from starlette.requests import Request
 
 from cluster.config.app_config import AppConfig
 from deployments.app import http_app
-from deployments.console.cluster_watcher import ClusterState
-from deployments.console.config import ConsoleConfig
-from deployments.console.routes import PAGE
 from deployments.frontend import sequence
 from deployments.frontend.api_keys import hash_key
 from deployments.http.context import IS_ADMIN
 from deployments.http.middleware import AuthConfig
+from deployments.parts.console.cluster_watcher import ClusterState
+from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.console.routes import PAGE
 from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
@@ -11,14 +13,16 @@ import pydantic
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.frontend.api_keys import hash_key
-from deployments.frontend.managed_keys import KeyTable, ManagedKey, ManagedKeys
+from deployments.edge_part import EdgePart
+from deployments.frontend.api_keys import ApiKeys, hash_key
 from deployments.http.context import check_admin, key_name
 from deployments.http.json_body import json_response, read_json
 from deployments.http.route import ADMIN, OWNER, Route
 from deployments.http.validation import ForeignFields, validation_error
+from deployments.parts.keys.managed_keys import KeyTable, ManagedKey, ManagedKeys
 from deployments.quotas.limits import KeyLimits
 from deployments.quotas.quotas import Quotas
+from deployments.storage.key_value import KeyValueStore
 from engine.errors import Described, InvalidParameter, RequestError
 
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,255}$"
@@ -83,9 +87,19 @@ class KeyList(msgspec.Struct):
     """Names of the keys that were made here, or whose limits were."""
 
 
-class KeyRoutes:
+class KeyRoutes(EdgePart):
     def __init__(self, keys: ManagedKeys, quotas: Quotas):
         self._keys, self._quotas = keys, quotas
+
+    @classmethod
+    def of(
+        cls, store: KeyValueStore, api_keys: ApiKeys, quotas: Quotas, configured: Mapping[str, KeyLimits]
+    ) -> KeyRoutes:
+        """configured: limits of the configuration, by the names of keys."""
+        return cls(ManagedKeys(store, api_keys, quotas, configured), quotas)
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._keys.followed()
 
     def routes(self) -> list[Route]:
         make, change = "Make an API key.", "Change the limits of an API key."

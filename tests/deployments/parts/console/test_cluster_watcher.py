@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.console.cluster_watcher import ClusterWatcher
 from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
+from deployments.parts.console.cluster_watcher import ClusterWatcher
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import EngineUnavailable

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from deployments.adapters.errors import AdapterNotLoaded
 from deployments.adapters.registry import AdapterRegistry
+from deployments.edge_part import EdgePart
 from deployments.http.body import RequestBody
 from deployments.http.json_body import read_body
 from deployments.http.route import ADMIN, Route
@@ -39,7 +40,7 @@ class UnloadAdapterBody(RequestBody):
     """Ignored, since Manta identifies adapters by name."""
 
 
-class AdapterRoutes:
+class AdapterRoutes(EdgePart):
     def __init__(self, models: ServedModels, unknown_fields: UnknownFields):
         self._models, self._unknown_fields = models, unknown_fields
 

@@ -1,0 +1,19 @@
+"""The ends of a feature at the HTTP edge. All methods do nothing by default, so that a part overrides what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from deployments.http.route import Route
+
+
+class EdgePart:
+    """The end of a feature in an application."""
+
+    def routes(self) -> Sequence[Route]:
+        return ()
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Return a block inside which the application lives, for what the part does besides answering requests."""
+        return nullcontext()

@@ -1,0 +1,1 @@
+"""Features at the HTTP edge, a folder each; `table.py` lists them in order."""

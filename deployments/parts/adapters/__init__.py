@@ -1,0 +1,1 @@
+"""Adapters that requests load and unload."""

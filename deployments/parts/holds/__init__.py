@@ -1,0 +1,1 @@
+"""Prompts that stay cached for a time."""

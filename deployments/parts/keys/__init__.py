@@ -1,0 +1,1 @@
+"""API keys that are made while the server runs."""

@@ -1,0 +1,1 @@
+"""Health, metrics, load, and the timelines of requests."""

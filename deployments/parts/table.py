@@ -1,0 +1,73 @@
+"""The table of all parts, in the order in which they are asked. Only what starts an application imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deployments.edge_part import EdgePart
+from deployments.frontend.api_keys import ApiKeys
+from deployments.http.middleware import AuthConfig
+from deployments.observability.telemetry import Telemetry
+from deployments.openai.served_models import ServedModels
+from deployments.parts.adapters.routes import AdapterRoutes
+from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.console.routes import ConsoleRoutes
+from deployments.parts.holds.routes import HoldRoutes
+from deployments.parts.keys.routes import KeyRoutes
+from deployments.parts.operators.routes import OperatorRoutes
+from deployments.quotas.quotas import Quotas
+from deployments.storage.key_value import KeyValueStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSetup:
+    """What an application's parts are made of."""
+
+    models: ServedModels
+    telemetry: Telemetry
+    auth: AuthConfig
+    api_keys: ApiKeys | None
+    """None for a server without keys."""
+    quotas: Quotas
+    store: KeyValueStore
+    console: ConsoleConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """One part. Each end is a function that returns None where the configuration leaves the part out."""
+
+    name: str
+    """Name of its folder."""
+    needs: tuple[str, ...] = ()
+    """Names of the parts that it imports."""
+    edge: Callable[[EdgeSetup], EdgePart | None] = lambda setup: None
+
+
+def _adapters(setup: EdgeSetup) -> EdgePart | None:
+    auth = setup.auth
+    return AdapterRoutes(setup.models, auth.unknown_fields) if auth.allow_runtime_lora_updating else None
+
+
+def _keys(setup: EdgeSetup) -> EdgePart | None:
+    if setup.api_keys is None or not setup.auth.allow_runtime_key_updating:
+        return None
+    return KeyRoutes.of(setup.store, setup.api_keys, setup.quotas, setup.auth.key_limits)
+
+
+def _console(setup: EdgeSetup) -> EdgePart | None:
+    return ConsoleRoutes(setup.models, setup.telemetry, setup.console) if setup.console.enabled else None
+
+
+PARTS = (
+    PartSpec("adapters", edge=_adapters),
+    PartSpec("keys", edge=_keys),
+    PartSpec("holds", edge=lambda setup: HoldRoutes(setup.models)),
+    PartSpec("operators", edge=lambda setup: OperatorRoutes(setup.models, setup.telemetry)),
+    PartSpec("console", edge=_console),
+)
+
+
+def edge_parts(setup: EdgeSetup) -> list[EdgePart]:
+    return [part for spec in PARTS if (part := spec.edge(setup)) is not None]
