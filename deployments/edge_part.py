@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from deployments.frontend.sequence_observer import SequenceObserver, SequenceView
 from deployments.http.route import Route
 
 
@@ -17,3 +18,11 @@ class EdgePart:
     def running(self) -> AbstractAsyncContextManager[None]:
         """Return a block inside which the application lives, for what the part does besides answering requests."""
         return nullcontext()
+
+
+class ModelPart:
+    """The end of a feature in a model that an application serves."""
+
+    def observer(self, sequence: SequenceView) -> SequenceObserver | None:
+        """Return what observes a sequence, or None for one that it does not observe."""
+        return None

@@ -38,6 +38,7 @@ from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.table import model_parts
 from deployments.poison.named import Named
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
@@ -170,7 +171,7 @@ class Ingress:
         """Refuse something with which engines have ended, as this or another ingress has noticed. digest, what: as in
         Named."""
         if model in self._models:
-            self._models[model].frontend.poison.refuse(Named(digest, what), asyncio.get_running_loop().time())
+            self._models[model].poison.refuse(Named(digest, what), asyncio.get_running_loop().time())
         return b""
 
     def _tell_others(self, model: str, named: Named) -> None:
@@ -197,8 +198,8 @@ class Ingress:
             from deployments.multimodal.image_loader import ImageLoader  # needs torch
 
             loader = ImageLoader.from_folder(Path(info.image_folder), images, tokenizer)
-        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
-        model.frontend.poison.tell_others = partial(self._tell_others, info.name)
+        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader, model_parts)
+        model.poison.tell_others = partial(self._tell_others, info.name)
         return model
 
     async def _log_state(self) -> None:

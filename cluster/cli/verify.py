@@ -26,7 +26,7 @@ from cluster.serve_config import load, ours
 from cluster.serve_flags import YAML, configuration
 from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.table import MemoryTable
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.http.body import parse
 from deployments.http.context import RequestContext
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
@@ -37,6 +37,7 @@ from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.parts.table import model_parts
 from deployments.poison.poison import Poison
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
@@ -124,7 +125,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
         return Verdict(parts, [])
     tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
     no_engine: Any = SimpleNamespace(address="")
-    served = ServedModel(info, tokenizer, no_engine, no_engine, Telemetry("verify"))
+    served = ServedModel(info, tokenizer, no_engine, no_engine, Telemetry("verify"), parts=model_parts)
     with LLM(**_engine_options(section)) as llm:
         route = ROUTES[answer["object"]]
         again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", source=Recomputation(llm))))

@@ -10,8 +10,9 @@ from functools import partial
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.first_token import current_deadline
 from deployments.frontend.inboxes import Inbox
-from deployments.frontend.sequence import Aborted, AttemptError, Record, RequestUsage, Sequence, SequenceContext
-from deployments.frontend.sequence_metrics import Reason, SequenceMetrics
+from deployments.frontend.sequence import Aborted, AttemptError, RequestUsage, Sequence
+from deployments.frontend.sequence_context import SequenceContext
+from deployments.frontend.sequence_observer import Observe, Reason
 from deployments.observability.telemetry import current_request
 from deployments.quotas.key_quota import RequestSize, current_quota
 from engine.errors import Overloaded
@@ -35,12 +36,12 @@ class LiveGeneration:
         context: SequenceContext,
         prompts: list[list[GenerateRequest]],
         client: str,
-        record: Record | None = None,
+        observers: tuple[Observe, ...] = (),
         *,
         resumes: bool = False,
     ):
         """prompts: for each prompt, the requests of its sequences. client: client to whom admission charges them.
-        resumes: as in RequestSize."""
+        observers: further ones of each sequence. resumes: as in RequestSize."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
@@ -56,7 +57,7 @@ class LiveGeneration:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
                 index, first = len(self._sequences), request is requests[0]
-                sequence = Sequence(index, request, http, context, self.usage, self._bill, record, first=first)
+                sequence = Sequence(index, request, http, context, self.usage, self._bill, observers, first=first)
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
@@ -73,7 +74,6 @@ class LiveGeneration:
         the generator is closed."""
         self.charged_again = False
         """Whether that ingress will also charge for the request and its prompt."""
-        self._poison = context.poison
         self._timed_out = False
         self._lost: list[Sequence] = []  # whose attempts were lost when the present deltas were taken
         self.admitted = asyncio.Event()  #: set once the request is admitted
@@ -86,12 +86,10 @@ class LiveGeneration:
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # reason recorded for sequences that did not finish
         failure: Exception | None = None
-        all_metrics = [sequence.metrics for sequence in self._sequences.values()]
+        sequences = list(self._sequences.values())
         try:
-            for sequence in self._sequences.values():
-                self._poison.check(sequence.retry.request, asyncio.get_running_loop().time())
-            for metrics in all_metrics:
-                metrics.waits()
+            for sequence in sequences:
+                sequence.waits()
             async with (
                 self._quota.charged(self._size, self._bill) as watch,
                 self._admission.enter(
@@ -99,8 +97,8 @@ class LiveGeneration:
                 ) as queued,
             ):
                 self.admitted.set()
-                for metrics in all_metrics:
-                    metrics.admitted()
+                for sequence in sequences:
+                    sequence.admitted()
                 try:
                     with self._inbox() as inbox:
                         await self._start(inbox)
@@ -121,14 +119,14 @@ class LiveGeneration:
             left, failure = "refused" if isinstance(error, Overloaded) else "error", error
             raise
         finally:
-            for metrics in all_metrics:
-                metrics.ended(left, failure)
-            self._bill.when_known(partial(self._count, all_metrics))
+            for sequence in sequences:
+                sequence.end(left, failure)
+            self._bill.when_known(self._count)
 
-    def _count(self, all_metrics: list[SequenceMetrics]) -> None:
+    def _count(self) -> None:
         self._bill.close(complete=len(self.usage.costs) >= len(self._sequences))
-        for metrics in all_metrics:
-            metrics.billed(computed_again=self.computed_again)
+        for sequence in self._sequences.values():
+            sequence.metrics.billed(computed_again=self.computed_again)
 
     def _settle(self, queued: QueuedRequest) -> None:
         """Charge the client of the queue with what the request has really cost."""

@@ -46,7 +46,6 @@ class RetryState:
         self.num_moves = 0  #: attempts that go on with the KV of the attempt before
         self.source: KVSource | None = None  #: engine that holds the KV for the current attempt
         self.avoid: list[str] = []  #: engines that should not get the current attempt if there are others
-        self.is_suspect = False  #: whether an engine has ended by itself with it, so that it is tried apart from others
         self.output: list[int] = []
         self.request = request
         self._model = request.model
@@ -79,9 +78,7 @@ class RetryState:
         The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed."""
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
-        request = msgspec.structs.replace(
-            self.request, timeout_s=timeout_s, model=self._model, kv_source=self.source, on_trial=self.is_suspect
-        )
+        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model, kv_source=self.source)
         if not self.num_retries:
             return request
         params = request.params

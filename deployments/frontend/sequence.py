@@ -5,31 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from deployments.billing.bill import Bill
-from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.prices import FREE, Prices
-from deployments.frontend.admission import Admission
-from deployments.frontend.inboxes import Inbox, Inboxes
+from deployments.frontend.inboxes import Inbox
 from deployments.frontend.retry import RetryState, TokensLost
-from deployments.frontend.sdc_check import SdcCheck
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.sequence_metrics import SequenceMetrics
-from deployments.observability.stats import ModelStats
+from deployments.frontend.sequence_observer import Observe, Observers, Reason, SequenceView
 from deployments.observability.telemetry import HttpRequest
-from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
-from deployments.poison.named import suspected
-from deployments.poison.poison import Poison
-from deployments.poison.trial import Trial
-from deployments.replicas.pools import EngineClient
-from engine.errors import EngineError, EngineUnavailable, OtherModel, ServingError
-from engine.text.detokenizer import TokenBytes
+from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.generate_request import TRIAL_TOKENS, GenerateRequest
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVSource
 from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
@@ -41,30 +32,6 @@ FINAL_DELTA_S = 2.0
 
 LEFT: set[asyncio.Task[None]] = set()
 """Calls of requests that have moved on, until they end."""
-
-Record = Callable[[int, TokenDelta], None]
-"""Called with the index of a sequence and each of its deltas. Their costs include those of earlier attempts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceContext:
-    """State shared by all sequences of one model in an ingress."""
-
-    model: str
-    tokenizer: TokenBytes
-    channel: Inboxes
-    pool: EngineClient
-    admission: Admission
-    stats: ModelStats
-    timelines: RequestTimelines
-    max_replays: int
-    """Maximum number of times that a sequence resumes in another engine."""
-    max_model_len: float = math.inf
-    """Maximum number of tokens of a prompt and its answer."""
-    sdc_check: SdcCheck | None = None
-    prices: Prices = FREE
-    hourly: HourlyUsage = field(default_factory=HourlyUsage)
-    poison: Poison = field(default_factory=Poison)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,49 +182,60 @@ class Sequence:
         context: SequenceContext,
         usage: RequestUsage,
         bill: Bill,
-        record: Record | None = None,
+        observers: Iterable[Observe] = (),
         *,
         first: bool,
     ):
-        """index: index of the sequence in the HTTP request. first: whether this is the first sequence for its prompt.
-        Cached prompt tokens are counted for the first sequence only."""
+        """index: index of the sequence in the HTTP request. observers: further ones, besides those of the context.
+        first: whether this is the first sequence for its prompt. Cached prompt tokens are counted for the first
+        sequence only."""
         self.index = index
         self._bill = bill
-        self._record = record
-        self._sdc_check = context.sdc_check
-        self._sample = None if context.sdc_check is None else context.sdc_check.sample(request)
-        if self._sample is not None:
-            request = self._sample.request
         self.finished = False
         self.retry = RetryState(request, context.max_replays, asyncio.get_running_loop().time())
-        self.metrics = SequenceMetrics(
-            request,
-            http,
-            context.model,
-            context.stats,
-            context.timelines,
-            context.admission.availability,
-            quiet=request.pooling is not None and index > 0,
-            texts=self._texts if context.timelines.keeps_texts else None,
-            prices=context.prices,
-            hourly=context.hourly,
-            counts_prompt=first,
-        )
-        self._tokenizer = context.tokenizer
+        quiet = request.pooling is not None and index > 0
+        view: SequenceView = weakref.proxy(self)  # a cycle would leave the memory of images to the garbage collector
+        self.metrics = SequenceMetrics(view, http, context, quiet=quiet, counts_prompt=first)
         self._text = TextStream(request.params, context.tokenizer, index)
         self._channel, self._pool, self._stats = context.channel, context.pool, context.stats
-        self._poison = context.poison
-        self._trial: Trial | None = None
-        self._trial_ends_at = 0  # number of tokens
         self._usage, self._counts_cached = usage, first
         self._attempt: Attempt | None = None
         self._inbox = Inbox()
+        found = (observe(view) for observe in (*context.observers, *observers))
+        self._observers = Observers([*filter(None, found), self.metrics])
+        self._has_ended = False
 
     def start(self, inbox: Inbox) -> None:
         """Send the current attempt to an engine. inbox: inbox to wake if the attempt fails without a final delta."""
         request_id, self._inbox = self.retry.request_id, inbox
         self._attempt = Attempt(request_id, self._generate(), inbox.wake)
-        self.metrics.sent(request_id)
+        for sent in self._observers.sent:
+            sent(request_id)
+
+    def waits(self) -> None:
+        """Begin to wait for admission. `end` must follow. Raises an error for a request that may not run."""
+        for waits in self._observers.waits:
+            waits()
+
+    def admitted(self) -> None:
+        for admitted in self._observers.admitted:
+            admitted()
+
+    def end(self, reason: Reason, error: Exception | None = None) -> None:
+        """Note that the sequence has ended for the client. Only the first call has an effect."""
+        if not self._has_ended:
+            self._has_ended = True
+            for ended in self._observers.ended:
+                ended(reason, error)
+
+    @property
+    def engine(self) -> str:
+        """See SequenceView."""
+        return self._channel.engine_of(self.retry.request_id)
+
+    @property
+    def cost(self) -> SequenceCost:
+        return self.metrics.cost
 
     def add(self, delta: TokenDelta) -> TextChunk | None:
         """Take a delta of the current attempt. Returns None if the delta has neither tokens nor an end.
@@ -265,25 +243,19 @@ class Sequence:
         Raises one of AttemptError if the attempt has failed.
         """
         if delta.timeline:
-            self.metrics.happened(delta.timeline, self._channel.engine_of(delta.request_id))
+            self.metrics.happened(delta.timeline)
             if not delta.token_ids and delta.finish_reason is None:
                 return None
         self._count_cost(delta)
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
         delta = self.retry.add(delta)
-        if self._sample is not None:
-            delta = self._sample.take(delta, self._channel.engine_of(delta.request_id))
-        if self._record is not None:
-            with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=self.metrics.cost)
-            self._record(self.index, with_all)
-        if self._trial is not None and (delta.finish_reason or len(self.retry.output) >= self._trial_ends_at):
-            self._survived()
+        for received in self._observers.received:
+            delta = received(delta)
         chunk = self._text.add(delta)
         num_tokens = len(chunk.token_ids)
-        if not self.metrics.answered:
-            self.metrics.answered_by(self._channel.engine_of(delta.request_id))
-        self.metrics.delta(delta, num_tokens)
+        for heard in self._observers.delta:
+            heard(delta, num_tokens)
         self._usage.completion_tokens += num_tokens
         if delta.prediction_tokens is not None:
             self._usage.count_prediction(delta.prediction_tokens, num_tokens)
@@ -295,9 +267,7 @@ class Sequence:
             if delta.finish_reason is None:
                 self._expect_cost(delta.request_id)
                 self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
-            if self._sample is not None and self._sdc_check is not None and not self.retry.num_retries:
-                self._sdc_check.ended(self._sample)
-            self.metrics.ended(chunk.finish_reason)
+            self.end(chunk.finish_reason)
         return chunk
 
     @property
@@ -309,7 +279,8 @@ class Sequence:
         """Abort the current attempt, which has failed, and start another. Raises an error if another attempt
         cannot succeed."""
         failed = self.retry.request_id
-        error = self._blamed(error, failed)
+        for seen in self._observers.failed:
+            error = seen(error)
         source, engine = None, ""
         if isinstance(error, ReportedError) and error.code == "moved":
             source, engine = error.source, self._channel.engine_of(failed)
@@ -318,7 +289,8 @@ class Sequence:
             self.finished = True
             raise self.retry.failure(error, asyncio.get_running_loop().time())
         self._stats.replays[reason] += 1
-        self.metrics.replayed(reason, error)
+        for replayed in self._observers.replayed:
+            replayed(reason, error)
         level, what = (logging.WARNING, "replayed") if source is None else (logging.INFO, "moved")
         logger.log(
             level,
@@ -336,35 +308,9 @@ class Sequence:
         self._channel.move(failed, self.retry.request_id)
         self.start(inbox)
 
-    def _blamed(self, error: BaseException, request_id: str) -> BaseException:
-        """Return a PoisonRequest if engines have ended by themselves with this attempt and with an earlier one, else
-        the error as it is. request_id: that of the attempt."""
-        self._end_trial()
-        doing, now = error.doing if isinstance(error, EngineUnavailable) else (), asyncio.get_running_loop().time()
-        named = suspected(self.retry.request, request_id, doing, began=bool(self.retry.output))
-        if named is None:
-            return error
-        poison = self._poison.blame(named, doing, self.retry.is_suspect, now)
-        self.retry.is_suspect = True
-        if poison is None:
-            return error
-        logger.error("request is poison request_id=%s: %s; the last: %s", request_id, poison, error)
-        return poison
-
-    def _survived(self) -> None:
-        self.retry.is_suspect = False
-        self._poison.survived(self.retry.request)
-        self._end_trial()
-
-    def _end_trial(self) -> None:
-        if self._trial is not None:
-            self._trial.end()
-            self._trial = None
-
     def abort(self) -> None:
         """End the current attempt in its engine: by cancelling its call, or, if the call has ended, through the token
         channel, because the engine may outlive its replica."""
-        self._end_trial()
         if self._attempt is None:
             return
         request_id = self._attempt.request_id
@@ -394,14 +340,6 @@ class Sequence:
             self._usage.costs[delta.request_id] = delta.cost
             self.metrics.costs(delta.request_id, delta.cost)
 
-    def _texts(self) -> tuple[str, str]:
-        """Return prompt and output with their special tokens, each cut to the length that a timeline keeps."""
-        prompt, output = (
-            b"".join(map(self._tokenizer.token_bytes, tokens[:MAX_TEXT_TOKENS])).decode(errors="replace")
-            for tokens in (self.retry.request.prompt, self.retry.output)
-        )
-        return prompt, output
-
     async def _generate(self) -> None:
         """Run the current attempt, and return when it has ended in its engine. The pool waits for a replica if there is
         none."""
@@ -410,15 +348,14 @@ class Sequence:
             await asyncio.sleep(retry.back_off_s(asyncio.get_running_loop().time()))
             if retry.left_s(asyncio.get_running_loop().time()) == 0.0:
                 raise retry.timeout()
-        now = asyncio.get_running_loop().time()
-        retry.is_suspect = retry.is_suspect or self._poison.suspects(retry.request, now)
-        if retry.is_suspect:
-            self._trial = await self._poison.begin_trial()
-            self._trial_ends_at = len(retry.output) + TRIAL_TOKENS
-            self._poison.check(retry.request, asyncio.get_running_loop().time())
+        for attempting in self._observers.attempting:
+            await attempting()
         while True:
+            request = retry.attempt(asyncio.get_running_loop().time())
+            for sending in self._observers.sending:
+                request = sending(request)
             try:
-                return await self._pool.generate(retry.attempt(asyncio.get_running_loop().time()), avoid=retry.avoid)
+                return await self._pool.generate(request, avoid=retry.avoid)
             except OtherModel as error:
                 if not retry.adopt(ModelIdentity(error.weights, error.vocabulary)):
                     raise

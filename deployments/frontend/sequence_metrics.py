@@ -4,55 +4,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
-from deployments.billing.hourly_usage import HourlyUsage
-from deployments.billing.prices import FREE, Prices
 from deployments.billing.totals import UsageTotals, payer_of
-from deployments.frontend.availability import Availability
-from deployments.observability.stats import ModelStats
+from deployments.frontend.sequence_context import SequenceContext
+from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
 from deployments.observability.telemetry import HttpRequest
-from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
-from engine.wire.generate_request import GenerateRequest
+from deployments.observability.timeline import MAX_EVENTS, MAX_TEXT_TOKENS, SequenceTimeline
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import RequestTimes, SequenceCost, TokenDelta
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["stop", "length", "abort", "error", "refused"]
 
-
-class SequenceMetrics:
+class SequenceMetrics(SequenceObserver):
     """Measures a sequence from the time its prompt is ready until it has ended for the client."""
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        http: HttpRequest,
-        model: str,
-        stats: ModelStats,
-        timelines: RequestTimelines,
-        availability: Availability,
-        hourly: HourlyUsage,
-        quiet: bool = False,
-        texts: Callable[[], tuple[str, str]] | None = None,
-        prices: Prices = FREE,
-        counts_prompt: bool = True,
+        self, sequence: SequenceView, http: HttpRequest, context: SequenceContext, *, quiet: bool, counts_prompt: bool
     ):
         """quiet: whether another sequence represents this one in logs, traces and timelines, unless an error occurs.
-        texts: function that returns the prompt and output to show in the timeline. counts_prompt: whether the API key
-        has used the prompt's tokens; other sequences of the same prompt have not used them again."""
-        self.answered = False  #: whether the current attempt has produced a token
-        self._http, self._stats, self._timelines = http, stats, timelines
-        self._availability, self._quiet, self._texts = availability, quiet, texts
-        self._counts_prompt = counts_prompt
-        self._payer, self._prices, self._hourly = payer_of(request.client), prices, hourly
+        counts_prompt: whether the API key has used the prompt's tokens; other sequences of the same prompt have not
+        used them again."""
+        request = sequence.retry.request
+        self._sequence, self._http, self._context = sequence, http, context
+        self._stats, self._timelines = context.stats, context.timelines
+        self._quiet, self._counts_prompt = quiet, counts_prompt
+        self._payer = payer_of(request.client)
+        self._answered = False  # whether the current attempt has produced a token
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
-            model=model,
+            model=context.model,
             key=self._payer,
             adapter=None if request.lora is None else request.lora.lora_name,
             prompt_tokens=len(request.prompt),
@@ -63,11 +46,13 @@ class SequenceMetrics:
         self._traced = True
         self._moved_at: float | None = None  # since when a sequence that moves has no engine
         logger.debug(
-            "request sent request_id=%s model=%s prompt_tokens=%d", request.request_id, model, len(request.prompt)
+            "request sent request_id=%s model=%s prompt_tokens=%d",
+            request.request_id,
+            context.model,
+            len(request.prompt),
         )
 
     def waits(self) -> None:
-        """Record that the sequence begins to wait for admission. `ended` must follow."""
         self._waits_at = time.monotonic()
         self._note("the request came", self._http.started_at)
         self._note(f"its prompt of {self._timeline.prompt_tokens} tokens waits for admission", self._waits_at)
@@ -79,33 +64,28 @@ class SequenceMetrics:
         self._note("admitted", now)
 
     def sent(self, request_id: str) -> None:
-        """Record that an attempt was sent to the engines. request_id: id of the attempt."""
         self._note(f"sent to the engines as {request_id}")
 
-    def answered_by(self, engine_id: str) -> None:
-        """Record the first delta of the current attempt."""
-        self.answered, self._timeline.state = True, "running"
-        self._timeline.engines.append(engine_id)
-        self._note(f"first token from {engine_id}")
-
     def replayed(self, reason: str, error: BaseException) -> None:
-        """Record that the attempt failed or has left its engine, and that another one follows."""
-        self.answered = False
+        self._answered = False
         self._moved_at = time.monotonic() if reason == "moved" else None
         self._timeline.replays += 1
         self._note(
             f"the attempt failed after {self._timeline.output_tokens} tokens, another follows: {reason} ({error})"
         )
 
-    def happened(self, timeline: list[TimelineEvent], engine_id: str) -> None:
-        """Add events that happened in engines. engine_id: engine of the events that do not name one."""
-        capacity = MAX_EVENTS - len(self._timeline.events)
+    def happened(self, timeline: list[TimelineEvent]) -> None:
+        """Add events that happened in engines: those that name none, in the engine of the current attempt."""
+        engine_id, capacity = self._sequence.engine, MAX_EVENTS - len(self._timeline.events)
         for event in timeline[: max(0, capacity)]:
             self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
-    def delta(self, delta: TokenDelta, tokens: int) -> None:
-        """Record a delta. tokens: number of its tokens that the client gets."""
+    def delta(self, delta: TokenDelta, num_tokens: int) -> None:
         timeline = self._timeline
+        if not self._answered:
+            self._answered, timeline.state = True, "running"
+            timeline.engines.append(self._sequence.engine)
+            self._note(f"first token from {timeline.engines[-1]}")
         if timeline.first_token_s is None and (delta.token_ids or delta.pooled):
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
             timeline.first_token_s = time.monotonic() - self._http.started_at
@@ -117,7 +97,7 @@ class SequenceMetrics:
         if self._moved_at is not None and delta.token_ids:
             self._stats.move_pauses.observe(time.monotonic() - self._moved_at)
             self._moved_at = None
-        timeline.output_tokens += tokens
+        timeline.output_tokens += num_tokens
         timeline.preemptions += delta.num_preemptions
 
     def costs(self, request_id: str, cost: SequenceCost) -> None:
@@ -129,18 +109,17 @@ class SequenceMetrics:
         """What all attempts have cost so far."""
         return SequenceCost.total(self._timeline.costs.values())
 
-    def ended(self, reason: Reason, error: Exception | None = None) -> None:
-        """Record the end of the sequence as the client sees it. `refused` does not count as an end. Only the first call
-        has an effect. Failures caused by a model that is still starting are logged at level `debug` only."""
+    def ended(self, reason: Reason, error: Exception | None) -> None:
+        """`refused` does not count as an end. Failures caused by a model that is still starting are logged at level
+        `debug` only."""
         now, timeline = time.monotonic(), self._timeline
-        if timeline.state == "ended":
-            return
         timeline.state, timeline.reason = "ended", reason
         if error is not None:
             timeline.error, timeline.error_type = str(error), getattr(error, "code", type(error).__name__)
         timeline.seconds = now - self._http.started_at
-        if self._texts is not None:
-            timeline.prompt, timeline.output = self._texts()
+        if self._timelines.keeps_texts:
+            timeline.prompt = self._text(self._sequence.retry.request.prompt)
+            timeline.output = self._text(self._sequence.retry.output)
         self._note(f"ended: {reason}, {timeline.output_tokens} output tokens", now)
         quiet = self._quiet and reason == "stop" and not timeline.replays
         self._timelines.end(timeline, keep=not quiet)
@@ -152,7 +131,7 @@ class SequenceMetrics:
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
             self._stats.operation(self._http.operation).observe(timeline)
         trace = self._http.trace
-        starting = timeline.first_token_s is None and not self._availability.was_up
+        starting = timeline.first_token_s is None and not self._context.admission.availability.was_up
         logger.log(
             logging.DEBUG if starting or quiet else logging.INFO,
             "request ended request_id=%s model=%s adapter=%s reason=%s prompt_tokens=%d cached_tokens=%d "
@@ -183,7 +162,7 @@ class SequenceMetrics:
         if computed_again:
             used = UsageTotals(wasted_s=cost.compute_s + cost.wasted_s)
         else:
-            timeline.price = self._prices.of(cost)
+            timeline.price = self._context.prices.of(cost)
             used = UsageTotals(
                 1,
                 timeline.prompt_tokens if self._counts_prompt else 0,
@@ -199,7 +178,12 @@ class SequenceMetrics:
             self._http.trace.sequence(timeline, self._times)
         if timeline.admission_s is not None and timeline.reason != "refused":
             self._stats.count_usage(self._payer, used)
-            self._hourly.add(self._payer, timeline.model, timeline.adapter, used)
+            self._context.hourly.add(self._payer, timeline.model, timeline.adapter, used)
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return a text with its special tokens, cut to the length that a timeline keeps."""
+        parts = map(self._context.tokenizer.token_bytes, token_ids[:MAX_TEXT_TOKENS])
+        return b"".join(parts).decode(errors="replace")
 
     def _note(self, what: str, at: float | None = None) -> None:
         """Add an event to the timeline. at: time on the monotonic clock; None for now."""

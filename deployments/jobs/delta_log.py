@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from deployments.frontend.inboxes import joined
-from deployments.frontend.sequence import RequestUsage, SequenceContext
+from deployments.frontend.sequence import RequestUsage
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest

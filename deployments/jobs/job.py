@@ -6,10 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
+
+import msgspec
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence_context import SequenceContext
+from deployments.frontend.sequence_observer import SequenceObserver, SequenceView
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
 from deployments.jobs.errors import AnswerNotReproducible, IdempotencyKeyInUse, LeaseLost
 from deployments.jobs.event_ids import NoEventIds
@@ -22,6 +26,18 @@ from engine.wire.token_delta import TokenDelta
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25  # between polls of a job that another ingress computes
+
+
+class LoggedSequence(SequenceObserver):
+    """Writes the deltas of a sequence into the job's log. Their costs include those of earlier attempts."""
+
+    def __init__(self, log: DeltaLog, sequence: SequenceView):
+        self._log, self._sequence = log, sequence
+
+    def received(self, delta: TokenDelta) -> TokenDelta:
+        with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=self._sequence.cost)
+        self._log.add((self._sequence.index, with_all))
+        return delta
 
 
 class Job:
@@ -122,7 +138,9 @@ class Job:
                 resumes = not self.record.failed  # else whoever added it has charged for its prompt
             if leased:
                 await self._set_failed(False)
-                self._generation = LiveGeneration(frontend, prompts, client, self._note, resumes=resumes)
+                self._generation = LiveGeneration(
+                    frontend, prompts, client, (partial(LoggedSequence, self._log),), resumes=resumes
+                )
                 await self._compute(self._generation)
             self._log.end()
             if leased:
@@ -144,7 +162,7 @@ class Job:
             leased = await self._lease.take(await self._store.settled())
             record = self.record = await JobRecord.load(self._store, self.job_id) or self.record
             for choice, delta in enumerate(record.outputs or []):
-                self._note(choice, delta)
+                self._log.add((choice, delta))
             if leased or record.outputs is not None:
                 return leased and record.outputs is None
             await asyncio.sleep(POLL_S)
@@ -165,9 +183,6 @@ class Job:
 
     async def _restore(self) -> bool:
         return await self.record.restore(self._store, self.job_id, self._ttl_s)
-
-    def _note(self, choice: int, delta: TokenDelta) -> None:
-        self._log.add((choice, delta))
 
     async def _save(self) -> None:
         if await self._lease.renew():

@@ -10,7 +10,8 @@ from weakref import WeakSet
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import RequestUsage, SequenceContext
+from deployments.frontend.sequence import RequestUsage
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import MAX_CHOICES, EventIds, NoEventIds, Position
 from deployments.jobs.job import Job
 from deployments.jobs.record import JobRecord

@@ -68,7 +68,7 @@ class ModelStats(msgspec.Struct):
     usage: dict[str, UsageTotals] = {}
     """What ended sequences have used, by the name of the API key, bounded likewise; empty for clients without a key."""
     sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})
-    """Answers recomputed to detect silent data corruption, by outcome (deployments/frontend/sdc_check.py)."""
+    """Answers recomputed to detect silent data corruption, by outcome (deployments/parts/sdc_check/sdc_check.py)."""
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {
             "time_to_first_token_seconds": Histogram.over(SECONDS),

@@ -19,10 +19,10 @@ import msgspec
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
 from deployments.billing.prices import FREE, Prices
+from deployments.edge_part import ModelPart
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
-from deployments.frontend.sdc_check import SdcCheck
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
 from deployments.multimodal.requested_image import RequestedImage
@@ -39,6 +39,8 @@ from deployments.openai.holds.marked_text import MarkedText, common_prefix, hold
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
 from deployments.openai.template_body import TemplateBody, TokenizeBody
+from deployments.poison.poison import Poison
+from deployments.poison.sequence_trial import SequenceTrial
 from deployments.quotas.key_quota import current_quota
 from deployments.replicas.pools import EnginePool
 from engine.errors import (
@@ -141,8 +143,10 @@ class ServedModel:
         channel: TokenChannel,
         telemetry: Telemetry,
         images: ImageLoader | None = None,
+        parts: Callable[[ServedModel], Sequence[ModelPart]] = lambda model: (),
     ):
-        """images: None if the model reads text only."""
+        """images: None if the model reads text only. parts: returns the ends of features in a model that lacks nothing
+        else."""
         self.info, self.images = info, images
         self.pool = pool
         stats = telemetry.stats.model(info.name)
@@ -173,10 +177,10 @@ class ServedModel:
             max_model_len=info.max_model_len,
             prices=info.prices,
             hourly=telemetry.usage_files.usage,
-            sdc_check=None
-            if info.sdc_check_every is None
-            else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats, exact=info.same_bits),
         )
+        self.poison = Poison()
+        observe = [part.observer for part in parts(self) if type(part).observer is not ModelPart.observer]
+        self.frontend = replace(self.frontend, observers=(partial(SequenceTrial, self.poison), *observe))
 
     def adapted(self, adapter: Adapter) -> ServedModel:
         """Return the model with this adapter, which shares everything with the model itself."""

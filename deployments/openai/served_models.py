@@ -31,7 +31,7 @@ class ServedModels(Mapping[str, ServedModel]):
         self._aliases = {alias: model for model in models.values() for alias in model.info.aliases}
         self.registries = {
             name: AdapterRegistry(
-                name, (name, *model.info.aliases), config, tables(model.info), model.pool, model.frontend.poison
+                name, (name, *model.info.aliases), config, tables(model.info), model.pool, model.poison
             )
             for name, model in models.items()
             if (config := model.info.adapters) is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deployments.edge_part import EdgePart
+from deployments.edge_part import EdgePart, ModelPart
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
+from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.console.config import ConsoleConfig
@@ -16,6 +17,7 @@ from deployments.parts.console.routes import ConsoleRoutes
 from deployments.parts.holds.routes import HoldRoutes
 from deployments.parts.keys.routes import KeyRoutes
 from deployments.parts.operators.routes import OperatorRoutes
+from deployments.parts.sdc_check.sdc_check import SdcCheck
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import KeyValueStore
 
@@ -43,6 +45,7 @@ class PartSpec:
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
     edge: Callable[[EdgeSetup], EdgePart | None] = lambda setup: None
+    model: Callable[[ServedModel], ModelPart | None] = lambda model: None
 
 
 def _adapters(setup: EdgeSetup) -> EdgePart | None:
@@ -60,9 +63,17 @@ def _console(setup: EdgeSetup) -> EdgePart | None:
     return ConsoleRoutes(setup.models, setup.telemetry, setup.console) if setup.console.enabled else None
 
 
+def _sdc_check(model: ServedModel) -> ModelPart | None:
+    every, frontend = model.info.sdc_check_every, model.frontend
+    if every is None:
+        return None
+    return SdcCheck(every, model.pool, frontend.channel, model.admission, frontend.stats, exact=model.info.same_bits)
+
+
 PARTS = (
     PartSpec("adapters", edge=_adapters),
     PartSpec("keys", edge=_keys),
+    PartSpec("sdc_check", model=_sdc_check),
     PartSpec("holds", edge=lambda setup: HoldRoutes(setup.models)),
     PartSpec("operators", edge=lambda setup: OperatorRoutes(setup.models, setup.telemetry)),
     PartSpec("console", edge=_console),
@@ -71,3 +82,7 @@ PARTS = (
 
 def edge_parts(setup: EdgeSetup) -> list[EdgePart]:
     return [part for spec in PARTS if (part := spec.edge(setup)) is not None]
+
+
+def model_parts(model: ServedModel) -> list[ModelPart]:
+    return [part for spec in PARTS if (part := spec.model(model)) is not None]

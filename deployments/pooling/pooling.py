@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import RequestUsage, SequenceContext
+from deployments.frontend.sequence import RequestUsage
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
 from deployments.quotas.key_quota import current_quota

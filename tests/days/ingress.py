@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,10 +12,12 @@ import msgspec
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.inboxes import Inboxes
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.jobs import Jobs
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
+from deployments.poison.poison import Poison
+from deployments.poison.sequence_trial import SequenceTrial
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
@@ -104,6 +107,7 @@ class Ingress:
             stats=self.stats,
             timelines=RequestTimelines(node),
             max_replays=3,
+            observers=(partial(SequenceTrial, Poison()),),
         )
         self.jobs = Jobs(open_store(cluster, node, lambda: self.up), TTL_S)
 

@@ -25,6 +25,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
@@ -168,7 +169,7 @@ async def fake_api(
     for name in names:
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         parts = text_model or tokenizer(), pool, channel, telemetry
-        models[name] = ServedModel(model_info, *parts, images)
+        models[name] = ServedModel(model_info, *parts, images, model_parts)
     model = models[names[0]]
     app = http_app(models, telemetry, auth, batches, store)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

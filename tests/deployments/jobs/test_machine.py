@@ -81,9 +81,12 @@ class Computation:
 
     log: ClassVar[list[Computation]] = []
 
-    def __init__(self, frontend: Any, prompts: list[list[GenerateRequest]], client: str, record: Any, *, resumes: bool):
+    def __init__(
+        self, frontend: Any, prompts: list[list[GenerateRequest]], client: str, observers: Any, *, resumes: bool
+    ):
         self.ingress, self.key, self.seed = frontend.ingress, client, prompts[0][0].params.seed or 0
-        self.running, self._record, self._steps = False, record, asyncio.Queue[int]()
+        self.running, self._steps = False, asyncio.Queue[int]()
+        (self._observer,) = (observe(SimpleNamespace(index=0)) for observe in observers)
         Computation.log.append(self)
 
     def step(self, size: int) -> None:
@@ -98,7 +101,7 @@ class Computation:
                 tokens = [65 + (self.seed + position + i) % 26 for i in range(size)]
                 reason = "length" if position + size == NUM_TOKENS else None
                 delta = TokenDelta(request_id="", position=position, token_ids=tokens, finish_reason=cast(Any, reason))
-                self._record(0, delta)
+                self._observer.received(delta)
                 position += size
                 yield TextChunk("", tokens, [], None, None)
         finally:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -16,11 +17,13 @@ import zmq.asyncio
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sequence import RequestUsage, SequenceContext
+from deployments.frontend.sequence import RequestUsage
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
 from deployments.poison.poison import Poison
+from deployments.poison.sequence_trial import SequenceTrial
 from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, ServingError
@@ -185,7 +188,7 @@ class Ingress:
             stats=self.stats,
             timelines=self.timelines,
             max_replays=max_replays,
-            poison=self.poison,
+            observers=(partial(SequenceTrial, self.poison),),
         )
         sent = [msgspec.structs.replace(request, reply_to=self.channel.address) for request in requests]
         return LiveGeneration(frontend, [sent[i : i + n] for i in range(0, len(sent), n)], "test")

@@ -18,9 +18,11 @@ from typing import Any
 
 import msgspec
 
+from deployments.edge_part import ModelPart
 from deployments.frontend.admission import Admission
+from deployments.frontend.inboxes import Inboxes
 from deployments.frontend.retry import signed
-from deployments.frontend.token_channel import TokenChannel
+from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, ServingError
@@ -126,14 +128,33 @@ def far_difference(answer: SampledAnswer, given: SampledAnswer) -> tuple[int, Fo
     return position, (token, logprob), (token, there[position])
 
 
-class SdcCheck:
+class SampledSequence(SequenceObserver):
+    """Fills in the answer of one sequence, which its client sees as without this."""
+
+    def __init__(self, check: SdcCheck, sequence: SequenceView):
+        self._check, self._sequence = check, sequence
+        self._answer = SampledAnswer(sequence.retry.request)
+
+    def sending(self, request: GenerateRequest) -> GenerateRequest:
+        params = msgspec.structs.replace(request.params, logprobs=self._answer.request.params.logprobs)
+        return msgspec.structs.replace(request, params=params)
+
+    def received(self, delta: TokenDelta) -> TokenDelta:
+        return self._answer.take(delta, self._sequence.engine)
+
+    def ended(self, reason: Reason, error: Exception | None) -> None:
+        if reason in ("stop", "length") and not self._sequence.retry.num_retries:
+            self._check.ended(self._answer)
+
+
+class SdcCheck(ModelPart):
     """Samples the answers of one model, and recomputes them while there are no requests."""
 
     def __init__(
         self,
         every: int,
         pool: EnginePool,
-        channel: TokenChannel,
+        channel: Inboxes,
         admission: Admission,
         stats: ModelStats,
         *,
@@ -147,12 +168,12 @@ class SdcCheck:
         self._waiting: deque[SampledAnswer] = deque(maxlen=MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
 
-    def sample(self, request: GenerateRequest) -> SampledAnswer | None:
-        """Return an empty answer to fill in if this request is sampled, else None."""
-        if request.pooling is not None:
+    def observer(self, sequence: SequenceView) -> SequenceObserver | None:
+        """Return what fills in an answer if this sequence is sampled."""
+        if sequence.retry.request.pooling is not None:
             return None
         self._num_answers += 1
-        return None if self._num_answers % self._every else SampledAnswer(request)
+        return None if self._num_answers % self._every else SampledSequence(self, sequence)
 
     def ended(self, answer: SampledAnswer) -> None:
         """Queue a complete answer, to be recomputed once the engines are idle."""

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.frontend import sdc_check
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.generation import LiveGeneration
-from deployments.frontend.sdc_check import MANY, SampledAnswer, SdcCheck, far_difference
-from deployments.frontend.sequence import SequenceContext
+from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
+from deployments.parts.sdc_check import sdc_check
+from deployments.parts.sdc_check.sdc_check import MANY, SampledAnswer, SdcCheck, far_difference
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
@@ -132,7 +132,7 @@ async def serving(
         stats=stats,
         timelines=telemetry.timelines,
         max_replays=3,
-        sdc_check=check,
+        observers=(check.observer,),
     )
     try:
         await until(lambda: _reports(pool), 30)

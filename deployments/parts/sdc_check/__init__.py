@@ -1,0 +1,1 @@
+"""Detection of silent data corruption."""
