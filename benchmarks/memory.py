@@ -121,8 +121,8 @@ def measure(
         while not ended and scheduler.has_work:
             plan = scheduler.schedule(now=0.0)
             assert plan is not None
-            events = scheduler.commit(result_of(plan), now=0.0)
-            ended = any(event.delta.finish_reason for event in events)
+            scheduler.commit(result_of(plan), now=0.0)
+            ended = any(event.delta.finish_reason for event in scheduler.out.take_events())
             steps += 1
             running += len(scheduler.queue.running)
             filled += sum(request.computed for request in scheduler.queue.running)

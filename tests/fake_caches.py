@@ -151,7 +151,7 @@ class CacheHarness(Harness):
     # -- the engine ----------------------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent) -> None:
-        assert self.scheduler.apply(HandoffWentOn(event), self.now) == []
+        self.scheduler.apply(HandoffWentOn(event), self.now)
         self.forward()
         self.scheduler.check()
 
@@ -168,7 +168,7 @@ class CacheHarness(Harness):
         self.read()
 
     def forward(self) -> None:
-        for action in self.scheduler.handoffs.actions:
+        for action in self.scheduler.take_messages("engines"):
             match action:
                 case OpenHandoff(remote_request, source=source):
                     assert source == THERE
@@ -181,7 +181,6 @@ class CacheHarness(Harness):
                     self.refused[remote_request.handoff_id] = reason
                 case _:
                     raise AssertionError(action)
-        self.scheduler.handoffs.actions.clear()
 
     def settle(self) -> None:
         if self.open:
@@ -204,6 +203,7 @@ class TieredCacheHarness(CacheHarness, TierHarness):
             TierHarness.settle(self)
 
     def drain(self) -> None:
+        self.pass_time()
         while self.open or self.held or self.moving or self.answers:
             if self.open or self.held:
                 CacheHarness.settle(self)

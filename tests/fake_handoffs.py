@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
 from engine.core.door.inputs import AddedRemote, GrammarSet
@@ -53,15 +51,13 @@ def border_handed_over(request: RemoteRequest, harness: Harness) -> int:
 
 
 class DecodeHarness(Harness):
-    """A decode engine. Whatever has not come yet is overwritten with nonsense before every step. As in EngineCore, a
-    reservation is told only when the steps have ended that were under way by then and may still use its blocks."""
+    """A decode engine. Whatever has not come yet is overwritten with nonsense before every step."""
 
     def __init__(self, *, max_attempts: int = 3, **options):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
         self.policy = RemotePrefillPolicy(config, StepCost())
         super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, OpenHandoff] = {}
-        self.reserved: deque[tuple[int, OpenHandoff]] = deque()  # with the number of steps that must end first
         self.cancelled: dict[str, int] = {}  # with what is paid
         self.forgotten: set[str] = set()
 
@@ -69,9 +65,8 @@ class DecodeHarness(Harness):
         self._forward()
         for handoff in self.open.values():
             self._write(handoff, 0)
-        planned = len(self.plans)
         plan = super().plan()
-        self._forward(planned)
+        self._forward()
         return plan
 
     def commit(self) -> None:
@@ -100,17 +95,16 @@ class DecodeHarness(Harness):
         assert handoff_id in self.forgotten
 
     def handle(self, event: HandoffEvent) -> None:
-        self.record(self.scheduler.apply(HandoffWentOn(event), 0.0))
+        self.scheduler.apply(HandoffWentOn(event), 0.0)
+        self.record()
         self._forward()
 
     def settle(self) -> None:
         self._forward()
         self.receive(next(iter(self.open)))
 
-    def _forward(self, planned: int | None = None) -> None:
-        """planned: steps planned before the reservations; None for all."""
-        planned = len(self.plans) if planned is None else planned
-        for action in self.scheduler.handoffs.actions:
+    def _forward(self) -> None:
+        for action in [*self.scheduler.take_messages("engines"), *self.scheduler.take_messages("control")]:
             match action:
                 case OpenHandoff(remote_request, blocks, others):
                     for spec, own in zip(self.runner.specs, [blocks, *others], strict=not self.runner.chunk):
@@ -118,20 +112,15 @@ class DecodeHarness(Harness):
                     if self.runner.chunk:
                         assert len(others) == len(self.runner.specs)
                         assert len(others[-1]) == (border_handed_over(remote_request, self) > 0)
-                    self.reserved.append((planned, action))
+                    self.open[remote_request.handoff_id] = action
                 case CancelHandoff(handoff_id, paid_ns):
                     self.cancelled[handoff_id] = paid_ns
                 case CancelDispatch(handoff_id):
                     self.forgotten.add(handoff_id)
                 case DispatchRemote(remote_request):
-                    opened = {*self.open, *(other.remote_request.handoff_id for _, other in self.reserved)}
-                    assert remote_request.handoff_id in opened, "it is opened before anybody hears of it"
+                    assert remote_request.handoff_id in self.open, "it is opened before anybody hears of it"
                 case _:
                     raise AssertionError(action)
-        self.scheduler.handoffs.actions.clear()
-        while self.reserved and self.reserved[0][0] <= len(self.plans) - len(self.prepared):
-            _, opened_now = self.reserved.popleft()
-            self.open[opened_now.remote_request.handoff_id] = opened_now
 
     def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
@@ -197,7 +186,8 @@ class PrefillHarness(Harness):
 
     def close(self, name: str, reason: str = "released", paid_ns: int = 0) -> None:
         del self.remote_requests[name]
-        (event,) = self.scheduler.apply(HandoffWentOn(Closed(name, reason, paid_ns)), 0.0)
+        self.scheduler.apply(HandoffWentOn(Closed(name, reason, paid_ns)), 0.0)
+        (event,) = self.scheduler.out.take_events()
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
         self.ledger.report([event])
         self.ended.add(event.delta.request_id)
@@ -210,7 +200,7 @@ class PrefillHarness(Harness):
         self.close(next(iter(self.scheduler.handoffs.leased)))
 
     def read(self) -> None:
-        for action in self.scheduler.handoffs.actions:
+        for action in self.scheduler.take_messages("engines"):
             match action:
                 case ReportProgress(handoff_id, upto, blocks):
                     before = self.reports.get(handoff_id)
@@ -226,7 +216,6 @@ class PrefillHarness(Harness):
                     self.refused[remote_request.handoff_id] = reason
                 case _:
                     raise AssertionError(action)
-        self.scheduler.handoffs.actions.clear()
         size = self.config.block_size
         for name in self.reports.keys() & self.remote_requests.keys():
             report, remote_request = self.reports[name], self.remote_requests[name]

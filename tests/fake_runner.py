@@ -414,8 +414,8 @@ class Harness:
         self.outputs[name] = []
 
     def abort(self, name: str) -> None:
-        event = self.scheduler.apply(Aborted(name), 0.0)
-        self.record([] if event is None else [event])
+        self.scheduler.apply(Aborted(name), 0.0)
+        self.record()
 
     def step(self) -> StepPlan | None:
         plan = self.plan()
@@ -427,9 +427,8 @@ class Harness:
         self.take_answers()
         self.ledger.spent("idle", self.tick())
         plan = self.scheduler.schedule(now=self.now)
-        if not self.prepared:
-            self.submit()
-        self.check()
+        self.submit()
+        self.record()
         if plan is not None:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
             self.plans.append(plan)
@@ -447,10 +446,13 @@ class Harness:
             self.ledger.step(
                 StepWork.of(self.scheduler.planned[0][0]), *self.scheduler.planned[0], self.clock - 0.0001, self.tick()
             )
-            self.record(self.scheduler.commit(result, now=self.now))
+            self.scheduler.commit(result, now=self.now)
+            self.record()
             self.submit()
 
-    def record(self, events: list[Event]) -> None:
+    def record(self) -> None:
+        """Take what the scheduler tells clients."""
+        events = self.scheduler.out.take_events()
         self.seen.update(event.request for event in events)
         for event in self.ledger.report(events):
             self._record(event)
@@ -525,7 +527,7 @@ class Harness:
         """Called before a step is planned."""
 
     def submit(self) -> None:
-        """Called when no step that may write to released blocks is under way."""
+        """Called to deliver what may leave the scheduler."""
 
     def drain(self) -> None:
         """Called once all requests have ended."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.block_pool import HashChanges
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import CommandsTaken, TiersAnswered
+from engine.core.features.part_inputs import TiersAnswered, TimePassed
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
@@ -90,7 +90,7 @@ class TierHarness(Harness):
             self.holds = {False: found.holds[False], True: found.holds[True]}
             for name in self.disk if disk_blocks else ():
                 self.offloading.restore(name, 1, self.now)
-            self.scheduler.holds.update(self.now)
+            self.scheduler.apply(TimePassed(), self.now)
             if store_blocks:
                 self.list()
         self.announced: set[bytes] = set()
@@ -132,12 +132,12 @@ class TierHarness(Harness):
 
     def take_answers(self) -> None:
         answers, self.answers = self.answers, []
-        if answers or self.offloading.loaded:
+        if answers:
             self.scheduler.apply(TiersAnswered(answers), self.now)
         self.scheduler.check()
 
     def submit(self) -> None:
-        for command in self.scheduler.apply(CommandsTaken(), self.now):
+        for command in self.scheduler.take_messages("tiers"):
             match command:
                 case StopLoad(number):
                     if number in self.moving:
@@ -160,14 +160,19 @@ class TierHarness(Harness):
         if not self.answers:
             self.progress(min(self.moving))
 
-    def drain(self) -> None:
+    def pass_time(self) -> None:
+        """Let the tiers go on while nothing is planned."""
+        self.scheduler.apply(TimePassed(), self.now)
         self.submit()
+
+    def drain(self) -> None:
+        self.pass_time()
         self.take_answers()
         while self.moving or self.answers:
             for number in list(self.moving):
                 self.progress(number)
             self.take_answers()
-            self.submit()
+            self.pass_time()
 
     # -- what a rank does ----------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class TierHarness(Harness):
         changed = [(name, hold) for name, hold in self.listed_holds.items() if before.get(name) != hold]
         dropped = [name for name in before if name not in self.listed_holds]
         self.scheduler.apply(TiersAnswered([StoreListing(added, removed, changed, dropped)]), self.now)
-        self.scheduler.holds.update(self.now)
+        self.scheduler.apply(TimePassed(), self.now)
         self.scheduler.check()
 
     def write(self, number: int, index: int, fails: bool = False) -> bool:

@@ -257,9 +257,7 @@ def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
 def test_nothing_from_outside_enters_a_scheduler_but_by_apply():
     """What a tape has not heard of could not be replayed."""
     parts = "handoffs|images|fetching|holds|adapters|loading|offloading|kv_cache|queue|moves"
-    changes = (
-        "add|abort|handle|clear|release|give|switch|stuck|answered|take_commands|set_prefill_replicas|new_load|loaded"
-    )
+    changes = "add|abort|handle|clear|release|give|switch|stuck|answered|update|set_prefill_replicas|new_load|loaded"
     way = re.compile(rf"scheduler\.(?:(?:{parts})\.)?(?:{changes})\(")
     for file in [file for room in ("engine", "deployments", "cluster") for file in FILES[room]]:
         if "engine/core/features" not in str(file):

@@ -204,7 +204,7 @@ class SharedCores:
     def seconds(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
         on_way = sum(kind == MESSAGE for _, kind, *_ in self._cluster.loop.heap)
         # and those that set out as the step begins
-        on_way += sum(isinstance(a, OpenHandoff | FinishPrefill) for a in self._replica.scheduler.handoffs.actions)
+        on_way += sum(isinstance(a, OpenHandoff | FinishPrefill) for a in self._replica.actions)
         others = self._cluster.num_busy(self._replica) + on_way
         return self._cost.seconds(tokens, sequences, pairs, context) * (1 + self._contention * others)
 

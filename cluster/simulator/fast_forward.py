@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.simulator.trace import OUTPUT_ID
-from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 
@@ -51,9 +50,9 @@ class FastForward:
             steps //= 2
         return steps
 
-    def advance(self, ends: Sequence[float]) -> list[Event]:
-        """Run a step for each of `ends`, the times at which steps end. Returns the events of requests that have
-        finished, or can now leave for another replica."""
+    def advance(self, ends: Sequence[float]) -> None:
+        """Run a step for each of `ends`, the times at which steps end. The scheduler's `out` gets the events of
+        requests that have finished, or can now leave for another replica."""
         steps, stopping = len(ends), []
         for request in self._queue.running:
             tokens = request.tokens
@@ -71,16 +70,16 @@ class FastForward:
                 request.clock.last_token_at = ends[-1]
         self._scheduler.totals.steps += steps
         self._scheduler.totals.generation_tokens += steps * len(self._queue.running) - len(stopping)
-        return [self._end(request, ends) for request in stopping]
+        for request in stopping:
+            self._end(request, ends)
 
     def _blocks_missing(self, steps: int) -> int:
         size = self._block_size
         return sum(max(0, -(-(r.computed + steps - r.capacity) // size)) for r in self._queue.running)
 
-    def _end(self, request: Request, ends: Sequence[float]) -> Event:
+    def _end(self, request: Request, ends: Sequence[float]) -> None:
         if len(ends) > 1:
             request.clock.last_token_at = ends[-2]
         request.in_flight = 1
-        event = self._scheduler.append_tokens(request, [token_of(request)], None, ends[-1])
+        self._scheduler.append_tokens(request, [token_of(request)], None, ends[-1])
         self._scheduler.metrics.observe_tokens([request], ends[-1])
-        return event

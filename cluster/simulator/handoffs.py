@@ -44,7 +44,7 @@ class HandoffTraffic:
 
     def act(self, replica: Replica) -> None:
         """Carry out the handoff actions of a replica's scheduler."""
-        now, actions = self._loop.now, replica.scheduler.handoffs.actions
+        now, actions = self._loop.now, replica.actions
         for action in actions:
             match action:
                 case OpenHandoff(remote_request):

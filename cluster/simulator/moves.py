@@ -65,7 +65,7 @@ class MoveTraffic:
         moved, replica.moved = replica.moved, []
         for event in moved:
             self._send_on(event)
-        actions, replica.scheduler.handoffs.actions = replica.scheduler.handoffs.actions, []
+        actions, replica.actions = replica.actions, []
         for action in actions:
             match action:
                 case HoldRequest(asked):

@@ -19,7 +19,7 @@ from engine.core.door.inputs import Added, AddedRemote, MovesAsked
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import CommandsTaken, HandoffWentOn, TiersAnswered
+from engine.core.features.part_inputs import HandoffWentOn, TiersAnswered, TimePassed
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
@@ -27,7 +27,7 @@ from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.handoff import HandoffEvent
+from engine.wire.handoff import HandoffAction, HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.messages import EngineUpdate, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
@@ -81,6 +81,7 @@ class Replica:
         self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
         self.tier_commands: list[TierCommand] = []  # copies that are due, oldest first; the caller empties it
+        self.actions: list[HandoffAction] = []  # of handoffs, likewise
         self._tier_answers: list[TierAnswer | StoreListing] = []
         self._plan: StepPlan | None = None  # the running step, if it is a single one
         self._ends: list[float] = []  # or the ends of the fast-forward's steps that are not recorded yet
@@ -107,7 +108,8 @@ class Replica:
     def move(self, count: int, now: float) -> None:
         """Let up to `count` requests leave for other replicas: at once if they wait, else after their next token."""
         self.catch_up(now)
-        self._tell(self.scheduler.apply(MovesAsked(count), now))
+        self.scheduler.apply(MovesAsked(count), now)
+        self._tell()
         self._came(now)
 
     def tier_answered(self, answers: list[TierAnswer | StoreListing], now: float) -> None:
@@ -160,7 +162,7 @@ class Replica:
         scheduler, self._began, self._plan = self.scheduler, now, None
         self.meter.resume(now)
         for event in self._inbox:
-            self._tell(scheduler.apply(HandoffWentOn(event), now))
+            scheduler.apply(HandoffWentOn(event), now)
         self._inbox.clear()
         if self._tier_answers:
             scheduler.apply(TiersAnswered([*self._tier_answers]), now)
@@ -168,13 +170,14 @@ class Replica:
         quiet = self._settled or not scheduler.queue.waiting
         quiet = quiet and not any(request.leaving for request in scheduler.queue.running)
         if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
+            scheduler.apply(TimePassed(), now)
+            self._tell()
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
-            self.tier_commands += scheduler.apply(CommandsTaken(), now)
             return
         preemptions = scheduler.totals.preemptions
         self._plan = plan = scheduler.schedule(now)
-        self.tier_commands += scheduler.apply(CommandsTaken(), now)
+        self._tell()
         if plan is None:
             self.due = None
             self.meter.rest("stalled" if scheduler.has_work else "idle")
@@ -216,9 +219,10 @@ class Replica:
         self.busy_s += ends[-1] - self._began
         self.meter.decodes(self.scheduler.queue.running, self._began, ends[-1])
         self._began = ends[-1]
-        if finished := self._fast_forward.advance(ends):
+        self._fast_forward.advance(ends)
+        if self.scheduler.out.events:
             self._settled = False
-            self._tell(finished)
+            self._tell()
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         _, requests = self.scheduler.planned[0]
@@ -232,14 +236,18 @@ class Replica:
         self.busy_s += now - self._began
         self.meter.step(plan, requests, self._began, now)
         ended, nothing = len(self.ended), [None] * len(tokens)
-        self._tell(
-            self.scheduler.commit(
-                StepResult(step=plan.step, tokens=tokens, logprobs=[*nothing], prompt_logprobs=[*nothing]), now
-            )
+        self.scheduler.commit(
+            StepResult(step=plan.step, tokens=tokens, logprobs=[*nothing], prompt_logprobs=[*nothing]), now
         )
+        self._tell()
         self._settled = self._settled and len(self.ended) == ended
 
-    def _tell(self, events: list[Event]) -> None:
+    def _tell(self) -> None:
+        """Pass on what the scheduler has to say."""
+        self.actions += self.scheduler.take_messages("engines")
+        self.tier_commands += self.scheduler.take_messages("tiers")
+        self.scheduler.take_messages("control")  # each comes with an action
+        events = self.scheduler.out.take_events()
         self.meter.report(events)
         for event in events:
             self._kv_events.prefilled(event)

@@ -17,6 +17,7 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
+from engine.core.features.compilations import Compilations
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds, NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
@@ -138,12 +139,6 @@ def build_engine(
         runner=loaded.runner,
         launcher=make_launcher(loaded.runner, group),
         scheduler=scheduler,
-        grammars=GrammarCompiler(
-            loaded.folder,
-            loaded.model.vocab_size,
-            scheduler.limits.eos_token_ids,
-            closed=loaded.config.structured_outputs.disable_additional_properties,
-        ),
         step_times=step_times,
         ledger=CostLedger(
             step_times,
@@ -155,6 +150,7 @@ def build_engine(
         experts=make_experts(loaded, broadcaster),
         mail=PartMail(
             scheduler,
+            grammars=Compilations(make_compiler(loaded)),
             channel=channel,
             image_channel=image_channel,
             tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
@@ -261,6 +257,11 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
         snapshots=snapshots,
         snapshot_interval=interval,
     )
+
+
+def make_compiler(loaded: Loaded) -> GrammarCompiler:
+    closed = loaded.config.structured_outputs.disable_additional_properties
+    return GrammarCompiler(loaded.folder, loaded.model.vocab_size, frozenset(loaded.model.eos_token_ids), closed=closed)
 
 
 def make_micro_batches(loaded: Loaded) -> list[TokenLimit]:

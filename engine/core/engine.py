@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
-import threading
 import time
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,25 +19,19 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.part_inputs import HoldsUpdated
+from engine.core.features.part_inputs import TimePassed
 from engine.core.features.part_mail import PartMail
 from engine.core.output import Event
-from engine.core.request import Request, State
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import NoTape, Tape
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts
-from engine.errors import (
-    EngineUnavailable,
-    InvalidParameter,
-    RequestTimeout,
-    ServingError,
-)
+from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 from engine.model.config import ModelConfig
 from engine.runner.launching.launcher import Launcher
 from engine.runner.model_runner import LaunchedStep, ModelRunner
-from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.lora import LoRARequest
@@ -81,7 +73,6 @@ class EngineCore:
         runner: ModelRunner,
         launcher: Launcher,
         scheduler: Scheduler,
-        grammars: GrammarCompiler,
         step_times: StepTimes,
         ledger: CostLedger,
         experts: GroupExperts,
@@ -103,14 +94,10 @@ class EngineCore:
         self.idle = True
         self._waits: CostLine = "idle"  # what the time while it is idle is spent on
         self.last_step_at = self._now()
-        self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
+        self._group, self._broadcaster, self._kv_workers = group, broadcaster, kv_workers
         self._kv_events, self._experts = kv_events, experts
-        self._compiling: dict[Request, Compilation] = {}
-        self._grammar_compiled = threading.Event()
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
-        self._num_launched = 0
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -144,9 +131,7 @@ class EngineCore:
         if message.lora is not None:
             self.check_adapter(message.lora)
         if message.params.structured_outputs is not None:
-            compilation = self._grammars.start(message.params.structured_outputs, [], self._now())
-            wait([compilation.compiled], COMPILE_TIMEOUT_S)
-            self._grammars.finish(compilation)
+            self.mail.grammars.check(message.params.structured_outputs, self._now())
 
     def _check_task(self, message: GenerateRequest) -> None:
         """Raise RequestError unless the model supports the kind of request."""
@@ -158,45 +143,31 @@ class EngineCore:
             if not ids or not all(0 <= token < vocab_size for token in ids):
                 raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
 
-    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
-        """End a request if it is live. reason: "stop" if the request's text has reached a stop string."""
-        event = self.apply(inputs.Aborted(request_id, reason))
-        return None if event is None else self.ledger.report([event])[0]
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[Event]:
+        """End a request if it is live, and return its final event. reason: "stop" if the request's text has reached a
+        stop string."""
+        self.apply(inputs.Aborted(request_id, reason))
+        return self._take_events()
 
     def move(self, count: int) -> list[Event]:
         """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
         running."""
-        return self.ledger.report(self.apply(inputs.MovesAsked(count)))
+        self.apply(inputs.MovesAsked(count))
+        return self._take_events()
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
-        """Start the deadline of a new request, and the compilation of its grammar. client: the client to whom the
-        compilation is charged."""
+        """Start to compile the grammar of a new request. client: who is charged for it."""
         if self.idle:
             self.idle, self.last_step_at = False, now
             self.ledger.spent(self._waits, now)
-        if request.params.structured_outputs is not None:
-            output = request.tokens[request.num_prompt :]
-            compilation = self._grammars.start(request.params.structured_outputs, output, now, client)
-            compilation.compiled.add_done_callback(lambda _: self._grammar_compiled.set())
-            self._compiling[request] = compilation
-        if request.clock.deadline_at is not None:
-            heapq.heappush(self._deadlines, (request.clock.deadline_at, request.order[1], request))
-
-    def _abort_overdue(self, now: float) -> list[Event]:
-        events = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            when, _, request = heapq.heappop(self._deadlines)
-            if request.state not in (State.FINISHED, State.LEASED):
-                events += self._fail(request, RequestTimeout(request.request_id, when - request.clock.arrived_at), now)
-        return events
-
-    def _fail(self, request: Request, error: ServingError, now: float) -> list[Event]:
-        event = self.scheduler.apply(inputs.Aborted(request.request_id, error=error), now)
-        return [] if event is None else [event]
+        self.mail.grammars.start(request, now, client)
 
     def apply(self, given: inputs.Input) -> Any:
         """Pass an input on to the scheduler, whose answer it returns."""
         return self.scheduler.apply(given, self._now())
+
+    def _take_events(self) -> list[Event]:
+        return self.ledger.report(self.scheduler.out.take_events())
 
     @property
     def has_work(self) -> bool:
@@ -212,63 +183,53 @@ class EngineCore:
         if self._broken is not None:
             raise EngineUnavailable(f"an earlier step failed: {self._broken}")
         try:
-            events = self._overlapped_step() if self.runner.overlap else self._plain_step()
+            if self.runner.overlap:
+                self._overlapped_step()
+            else:
+                self._plain_step()
             self._kv_events.publish()
-            return self.ledger.report(events)
+            return self._take_events()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             self.tape.keep(error)
             raise
 
-    def _plain_step(self) -> list[Event]:
-        events, plan = self._plan()
-        self._submit()
-        if plan is not None:
+    def _plain_step(self) -> None:
+        if (plan := self._plan()) is not None:
             self._launch(plan)
-            events += self._finish_step()
-        elif not events:
-            self._wait_for_grammars()
-        return events
+            self._finish_step()
+        elif not self.scheduler.out.events:
+            self._wait()
 
-    def _overlapped_step(self) -> list[Event]:
-        events, plan = self._plan()
-        self.mail.reserve(self._num_launched, self._now())
-        if not self._in_flight:
-            self._submit()
-        if plan is not None:
+    def _overlapped_step(self) -> None:
+        if (plan := self._plan()) is not None:
             self._launch(plan)
             if len(self._in_flight) < self.runner.max_steps:
-                return events  # there may be more to plan while it computes
+                return  # there may be more to plan while it computes
         if self._in_flight:
-            events += self._finish_step()
-        elif not events:
-            self._wait_for_grammars()
-        return events
+            self._finish_step()
+        elif not self.scheduler.out.events:
+            self._wait()
 
-    def _plan(self) -> tuple[list[Event], StepPlan | None]:
+    def _plan(self) -> StepPlan | None:
         self._broadcaster.check()
         now = self._now()
         if self.idle:
             self.ledger.spent(self._waits, now)
         self.idle = False
-        events = self._abort_overdue(now) + self._take_compiled(now)
-        for given in self.mail.arrived():
-            events += self.scheduler.apply(given, now) or ()
+        for given in self.mail.arrived(now):
+            self.scheduler.apply(given, now)
         plan = self.scheduler.schedule(now)
-        self.mail.load_adapters()
-        return events, plan
-
-    def _submit(self) -> None:
-        self.mail.submit(self._num_launched - len(self._in_flight), self._now())
+        self.mail.deliver()
+        return plan
 
     def _launch(self, plan: StepPlan) -> None:
         submitted_at, work, plan = self._now(), StepWork.of(plan), self._experts.mark(plan)
         self._broadcaster.send(plan)
         launched = self._launcher.launch(self.runner.prepare(plan))
         self._in_flight.append(StepInFlight(launched, submitted_at, work))
-        self._num_launched += 1
 
-    def _finish_step(self) -> list[Event]:
+    def _finish_step(self) -> None:
         """Wait for the oldest step in flight, and record its result."""
         step = self._in_flight.popleft()
         self.tape.settle()  # while the step computes
@@ -280,22 +241,18 @@ class EngineCore:
         self.ledger.spent("recovery", went_on_at)
         self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
-        events = self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)
-        self._submit()
+        self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)
+        self.mail.deliver()
         self._broadcaster.committed(result)
-        return events
 
-    def _wait_for_grammars(self) -> None:
+    def _wait(self) -> None:
         """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
         when no step can be planned."""
         self._launcher.rest()
-        if (
-            self._compiling
-            or self.mail.is_awaited
-            or any(r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting])
+        if self.mail.is_awaited or any(
+            request.grammar.constrains for request in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
         ):
-            self._grammar_compiled.wait(GRAMMAR_POLL_S)
-            self._grammar_compiled.clear()
+            self.mail.grammars.wait(GRAMMAR_POLL_S)
         else:
             self.idle = True
         self.last_step_at = self._now()  # no step is late
@@ -308,28 +265,12 @@ class EngineCore:
         """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
         deadline = self._now() + FLUSH_S
         while self._broken is None and not self._in_flight and self._now() < deadline:
-            for given in (*self.mail.arrived(), HoldsUpdated()):
+            for given in (*self.mail.arrived(self._now()), TimePassed()):
                 self.apply(given)
-            self._submit()
+            self.mail.deliver()
             if self.scheduler.offloading.flushed():
                 return
             time.sleep(FLUSH_POLL_S)
-
-    # -- grammars ------------------------------------------------------------------------------------------
-
-    def _take_compiled(self, now: float) -> list[Event]:
-        """Let requests start whose grammar has compiled, and end those whose grammar has failed to compile."""
-        events = []
-        for request, compilation in list(self._compiling.items()):
-            if request.state is not State.WAITING_FOR_GRAMMAR:
-                del self._compiling[request]  # it has ended
-            elif compilation.finished(now):
-                del self._compiling[request]
-                try:
-                    self.scheduler.apply(inputs.GrammarSet(request.request_id, self._grammars.finish(compilation)), now)
-                except ServingError as error:
-                    events += self._fail(request, error, now)
-        return events
 
     # -- adapters ------------------------------------------------------------------------------------------
 
@@ -382,7 +323,7 @@ class EngineCore:
         self._kv_events.close()
         if self._broken is None:
             self.tape.close()
-        self._grammars.close()
+        self.mail.grammars.close()
         self.mail.adapter_loader.close()
         self._launcher.close()
         self.mail.channel.close()  # before the other ranks end: they may be reading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
+from engine.core.door.outputs import Outputs, Receiver
 from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
 from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
@@ -29,7 +31,7 @@ from engine.core.request_checks import ModelLimits, RequestChecks
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, ServingError
+from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, RequestTimeout, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import HandoffEvent
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
@@ -51,8 +53,9 @@ class Scheduler:
     """Continuous batching without phases: every request has known tokens and computed tokens, and each step narrows the
     gap between them, under one token budget for all requests.
 
-    `apply` takes what comes from outside (inputs.py), `schedule` decides, `commit` records. A second step may be
-    planned before the first is committed; the tokens that the first will sample are then counted as `in_flight`.
+    `apply` takes what comes from outside (door/inputs.py), `schedule` decides, `commit` records, and `out` has what
+    leaves (door/outputs.py). A second step may be planned before the first is committed; the tokens that the first will
+    sample are then counted as `in_flight`.
 
     Requests are served in `order` (priority, then arrival). Running requests come first. Each leaves one token of the
     budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
@@ -105,7 +108,11 @@ class Scheduler:
         self.planned: deque[tuple[StepPlan, list[Request]]] = deque()
         self._builder = StepPlanBuilder()
         self._num_arrived = 0
+        self.next_deadline = math.inf  # the earliest of all live requests, or of one that has ended
         self.journal: Journal = NOBODY_LISTENS
+        self.out = Outputs()
+        self.handoffs.out = self.images.handoffs.out = self.adapters.out = self.out
+        self.offloading.send_to(self.out)
 
     @property
     def num_waiting(self) -> int:
@@ -116,10 +123,14 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.live or self.planned or self.handoffs.receiving)
 
+    def take_messages(self, to: Receiver) -> list[Any]:
+        """Return what may go to a receiver now, oldest first."""
+        return self.out.take_messages(to, self.totals.steps - len(self.planned))
+
     # -- inputs --------------------------------------------------------------------------------------------
 
     def apply(self, given: inputs.Input, now: float) -> Any:
-        """Take an input. Returns and raises what the input says."""
+        """Take an input. Returns and raises what the input says; `out` has what else comes of it."""
         self.journal.entering(given)
         answer: Any = None
         match given:
@@ -132,9 +143,9 @@ class Scheduler:
             case inputs.GrammarSet(request_id, grammar):
                 self._set_grammar(self.queue.live[request_id], grammar)
             case inputs.Aborted(request_id, reason, error):
-                answer = self.abort(request_id, now, error, reason=reason)
+                self.abort(request_id, now, error, reason=reason)
             case inputs.MovesAsked(count):
-                answer = self._move(count, now)
+                self._move(count, now)
             case inputs.CacheCleared():
                 self._clear_cache()
             case _:
@@ -174,6 +185,8 @@ class Scheduler:
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
         request.images = self.images.share_pixels(request.images)
         self.queue.add(request)
+        if (deadline := request.clock.deadline_at) is not None and deadline < self.next_deadline:
+            self.next_deadline = deadline
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request
 
@@ -189,25 +202,38 @@ class Scheduler:
 
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
-    ) -> Event | None:
+    ) -> None:
         """End a request: see inputs.Aborted."""
         request = self.queue.live.get(request_id)
         if request is None:
-            return None
+            return
         if request.asked_by:
             self._handoff_progress.cancel(request, str(error or "cancelled"))
-            return None
-        return self._finish(request, "error" if error else reason, now, error=error)
+        else:
+            self._finish(request, "error" if error else reason, now, error=error)
 
-    def _move(self, count: int, now: float) -> list[Event]:
+    def _abort_overdue(self, now: float) -> None:
+        due, self.next_deadline = list[tuple[float, Request]](), math.inf
+        for request in self.queue.live.values():
+            if (deadline := request.clock.deadline_at) is None or request.state is State.LEASED:
+                continue
+            if deadline <= now:
+                due.append((deadline, request))
+            elif deadline < self.next_deadline:
+                self.next_deadline = deadline
+        for deadline, request in due:
+            error = RequestTimeout(request.request_id, deadline - request.clock.arrived_at)
+            self.abort(request.request_id, now, error)
+
+    def _move(self, count: int, now: float) -> None:
         others = [*self.handoffs.receiving.values(), *self.loading.requests]
-        at_once = self.moves.choose(self.queue, others, count)
-        return [self._finish(request, "error", now, error=Moved(request.request_id)) for request in at_once]
+        for request in self.moves.choose(self.queue, others, count):
+            self._finish(request, "error", now, error=Moved(request.request_id))
 
     # -- plan ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step. Returns None if nothing can be computed now."""
+        """End the requests whose time is over, and plan the next step. Returns None if nothing can be computed now."""
         try:
             plan = self._schedule(now)
         except BaseException:
@@ -217,7 +243,9 @@ class Scheduler:
         return plan
 
     def _schedule(self, now: float) -> StepPlan | None:
-        self.fetching.update(now)
+        if now >= self.next_deadline:
+            self._abort_overdue(now)
+        self.loading.update(now)
         if self.speculation.waits_for(self.planned, len(self.queue.running)):
             return None
         before = self.totals.preemptions
@@ -239,6 +267,7 @@ class Scheduler:
             num_drafts=self.speculation.num_drafts(builder.requests),
             images=self.images.take_changes(),
         )
+        self.out.planned = plan.step
         self.adapters.planned(builder.requests, plan.step)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, builder.requests))
@@ -340,23 +369,20 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float, step_s: float = 0.0) -> list[Event]:
-        """Record the result of the oldest planned step. Returns one event per request that got a token. step_s: seconds
-        that the step took."""
-        step, events = self.planned.popleft(), list[Event]()
+    def commit(self, result: StepResult, now: float, step_s: float = 0.0) -> None:
+        """Record the result of the oldest planned step. `out` gets an event for each request that got a token. step_s:
+        seconds that the step took."""
+        step, before = self.planned.popleft(), len(self.out.events)
         try:
-            self._commit(*step, result, now, events)
+            self._commit(*step, result, now)
         finally:
-            self.journal.committed(step, result, now, step_s, events)
-        return events
+            self.journal.committed(step, result, now, step_s, self.out.events[before:])
 
-    def _commit(
-        self, plan: StepPlan, requests: list[Request], result: StepResult, now: float, events: list[Event]
-    ) -> None:
+    def _commit(self, plan: StepPlan, requests: list[Request], result: StepResult, now: float) -> None:
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         self.images.release(plan.received)
         self.adapters.committed(plan.step)
-        cache_blocks = self.kv_cache.cache_blocks
+        cache_blocks, before = self.kv_cache.cache_blocks, len(self.out.events)
         verifies = bool(plan.drafts) or self.speculation.has_weights
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)
         for i, (request, start, count, tokens, logprobs) in enumerate(columns):
@@ -378,19 +404,20 @@ class Scheduler:
                 error = self._sampling_error(request, tokens[0]) if tokens and tokens[0] < 0 else None
                 self._handoff_progress.report(request, computed, tokens, logprobs, error)
             elif tokens:
-                events.append(self.append_tokens(request, tokens, logprobs, now))
+                self.append_tokens(request, tokens, logprobs, now)
             elif i in result.pooled:
-                events.append(self._finish_pooling(request, result.pooled[i], now))
-        self.metrics.observe_tokens([event.request for event in events if event.delta.token_ids], now)
+                self._finish_pooling(request, result.pooled[i], now)
+        self.metrics.observe_tokens([e.request for e in self.out.events[before:] if e.delta.token_ids], now)
 
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
-    ) -> Event:
+    ) -> None:
         """Record the tokens that a step sampled for a request, and end the request at the first token that stops it.
         The caller records token times, for all requests of the step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
-            return self._finish(request, "error", now, error=self._sampling_error(request, tokens[0]))
+            self._finish(request, "error", now, error=self._sampling_error(request, tokens[0]))
+            return
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
@@ -409,21 +436,23 @@ class Scheduler:
         self.totals.generation_tokens += count
         delta = tokens_delta(request, position, logprobs, now, first=first)
         if reason:
-            return self._finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
-        if request.leaving and (last := self.moves.stop(request, delta)):
-            return self._let_go(request, last, now)
-        if constrains:
-            request.grammar.start_masks(self.speculation.guess(request))
-        return Event(request, delta)
+            self._finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
+        elif request.leaving and (last := self.moves.stop(request, delta)):
+            self._let_go(request, last, now)
+        else:
+            self.out.events.append(Event(request, delta))
+            if constrains:
+                request.grammar.start_masks(self.speculation.guess(request))
 
-    def _let_go(self, request: Request, last: TokenDelta, now: float) -> Event:
+    def _let_go(self, request: Request, last: TokenDelta, now: float) -> None:
         """End a request here, so that another engine continues it. last: the request's last delta from this engine."""
         self.totals.generation_tokens -= 1  # the other engine counts the token that this one has not sent
         error = Moved(request.request_id)
         if last.kv_source is None:
-            return self._finish(request, "error", now, last, error=error)
-        self._handoff_progress.lease(request)
-        return Event(request, last_delta(request, last, "error", now, error))
+            self._finish(request, "error", now, last, error=error)
+        else:
+            self._handoff_progress.lease(request)
+            self.out.events.append(Event(request, last_delta(request, last, "error", now, error)))
 
     def _sampling_error(self, request: Request, token: int) -> ServingError:
         """Return why no token could be sampled for a request. token: the reason, as in StepResult."""
@@ -434,12 +463,13 @@ class Scheduler:
         banned = token == ALL_TOKENS_BANNED
         return RequestError(ALL_BANNED) if banned else EngineError(request.request_id, LOGITS_NOT_FINITE)
 
-    def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
+    def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> None:
         if not pooled:
             self._invalidate(request)
-            return self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
+            self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
+            return
         delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.prefix.num_cached)
-        return self._finish(request, "stop", now, delta)
+        self._finish(request, "stop", now, delta)
 
     def _invalidate(self, request: Request) -> None:
         """Drop the KV of a request wherever it is kept, since it may hold non-finite numbers."""
@@ -451,7 +481,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
         *, error: ServingError | None = None,
-    ) -> Event:  # fmt: skip
+    ) -> None:  # fmt: skip
         """End a request. Only this method ends requests."""
         self.queue.remove(request)
         self.offloading.finished(request, error)
@@ -475,20 +505,18 @@ class Scheduler:
         logger.debug(
             "request ended request_id=%s reason=%s output_tokens=%d", request.request_id, reason, request.num_output
         )
-        return Event(request, last_delta(request, delta, reason, now, error))
+        self.out.events.append(Event(request, last_delta(request, delta, reason, now, error)))
 
-    def handle(self, event: HandoffEvent, now: float) -> list[Event]:
+    def handle(self, event: HandoffEvent, now: float) -> None:
         """Record the progress of a handoff."""
         match self._handoff_progress.handle(event, now):
             case Ended(request, reason, error):
-                return [self._finish(request, reason, now, error=error)]
+                self._finish(request, reason, now, error=error)
             case Arrived(request, first):
                 self.holds.passed(request, len(request.tokens), now)
                 logprobs = None if first.logprob is None else [first.logprob]
-                events = [self.append_tokens(request, [first.token], logprobs, now)]
+                self.append_tokens(request, [first.token], logprobs, now)
                 self.metrics.observe_tokens([request], now)
-                return events
-        return []
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""

@@ -134,17 +134,16 @@ class EngineGroup:
         self._live[message.request_id] = LiveRequest(message, engine)
         self._numbers[engine] += 1
 
-    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Answer | None:
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[Answer]:
         """End a request, if it is live. Its last delta is returned only by the first engine."""
         engine = self._forget(request_id)
         if engine is None:
-            return None
+            return []
         if engine:
             self._send(engine, Abort(request_id, reason))
             self._aborted[request_id] = engine, self._aborted.get(request_id, (engine, 0))[1] + 1
-            return None
-        event = self._core.abort(request_id, reason)
-        return None if event is None else Answer(event.delta)
+            return []
+        return [Answer(event.delta) for event in self._core.abort(request_id, reason)]
 
     def step(self) -> list[Answer]:
         """Take a step in this process, if there is one, and return what all engines have answered since the last call.

@@ -509,8 +509,7 @@ class LLM:
             return None
         last = delta if delta.finish_reason else None
         if last is None:  # a stop string
-            aborted = self._core.abort(delta.request_id, "stop")
-            last = aborted.delta if aborted else None
+            last = next((event.delta for event in self._core.abort(delta.request_id, "stop")), None)
         if last is not None:
             output.times, output.num_preemptions = last.times, last.num_preemptions
         del live[delta.request_id]

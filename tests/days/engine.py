@@ -19,6 +19,7 @@ from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
+from engine.core.features.compilations import Compilations
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.kv_fetching import KVFetching
@@ -192,7 +193,6 @@ class Engine:
             runner=self.runner,  # type: ignore[arg-type]
             launcher=Launcher(self.runner),  # type: ignore[arg-type]
             scheduler=scheduler,
-            grammars=Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
             step_times=times,
             ledger=CostLedger(
                 times,
@@ -204,6 +204,10 @@ class Engine:
             experts=NoMoves(),
             mail=PartMail(
                 scheduler,
+                grammars=Compilations(
+                    Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
+                    Pauses(self.clock),  # type: ignore[arg-type]
+                ),
                 channel=self.channel,  # type: ignore[arg-type]
                 image_channel=self.image_channel,  # type: ignore[arg-type]
                 tiers=self.tiers,  # type: ignore[arg-type]
@@ -214,7 +218,6 @@ class Engine:
             broadcaster=NoBroadcaster(),
             clock=clock,
         )
-        self.core._grammar_compiled = Pauses(self.clock)  # type: ignore[assignment]
         self.endpoint = EngineEndpoint(
             self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, num_ranks=1, clock=clock
         )
@@ -307,7 +310,7 @@ class Engine:
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""
-        return self.core._num_launched, len(self.core._in_flight), len(self.core.mail.reserved)
+        return self.core.scheduler.totals.steps, len(self.core._in_flight), self.core.scheduler.out.num_posted
 
     def _release(self) -> None:
         """The world has caught up."""
@@ -333,8 +336,8 @@ class Engine:
             choose = max if core.idle and abs(now + wait_s - due) < TOGETHER_S else min
             due = choose(due, now + wait_s)
         if not core.idle:
-            due = min([due, *[pending.ready_at for pending in core._compiling.values()]])
-            due = min([due, *[at for at, _, _ in core._deadlines[:1]]])
+            due = min([due, *[pending.ready_at for pending in core.mail.grammars.running.values()]])
+            due = min(due, core.scheduler.next_deadline)
         return max(0.0, due - now) / self.clock.drift + WAKE_S
 
     # -- Receivers -----------------------------------------------------------------------------------------

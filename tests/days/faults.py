@@ -31,7 +31,7 @@ ROWS = [
     ("a request that moves hands over blocks that the other engine has", PREFILL, "            skip = message.skip // self._block_size\n", "            skip = 0\n"),
     ("calls stay after their requests", "engine/core/serving/endpoint.py", "        if delta.finish_reason and delta.kv_source is None:", "        if False:"),
     ("blocks are freed twice", "engine/core/kv_cache_manager.py", "        self.pool.release(request.tables[self._group].held, request.cost.blocks[self._group])\n\n", "        self.pool.release(request.tables[self._group].held)\n        self.pool.release(request.tables[self._group].held[:1])\n\n"),
-    ("a reservation is reported while steps still write there", "engine/core/features/part_mail.py", "            self.reserved.append((num_launched, [*actions], commands))", "            self.reserved.append((0, [*actions], commands))"),
+    ("a reservation is reported while steps still write there", "engine/core/door/outputs.py", "(self.planned if after_steps else 0, message)", "(0, message)"),
     ("an answer has one token more than max_tokens", "engine/core/output.py", "return \"length\" if num_output >= request.max_tokens else None", "return \"length\" if num_output > request.max_tokens else None"),
     ("blocks are cached before they are computed", "engine/core/kv_cache_manager.py", "full = max(first, min(computed, len(request.tokens)) // size)", "full = max(first, len(request.tokens) // size)"),
     ("a duplicate block is not freed", "engine/core/block_pool.py", "            self._refer(duplicate, account)\n            self.release([block], account)", "            self._refer(duplicate, account)"),

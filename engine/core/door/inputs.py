@@ -40,10 +40,10 @@ class GrammarSet(Input, frozen=True):
 
 
 class Aborted(Input, frozen=True):
-    """A request ends now. `apply` returns its event; None if it is not live, since it may just have finished.
+    """A request ends now, if it is live: it may just have finished.
 
-    Also None for a prompt computed for another engine: that engine is notified, and the request ends once the other
-    engine stops reading its blocks.
+    Of a prompt computed for another engine, that engine is notified, and the request ends once the other engine stops
+    reading its blocks.
     """
 
     request_id: str
@@ -52,8 +52,8 @@ class Aborted(Input, frozen=True):
 
 
 class MovesAsked(Input, frozen=True):
-    """Other engines are to continue up to `count` requests. Waiting requests leave at once; `apply` returns their
-    events. If `count` is not reached, running requests leave after their next token, with their KV."""
+    """Other engines are to continue up to `count` requests. Waiting requests leave at once. If `count` is not reached,
+    running requests leave after their next token, with their KV."""
 
     count: int
 

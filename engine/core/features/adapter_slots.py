@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from engine.core.door.outputs import Outputs
 from engine.core.request import Request
 from engine.errors import AdapterError
 from engine.wire.lora import AdapterLoad, LoRARequest
@@ -15,6 +16,9 @@ class NoAdapterSlots:
 
     max_loras = 0
     loading = False
+
+    def __init__(self) -> None:
+        self.out = Outputs()
 
     def check(self, lora: LoRARequest | None) -> None:
         """Raise AdapterError if this engine cannot compute requests with the adapter."""
@@ -36,9 +40,6 @@ class NoAdapterSlots:
     def new_load(self, lora: LoRARequest) -> int:
         self.check(lora)
         return 0
-
-    def take_loads(self) -> list[AdapterLoad]:
-        return []
 
     def loaded(self, number: int, failed: bool) -> LoRARequest | None:
         return None
@@ -81,8 +82,7 @@ class AdapterSlots:
 
     def __init__(self, max_loras: int):
         self.slots = [AdapterSlot() for _ in range(max_loras)]
-        self.loads: list[AdapterLoad] = []
-        """Commands for the ranks, taken by the engine."""
+        self.out = Outputs()  # the scheduler's
         self._by_digest: dict[str, AdapterSlot] = {}
         self._running: dict[Request, AdapterSlot] = {}
         self._committed = 0
@@ -138,12 +138,9 @@ class AdapterSlots:
     def new_load(self, lora: LoRARequest) -> int:
         """Ask the ranks to read an adapter into host memory. Returns the command's number."""
         self.check(lora)
-        self.loads.append(AdapterLoad(self._new_number(), lora))
-        return self.loads[-1].number
-
-    def take_loads(self) -> list[AdapterLoad]:
-        loads, self.loads = self.loads, []
-        return loads
+        load = AdapterLoad(self._new_number(), lora)
+        self.out.post("adapters", load)
+        return load.number
 
     def loaded(self, number: int, failed: bool) -> LoRARequest | None:
         """Record that a load command has succeeded on all ranks or failed on one. Returns the adapter if loading it
@@ -181,7 +178,7 @@ class AdapterSlots:
                 marked.wanted_by = None
             slot.lora, slot.load, slot.kept_for = lora, self._new_number(), request
             self._by_digest[lora.digest] = slot
-            self.loads.append(AdapterLoad(slot.load, lora, self.slots.index(slot)))
+            self.out.post("adapters", AdapterLoad(slot.load, lora, self.slots.index(slot)))
         elif marked is None and ready:
             min(ready, key=used.__getitem__).wanted_by = request
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from engine.core.door.outputs import Outputs
 from engine.core.features.remote_prefill_policy import (
     MOVED,
     LocalLoad,
@@ -40,7 +41,6 @@ RESUMED = "resumed"  # the prompt was already computed once, so it stays here
 STUCK_S = 5.0  # without progress of other engines' prompts, while this engine waits for prompts of its own
 STUCK = "the prompt waits for blocks, while this engine waits for prompts of its own"
 ASKED = "asked"  # the request says where its prompt is computed
-HandoffOutput = HandoffAction | DispatchRemote | CancelDispatch  # the first for the channel, the others for control
 
 
 class HandoffManager:
@@ -64,8 +64,7 @@ class HandoffManager:
         #: prompts computed for other engines, and requests that have stopped here, whose blocks others may still read;
         #: by handoff id
         self.leased: dict[str, Request] = {}
-        #: for the channel and the control actor, oldest first; the caller empties it
-        self.actions: list[HandoffOutput] = []
+        self.out = Outputs()  # the scheduler's
         #: requests that moved, by outcome: `received` and `failed` here; `released`, `cancelled` or `expired` from here
         self.moves: Counter[str] = Counter()
         #: A label that routers obey, since the engine can do both. None if its pool says what it does.
@@ -74,6 +73,14 @@ class HandoffManager:
         self._next_prompt: tuple[Request | None, float] = None, 0.0  # of another engine, and since when it is the next
         self._opened_at: dict[str, float] = {}
         self._count = 0
+
+    def send(self, action: HandoffAction) -> None:
+        """Have the channel carry out an action."""
+        self.out.post("engines", action)
+
+    def ask(self, opened: OpenHandoff) -> None:
+        """Ask another engine for KV, once no step in flight writes to the blocks that are to receive it."""
+        self.out.post("engines", opened, after_steps=True)
 
     # -- a prompt of ours, computed by another engine ------------------------------------------------------
 
@@ -155,9 +162,9 @@ class HandoffManager:
         self.receiving[remote_request.handoff_id] = request
         self._opened_at[remote_request.handoff_id] = now
         first, *others = handed_over(request, cached, block_size)
-        self.actions.append(OpenHandoff(remote_request, first, others, None if source is None else source.engine))
+        self.ask(OpenHandoff(remote_request, first, others, None if source is None else source.engine))
         if source is None:
-            self.actions.append(DispatchRemote(remote_request))
+            self.out.post("control", DispatchRemote(remote_request), after_steps=True)
 
     def fetch(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
         """Return the RemoteRequest for the KV of tokens [skip, upto), which another engine has cached. timeout_s:
@@ -194,9 +201,9 @@ class HandoffManager:
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
         written."""
-        self.actions.append(CancelHandoff(request.remote.handoff_id, request.cost.coming.compute_ns))
+        self.send(CancelHandoff(request.remote.handoff_id, request.cost.coming.compute_ns))
         if request.remote.source is None:
-            self.actions.append(CancelDispatch(request.remote.handoff_id))
+            self.out.post("control", CancelDispatch(request.remote.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
         request = self._close(event.handoff_id, now)
@@ -213,7 +220,7 @@ class HandoffManager:
         if self._moved(request, "failed"):
             return request
         request.remote.local_only = not event.retry
-        self.actions.append(CancelDispatch(event.handoff_id))
+        self.out.post("control", CancelDispatch(event.handoff_id))
         return request
 
     def _moves_here(self, request: Request) -> bool:
@@ -286,12 +293,12 @@ class HandoffManager:
         blocks = [block for group in groups for block in group] if whole else groups[0]
         upto_blocks = None if whole else (upto - asked_by.skip) // block_size
         told = request.cost.told()
-        self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks], *told))
+        self.send(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks], *told))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.asked_by is not None
         first = self._first(request, token, logprob, block_size)
-        self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
+        self.send(FinishPrefill(request.asked_by.handoff_id, first))
 
     def _first(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> FirstToken:
         engine_id = "" if self._peer is None else self._peer.engine_id
@@ -300,10 +307,10 @@ class HandoffManager:
 
     def refuse(self, request: Request, reason: str) -> None:
         assert request.asked_by is not None
-        self.actions.append(RefusePrefill(request.asked_by, reason))
+        self.send(RefusePrefill(request.asked_by, reason))
 
     def refuse_blocks(self, asked: BlocksAsked) -> None:
-        self.actions.append(RefusePrefill(asked.remote_request, "no other engine may fetch blocks of this one"))
+        self.send(RefusePrefill(asked.remote_request, "no other engine may fetch blocks of this one"))
 
     # -- a request that moves from here to another engine --------------------------------------------------
 
@@ -313,7 +320,7 @@ class HandoffManager:
         """Hold the KV of a stopped request for the engine that will continue it. token: the request's next token."""
         assert self._peer is not None
         request.asked_by = self._request(request, self._new_id(request), NOBODY)
-        self.actions.append(HoldRequest(request.asked_by, groups, self._first(request, token, logprob, block_size)))
+        self.send(HoldRequest(request.asked_by, groups, self._first(request, token, logprob, block_size)))
         return KVSource(request.asked_by.handoff_id, self._peer)
 
     def closed(self, request: Request, event: Closed) -> FinishReason:

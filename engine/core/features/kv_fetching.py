@@ -224,7 +224,7 @@ class KVFetching:
         local = [[block for of, block, _ in blocks if of == group] for group in groups]
         names = [b"".join(each for of, _, each in blocks if of == group) for group in groups]
         remote_request = self._handoffs.fetch(request, skip, tokens, self._timeout_s)
-        self._handoffs.actions.append(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
+        self._handoffs.ask(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
         return remote_request.handoff_id
 
     def update(self, now: float) -> None:
@@ -236,7 +236,7 @@ class KVFetching:
         for fetch in self._fetches.values():
             if now >= fetch.deadline_at:
                 fetch.deadline_at = float("inf")
-                self._handoffs.actions.append(CancelHandoff(fetch.handoff_id))
+                self._handoffs.send(CancelHandoff(fetch.handoff_id))
 
     def _end(self, event: Received | Failed, now: float) -> list[Request]:
         """Enter the blocks that have arrived into the prefix cache. Returns the requests that stop waiting."""
@@ -281,7 +281,7 @@ class KVFetching:
             return
         blocks, problem = self._find(asked)
         if problem:
-            self._handoffs.actions.append(RefusePrefill(asked.remote_request, problem))
+            self._handoffs.send(RefusePrefill(asked.remote_request, problem))
             return
         for group, block in blocks:
             self._kv_cache.groups[group].pool.pin([block])
@@ -290,7 +290,7 @@ class KVFetching:
         upto = asked.upto if whole else asked.remote_request.skip + len(blocks) * self._kv_cache.pool.block_size
         first = FirstToken(NO_TOKEN, None, b"", upto)
         ids = [block for _, block in blocks]
-        self._handoffs.actions.append(HoldBlocks(asked.remote_request, upto, ids, first))
+        self._handoffs.send(HoldBlocks(asked.remote_request, upto, ids, first))
 
     def _bring(self, asked: BlocksAsked, now: float, deadline_at: float) -> bool:
         """Return whether blocks are being loaded for another engine."""

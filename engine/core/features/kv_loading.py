@@ -35,6 +35,12 @@ class KVLoading:
         request.state = State.LOADING_KV
         return True
 
+    def update(self, now: float) -> None:
+        """Go on with what takes time. Requests that have waited long enough are queued again."""
+        self._fetching.update(now)
+        self._offloading.update(now)
+        self._wait(self._offloading.take_loaded())
+
     def answered(self, answers: Iterable[TierAnswer | StoreListing], now: float) -> None:
         """Record answers of the tiers. Requests whose KV has arrived, or will not arrive, are queued again."""
         for answer in answers:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.costs.step_cost import StepTimes
+from engine.core.door.outputs import Outputs
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import SavedHolds
@@ -25,7 +26,6 @@ from engine.wire.kv_offload import (
     StoreListing,
     TierAnswer,
     TierBlock,
-    TierCommand,
 )
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
@@ -42,7 +42,9 @@ class NoOffloading:
     moving = False
     tiers: Sequence[Tier] = ()
     saved = SavedHolds((), lambda group, block_hash: block_hash, lambda command: None, epoch_s=0.0)
-    loaded: list[Request] = []  # noqa: RUF012 - never changed
+
+    def send_to(self, out: Outputs) -> None:
+        pass
 
     def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
         pass
@@ -68,8 +70,8 @@ class NoOffloading:
     def answered(self, answer: TierAnswer | StoreListing, now: float) -> None:
         pass
 
-    def take_commands(self, now: float) -> list[TierCommand]:
-        return []
+    def update(self, now: float) -> None:
+        pass
 
     def take_loaded(self) -> list[Request]:
         return []
@@ -180,6 +182,10 @@ class KVOffloading:
             self._commands.drop(tier, evicted)
         elif tier.name != "store":  # other engines may hold it there
             self._commands.drop(tier, [block.name])
+
+    def send_to(self, out: Outputs) -> None:
+        """Let the commands leave here."""
+        self._commands.out = out
 
     @property
     def loading(self) -> list[Request]:
@@ -437,9 +443,8 @@ class KVOffloading:
             self._enter(store, block, now - block.age_s)
         self.saved.entered(listing)
 
-    def take_commands(self, now: float) -> list[TierCommand]:
-        """Return the commands queued since the last call. Send them only once nothing else writes to the blocks that
-        they write."""
+    def update(self, now: float) -> None:
+        """Stop loads whose time is over, forget blocks that have been kept for long, and go on storing."""
         for number, load in self._loads.items():
             if now >= load.deadline_at and not load.is_stopped:
                 load.is_stopped = True
@@ -462,7 +467,6 @@ class KVOffloading:
             if not self._copying:
                 writer.start(now)
         self.hashes.update()
-        return self._commands.take()
 
     def flushed(self) -> bool:
         """Return whether all blocks waiting to be stored have been written, except those that cannot be."""

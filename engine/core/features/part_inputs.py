@@ -12,11 +12,10 @@ from engine.core.features.images.encoder_cache_manager import EncoderCacheManage
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_loading import KVLoading
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.output import Event
 from engine.core.request_queue import RequestQueue
 from engine.errors import Overloaded, ServingError
 from engine.wire.handoff import HandoffEvent
-from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
+from engine.wire.kv_offload import StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import PrefillReplica
 from engine.wire.stats.handoff_stats import Role
@@ -37,20 +36,20 @@ class Parts(Protocol):
     def apply(self, given: PartInput, now: float) -> Any:
         """Take an input."""
 
-    def handle(self, event: HandoffEvent, now: float) -> list[Event]:
+    def handle(self, event: HandoffEvent, now: float) -> None:
         """Record the progress of a handoff."""
 
-    def abort(self, request_id: str, now: float, error: ServingError | None = None) -> Event | None:
+    def abort(self, request_id: str, now: float, error: ServingError | None = None) -> None:
         """End a request, as Aborted does."""
 
 
 class HandoffWentOn(PartInput, frozen=True):
-    """The progress of a handoff. `apply` returns the events of requests that got a token or ended by it."""
+    """The progress of a handoff."""
 
     event: HandoffEvent
 
-    def apply(self, parts: Parts, now: float) -> list[Event]:
-        return parts.handle(self.event, now)
+    def apply(self, parts: Parts, now: float) -> None:
+        parts.handle(self.event, now)
 
 
 class StuckRefused(PartInput, frozen=True):
@@ -130,11 +129,12 @@ class HoldsGiven(PartInput, frozen=True):
         return parts.holds.give(self.limit, now)
 
 
-class HoldsUpdated(PartInput, frozen=True):
-    """Ends holds whose time is over, in an engine that plans no more steps."""
+class TimePassed(PartInput, frozen=True):
+    """Holds and tiers go on in an engine that plans no more steps."""
 
     def apply(self, parts: Parts, now: float) -> None:
         parts.holds.update(now)
+        parts.loading.update(now)
 
 
 class AdapterNumbered(PartInput, frozen=True):
@@ -147,18 +147,18 @@ class AdapterNumbered(PartInput, frozen=True):
 
 
 class AdapterRead(PartInput, frozen=True):
-    """The command with this number has been carried out. `apply` returns the events of requests that end because their
-    adapter cannot be loaded."""
+    """The command with this number has been carried out. If it has failed, the requests end that wait for the adapter
+    in that slot."""
 
     number: int
     error: Any = None
     """A ServingError if it has failed on a rank."""
 
-    def apply(self, parts: Parts, now: float) -> list[Event]:
+    def apply(self, parts: Parts, now: float) -> None:
         lora = parts.adapters.loaded(self.number, failed=self.error is not None)
         waiting = [] if lora is None else [r for r in parts.queue.waiting if r.prefix.adapter == lora.digest]
-        ended = [parts.abort(request.request_id, now, self.error) for request in waiting]
-        return [event for event in ended if event is not None]
+        for request in waiting:
+            parts.abort(request.request_id, now, self.error)
 
 
 class TiersAnswered(PartInput, frozen=True):
@@ -166,10 +166,3 @@ class TiersAnswered(PartInput, frozen=True):
 
     def apply(self, parts: Parts, now: float) -> None:
         parts.loading.answered(self.answers, now)
-
-
-class CommandsTaken(PartInput, frozen=True):
-    """The commands for the tiers leave the parts. `apply` returns them."""
-
-    def apply(self, parts: Parts, now: float) -> list[TierCommand]:
-        return parts.offloading.take_commands(now)

@@ -174,8 +174,7 @@ class EngineEndpoint:
         if (waiting := self._trials.remove(request_id)) is not None:
             self._reply(waiting.reply_to, TokenDelta(request_id=request_id, finish_reason=reason))
             return
-        event = self._core.abort(request_id, reason)
-        if event is not None:
+        for event in self._core.abort(request_id, reason):
             self._reply(event.request.reply_to, event.delta)
 
     def _move(self, count: int) -> None:

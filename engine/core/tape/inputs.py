@@ -14,7 +14,6 @@ from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
-    CommandsTaken,
     HandoffWentOn,
     ImageWentOn,
     TiersAnswered,
@@ -385,7 +384,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 SHAPED = {
     Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, AdapterNumbered, AdapterRead, TiersAnswered,
-    CommandsTaken,
 }  # fmt: skip
 """Inputs that are on a tape in another form."""
 Detail = CommitDetails | Ended

@@ -23,7 +23,6 @@ from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
-    CommandsTaken,
     HandoffWentOn,
     ImageWentOn,
     TiersAnswered,
@@ -53,12 +52,10 @@ from engine.core.tape.inputs import (
 )
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.ring import (
-    COMMANDS,
     COMMIT,
     COMMITTED,
     PLAN,
     PLANNED,
-    TAKE,
     Cause,
     EngineTape,
     Ring,
@@ -244,12 +241,14 @@ class Tape(Journal):
         else:  # keep no more of the plan than its digest needs
             starts = plan.starts
             later((goes_on_entry, now, len(starts), starts[-1], plan.counts[-1], plan.blocks))
+        self._tell_ends()
         if now >= self._look_at:
             self._look_at = now + self.period_s
             self._look()
 
     def failed(self, now: float) -> None:
         self._ring.pending.append(PLAN.pack(PLANNED, now, UNFINISHED))
+        self._tell_ends()
 
     def committed(
         self,
@@ -294,6 +293,11 @@ class Tape(Journal):
             self._tell_end(request, reason, row, kept.get(request, 0), token)
         self._ended.clear()
 
+    def _tell_ends(self) -> None:
+        for request, reason in self._ended:
+            self._tell_end(request, reason)
+        self._ended.clear()
+
     def _tell_end(self, request: Request, reason: FinishReason, row: int = -1, kept: int = 0, token: int = 0) -> None:
         order = request.order[1]
         self._ring.hashes(order, request.prefix.hashes)
@@ -307,14 +311,9 @@ class Tape(Journal):
             self._arriving = request if request is not None and request.state is State.FINISHED else None
 
     def given(self, given: Input, now: float) -> None:
-        if isinstance(given, CommandsTaken):
-            self._ring.pending.append(TAKE.pack(COMMANDS, now))
-            return
         if (record := self._without_text(given)) is not None:
             self._ring.record(record, now)
-        for request, reason in self._ended:
-            self._tell_end(request, reason)
-        self._ended.clear()
+        self._tell_ends()
         if self._arriving is not None:  # its blocks have been cached since
             self._ring.hashes(self._arriving.order[1], self._arriving.prefix.hashes)
             self._arriving = None

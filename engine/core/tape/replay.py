@@ -12,7 +12,6 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Input
 from engine.core.door.journal import Journal
 from engine.core.features.kv_fetching import split_names
-from engine.core.features.part_inputs import CommandsTaken
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
@@ -22,7 +21,6 @@ from engine.core.tape.object_graph import UnknownState
 from engine.core.tape.replay_limits import watched
 from engine.core.tape.ring import (
     AT,
-    COMMANDS,
     COMMIT,
     COMMITTED,
     DETAIL,
@@ -31,7 +29,6 @@ from engine.core.tape.ring import (
     PLAN,
     PLANNED,
     REQUEST,
-    TAKE,
     EngineTape,
     Segment,
 )
@@ -198,8 +195,7 @@ class Replay:
             then = ", ".join(f"{ended.request_id} ({ended.reason})" for ended in moment.ended) or "none"
             now = ", ".join(f"{r.request_id} ({reason})" for r, reason in self._ends) or "none"
             return f"requests that ended then: {then}; now: {now} {found}"
-        self.scheduler.handoffs.actions.clear()
-        self.scheduler.adapters.take_loads()
+        self.scheduler.out.clear()
         return ""
 
     def _apply(self, moment: Moment) -> str:
@@ -284,10 +280,6 @@ class Replay:
                 _, at, step_s = COMMIT.unpack_from(entries, place)
                 ready = Moment(number, at, step_s=step_s)
                 place += COMMIT.size
-            elif kind == COMMANDS:
-                _, at = TAKE.unpack_from(entries, place)
-                ready = Moment(number, at, CommandsTaken())
-                place += TAKE.size
             else:
                 size, start = HEAD.unpack_from(entries, place)[1], place + HEAD.size
                 place = start + size

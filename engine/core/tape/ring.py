@@ -14,16 +14,15 @@ from engine.core.tape.answers import proposal
 from engine.core.tape.inputs import Detail
 from engine.core.tape.snapshot import hashes_with_key, with_key
 
-RECORD, DETAIL, PLANNED, COMMITTED, HASHES, COMMANDS = range(6)
+RECORD, DETAIL, PLANNED, COMMITTED, HASHES = range(5)
 """Kinds of entries. A RECORD is a time and an Input in msgpack, a DETAIL something about the entry before it. PLANNED
-and COMMITTED are the two halves of a step, which come so often that they have a form of their own, and so do COMMANDS
-(CommandsTaken). HASHES are those of a request's blocks."""
+and COMMITTED are the two halves of a step, which come so often that they have a form of their own. HASHES are those of
+a request's blocks."""
 HEAD = Struct("<BI")  # kind, number of bytes that follow
 AT = Struct("<d")  # time of a RECORD; then the record
 PLAN = Struct("<BdI")  # kind, time, digest of the plan
 COMMIT = Struct("<Bdd")  # kind, time, seconds of the step
-TAKE = Struct("<Bd")  # kind, time
-SIZES = {PLANNED: PLAN.size, COMMITTED: COMMIT.size, COMMANDS: TAKE.size}  # of entries without a HEAD
+SIZES = {PLANNED: PLAN.size, COMMITTED: COMMIT.size}  # of entries without a HEAD
 REQUEST = Struct("<q")  # number of arrival; then the hashes
 SEGMENTS = 8  # in a full ring
 ENCODE = msgspec.msgpack.Encoder().encode

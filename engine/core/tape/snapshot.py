@@ -21,6 +21,7 @@ from engine.core.block_usage import BlockAccount, BlockUsage, KVCost
 from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
+from engine.core.door.outputs import Outputs
 from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
 from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
@@ -120,8 +121,9 @@ KINDS.add_objects(
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves, NoAdapterSlots,
     NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoSpeculation, NoUsage,
-    OneSnapshot, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt, Request,
-    RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates, SavedHolds,
+    OneSnapshot, Outputs, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt,
+    Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates,
+    SavedHolds,
     Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
     StepPlanBuilder, StepTimes, StopConditions, Store, TextOnly, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
     TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
@@ -175,7 +177,7 @@ def of_pool(pool: BlockPool) -> dict[str, Any]:
 
 def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
     receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
-    return {"receiving": receiving, "actions": []}
+    return {"receiving": receiving}
 
 
 CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
@@ -187,7 +189,7 @@ CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
     BlockPool: of_pool,
     ImageHandoffs: of_image_handoffs,
     PrefixUse: lambda _: {"hashes": [], "salt": ""},
-    HandoffManager: lambda _: {"actions": []},
+    Outputs: lambda _: {"events": [], "_posted": {}},
     EncoderCacheManager: lambda _: {"_pixels": {}},
     Speculator: lambda part: {"_drafter": None if part.has_weights else NoDrafter()},
 }

@@ -108,8 +108,8 @@ def test_an_abort_of_either_kind_leaves_the_others_as_they_were(core):
         together.add(name)
     together.step()
     for name in ("e", "c"):
-        event = core.abort(name)
-        assert event is not None and event.delta.finish_reason == "abort"
+        (event,) = core.abort(name)
+        assert event.delta.finish_reason == "abort"
         assert event.delta.pooled == b""
         core.scheduler.check()
         together.step()

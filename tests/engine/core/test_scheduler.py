@@ -241,7 +241,8 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
     plan = h.scheduler.schedule(now=0.0)
     result = h.runner.execute(h.runner.prepare(plan))
     broken = StepResult(result.step, [result.tokens[0], [-1]], result.logprobs, result.prompt_logprobs)
-    good, bad = h.scheduler.commit(broken, now=0.0)
+    h.scheduler.commit(broken, now=0.0)
+    good, bad = h.scheduler.out.take_events()
     assert good.delta.finish_reason is None
     assert bad.delta.finish_reason == "error" and "not finite" in bad.delta.error.message
     assert bad.request.state is State.FINISHED
@@ -257,8 +258,8 @@ def test_a_request_that_is_preempted_before_its_logits_are_found_not_finite_ends
         h.step()
     (_, requests), done = h.scheduler.planned[0], h.runner.execute(h.prepared.pop(0))
     tokens = [[-1] if request is bad else some for request, some in zip(requests, done.tokens, strict=True)]
-    events = h.scheduler.commit(StepResult(done.step, tokens, done.logprobs, done.prompt_logprobs), now=0.0)
-    ended = [event for event in events if event.delta.error is not None]
+    h.scheduler.commit(StepResult(done.step, tokens, done.logprobs, done.prompt_logprobs), now=0.0)
+    ended = [event for event in h.scheduler.out.take_events() if event.delta.error is not None]
     assert [event.request for event in ended] == [bad]
     assert "not finite" in ended[0].delta.error.message
     h.scheduler.check()
@@ -293,7 +294,8 @@ def test_times_are_given_with_the_last_delta():
     h.add("a", ids(4), max_tokens=1)
     h.scheduler.queue.live["a"].clock.arrived_at = 10.0
     plan = h.scheduler.schedule(now=12.0)
-    (event,) = h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
+    h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
+    (event,) = h.scheduler.out.take_events()
     assert event.delta.times.scheduled_s == 2.0
     assert event.delta.times.first_token_s == event.delta.times.finished_s == 5.0
 

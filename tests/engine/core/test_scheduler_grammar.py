@@ -135,9 +135,10 @@ def test_a_mask_that_is_late_holds_up_its_request_and_nobody_behind_it(depth):
 def test_a_request_that_waits_for_its_grammar_can_be_ended_with_an_error():
     h = Harness(num_blocks=64, max_model_len=64)
     waiting_for_its_grammar(h, "a")
-    event = h.scheduler.apply(
+    h.scheduler.apply(
         Aborted("a", error=InvalidParameter("structured_outputs.regex", "(", "a regular expression")), 0.0
     )
+    (event,) = h.scheduler.out.take_events()
     assert (event.delta.finish_reason, event.delta.error.status) == ("error", 400)
     assert not h.scheduler.has_work
     h.scheduler.check()

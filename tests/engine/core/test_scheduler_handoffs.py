@@ -155,8 +155,9 @@ def test_a_timeout_while_receiving_ends_the_request_with_its_error():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(14))
     h.step()
-    event = h.scheduler.apply(Aborted("a", error=RequestTimeout("a", 5.0)), 5.0)
-    assert event is not None and event.delta.error.code == "request_timeout"
+    h.scheduler.apply(Aborted("a", error=RequestTimeout("a", 5.0)), 5.0)
+    (event,) = h.scheduler.out.take_events()
+    assert event.delta.error.code == "request_timeout"
     assert event.request.state is State.FINISHED
     h.scheduler.check()
 

@@ -139,7 +139,7 @@ def test_an_abort_ends_a_request_that_waits_for_its_grammar(make_core, compiling
     run = Run(make_core())
     run.add("slow", choice=["slow answer"])
     run.step()
-    run.record([run.core.abort("slow")])
+    run.record(run.core.abort("slow"))
     assert (run.last("slow").finish_reason, run.core.has_work) == ("abort", False)
     compiling.opened.set()
     run.add("again", choice=["slow answer"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from engine.core.features.handoffs import HandoffOutput
+from engine.core.door.outputs import Outputs
 from engine.wire.handoff import Failed, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -35,7 +35,7 @@ class NoImageHandoffs:
     def __init__(self) -> None:
         self.replicas: list[PrefillReplica] = []
         self.resting: list[str] = []
-        self.actions: list[HandoffOutput] = []
+        self.out = Outputs()
 
     def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
         return False
@@ -68,8 +68,7 @@ class ImageHandoffs:
         self.replicas: list[PrefillReplica] = []
         #: ids of those whose link has just failed
         self.resting: list[str] = []
-        #: for the channel and the control actor, oldest first; the caller empties it
-        self.actions: list[HandoffOutput] = []
+        self.out = Outputs()  # the scheduler's
         self._image_token_id, self._block_size, self._num_blocks = image_token_id, block_size, num_blocks
         self._free = list(range(num_blocks))
         self._count = 0
@@ -135,7 +134,7 @@ class ImageHandoffs:
         self._failed[key] = event.reason
         if len(self._failed) > MAX_FAILED:
             del self._failed[next(iter(self._failed))]
-        self.actions.append(CancelDispatch(event.handoff_id))
+        self.out.post("control", CancelDispatch(event.handoff_id))
 
     def owns(self, handoff_id: str) -> bool:
         return handoff_id in self.receiving
@@ -178,4 +177,5 @@ class ImageHandoffs:
         )
         self.receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
-        self.actions += [OpenHandoff(request, blocks), DispatchRemote(request, "encode")]
+        self.out.post("encode engines", OpenHandoff(request, blocks))
+        self.out.post("control", DispatchRemote(request, "encode"))

@@ -1,18 +1,19 @@
-"""Commands that wait to be sent to the tiers of all ranks. Pure Python."""
+"""Commands to the tiers of all ranks. Pure Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.core.door.outputs import Outputs
 from engine.core.features.tiers.tier import Tier
-from engine.wire.kv_offload import DropBlocks, TierCommand
+from engine.wire.kv_offload import DropBlocks, LoadBlocks, TierCommand
 
 
 class CommandQueue:
-    """Commands to the tiers, oldest first."""
+    """Numbers the commands to the tiers, and sends them."""
 
     def __init__(self) -> None:
-        self._commands: list[TierCommand] = []
+        self.out = Outputs()  # the scheduler's
         self._number = 0
 
     def new_number(self) -> int:
@@ -21,14 +22,10 @@ class CommandQueue:
         return self._number
 
     def add(self, command: TierCommand) -> None:
-        self._commands.append(command)
+        """Send a command. One that writes to blocks goes once no step in flight writes to them."""
+        self.out.post("tiers", command, after_steps=isinstance(command, LoadBlocks))
 
     def drop(self, tier: Tier, names: Sequence[bytes]) -> None:
         """Delete the files of blocks that have left a tier. Host memory has no files: its slots are reused."""
         if names and tier.name != "host":
             self.add(DropBlocks(list(names), in_store=tier.name == "store"))
-
-    def take(self) -> list[TierCommand]:
-        """Return the commands added since the last call."""
-        commands, self._commands = self._commands, []
-        return commands

@@ -34,7 +34,7 @@ class Adapted(Harness):
         """Return whether anything happened."""
         plan = self.scheduler.schedule(now=0.0)
         self.check()
-        self.loads += self.slots.take_loads()
+        self.loads += self.scheduler.take_messages("adapters")
         if plan is not None:
             running = {request.slot: request for request in self.scheduler.queue.running}
             for new in plan.added:
@@ -59,7 +59,8 @@ class Adapted(Harness):
         if not failed:
             self.device[load.slot] = load.lora.digest
         error = RequestError("cannot be loaded") if failed else None
-        self.record(self.scheduler.apply(AdapterRead(load.number, error), 0.0))
+        self.scheduler.apply(AdapterRead(load.number, error), 0.0)
+        self.record()
 
     def check_reads(self, read: list[tuple[int, str]]) -> None:
         for slot, digest in read:

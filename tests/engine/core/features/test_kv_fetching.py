@@ -228,7 +228,7 @@ def test_others_fetch_what_only_a_tier_has(windows, tier):
     harness = in_a_tier(windows=windows, **tier)
     harness.ask("theirs", PROMPT)
     assert not harness.held and not harness.refused
-    harness.submit()
+    harness.pass_time()
     (number,) = harness.moving
     harness.progress(number)
     harness.take_answers()
@@ -258,7 +258,7 @@ def test_a_block_that_its_tier_has_lost_is_missing(lost, upto):
     del harness.disk[name_of(0, harness.learn(PROMPT)[lost])]
     harness.ask("theirs", PROMPT)
     for _ in range(4):
-        harness.submit()
+        harness.pass_time()
         for number in list(harness.moving):
             harness.progress(number)
         harness.step()
@@ -272,7 +272,7 @@ def test_a_block_that_its_tier_has_lost_is_missing(lost, upto):
 def test_a_tier_that_takes_longer_than_the_other_engine_waits_has_nothing():
     harness = in_a_tier()
     harness.ask("theirs", PROMPT)
-    harness.submit()
+    harness.pass_time()
     harness.now += BRING_SHARE * TIMEOUT_S
     for _ in range(3):
         harness.step()
@@ -283,7 +283,7 @@ def test_a_tier_that_takes_longer_than_the_other_engine_waits_has_nothing():
 def test_nothing_is_loaded_for_others_beyond_their_share_of_the_cache():
     harness = in_a_tier(num_blocks=9)
     harness.ask("theirs", PROMPT)
-    harness.submit()
+    harness.pass_time()
     assert not harness.moving and "theirs" in harness.refused
 
 

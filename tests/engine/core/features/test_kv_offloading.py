@@ -165,7 +165,8 @@ def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
     harness = with_evicted()
     harness.add("moves", [*PROMPT, 7])
     harness.step()
-    (event,) = harness.scheduler.apply(MovesAsked(1), harness.now)
+    harness.scheduler.apply(MovesAsked(1), harness.now)
+    (event,) = harness.scheduler.out.take_events()
     assert event.delta.error is not None and event.delta.error.code == "moved"
     harness.drain()
     harness.scheduler.check()
@@ -204,7 +205,7 @@ def test_a_request_that_moves_here_waits_for_no_tier():
     harness = with_evicted(handoffs=HandoffManager(None, peer, "print"))
     harness.add("moves", [*PROMPT, 7], kv_source=KVSource("a/1.1", peer))
     harness.step()
-    (opened,) = harness.scheduler.handoffs.actions
+    (opened,) = harness.scheduler.take_messages("engines")
     assert harness.scheduler.queue.live["moves"].state is State.WAITING_FOR_REMOTE_KV
     harness.scheduler.apply(HandoffWentOn(Failed(opened.remote_request.handoff_id, "link", 0, False)), harness.now)
     harness.step()
@@ -287,7 +288,7 @@ def test_a_slow_store_does_not_delay_the_disk():
     while "first" not in harness.finished:
         harness.step()
     for _ in range(4):
-        harness.submit()
+        harness.pass_time()
         harness.take_answers()
         for number in [n for n, moving in harness.moving.items() if moving.command.blocks[0].on_disk]:
             harness.progress(number)
@@ -295,7 +296,7 @@ def test_a_slow_store_does_not_delay_the_disk():
             harness.progress(number)
     assert (len(harness.disk), len(harness.store)) == (5, 0)
     harness.now += WRITE_S
-    harness.submit()
+    harness.pass_time()
     assert harness.offloading.stats.tiers["store"].errors == {"deadline": 5}
     assert not harness.offloading.moving, "the blocks on the device are free"
 

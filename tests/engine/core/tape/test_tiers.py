@@ -7,7 +7,6 @@ import pytest
 
 from engine.core.door.inputs import Aborted
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import CommandsTaken
 from engine.core.tape.replay import Replay
 from engine.errors import EngineError, RequestTimeout
 from engine.wire.kv_offload import KVOffloadStats
@@ -39,12 +38,10 @@ def test_a_request_whose_blocks_come_too_late_is_queued_again():
     harness.add("late", [*PROMPT, 7], max_tokens=1)
     harness.step()
     harness.now += TIMEOUT_S + 1
-    (stop,) = harness.scheduler.apply(CommandsTaken(), harness.now)
-    harness.step()
-    assert "late" in harness.finished and replayed(harness, tape).scheduler.offloading.moving, "no rank has answered"
     (number,) = harness.moving
-    assert stop.number == number
-    harness.progress(number)
+    harness.step()
+    assert "late" in harness.finished and replayed(harness, tape).scheduler.offloading.moving, "the ranks' answer waits"
+    assert [answer.number for answer in harness.answers] == [number], "the load was stopped"
     harness.run()
     replayed(harness, tape)
 
@@ -56,7 +53,8 @@ def test_an_error_forgets_the_blocks_of_a_request_in_the_tiers_again_only_if_the
     tape = attach(harness)
     harness.add("again", [*PROMPT, 7], max_tokens=9)
     harness.step()
-    harness.record([harness.scheduler.apply(Aborted("again", error=error), harness.now)])
+    harness.scheduler.apply(Aborted("again", error=error), harness.now)
+    harness.record()
     harness.drain()
     assert bool(harness.disk) == isinstance(error, RequestTimeout)
     replayed(harness, tape)
@@ -66,7 +64,7 @@ def test_blocks_that_came_up_for_another_engine_are_held_for_it():
     harness = in_a_tier()
     tape = attach(harness)
     harness.ask("theirs", PROMPT)
-    harness.submit()
+    harness.pass_time()
     (number,) = harness.moving
     harness.progress(number)
     harness.take_answers()
@@ -86,7 +84,9 @@ def test_what_other_engines_do_to_the_store_is_on_the_tape_and_so_are_their_hold
     tape = attach(other)
     other.list()
     other.add("again", [*PROMPT, 7], max_tokens=1)
-    other.run()
+    while "again" not in other.finished:
+        if other.step() is None:
+            other.settle()
     assert other.cached_of["again"] == 20
     del other.store[min(other.store)]
     other.holds[True].clear()

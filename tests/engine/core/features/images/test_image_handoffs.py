@@ -262,7 +262,8 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
     def forward(self) -> list[str]:
         """Take what is asked of the channel and the control actor; return what is cancelled."""
         cancelled = []
-        for action in self.handoffs.actions:
+        out = self.handoffs.out
+        for action in [*out.take_messages("encode engines", 0), *out.take_messages("control", 0)]:
             match action:
                 case OpenHandoff(request, blocks):
                     assert len(blocks) == -(-len(request.token_ids) // BLOCK)
@@ -274,7 +275,6 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
                     cancelled.append(handoff_id)
                 case _:
                     raise AssertionError(action)
-        self.handoffs.actions.clear()
         return cancelled
 
     @invariant()
@@ -292,7 +292,7 @@ def test_images_that_failed_and_that_nobody_needs_any_more_are_forgotten():
     for number in range(MAX_FAILED + 2):
         one = msgspec.structs.replace(image(1), mm_hash=number.to_bytes(4))
         assert handoffs.awaits(one, silent)
-        handoffs.handle(Failed(handoffs.actions[0].remote_request.handoff_id, "silent", 0, True))
-        handoffs.actions.clear()
+        (opened,) = handoffs.out.take_messages("encode engines", 0)
+        handoffs.handle(Failed(opened.remote_request.handoff_id, "silent", 0, True))
         assert not handoffs.awaits(one, silent), "it is encoded here"
     assert len(handoffs._failed) == MAX_FAILED
