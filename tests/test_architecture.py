@@ -162,7 +162,7 @@ OTHER_MODELS = """
     core/features/kv_offloading.py wire/kv_offload.py
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
-    core/features/part_inputs.py core/features/part_mail.py
+    core/features/part_inputs.py core/mail/part_mail.py core/mail/compilations.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/block_usage.py core/request_cost.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py

@@ -17,7 +17,6 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.compilations import Compilations
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds, NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
@@ -26,12 +25,13 @@ from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.part_mail import PartMail
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import NoSpeculation, Speculator, any_number
 from engine.core.features.tiers.tier import Tier
 from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.mail.compilations import Compilations
+from engine.core.mail.part_mail import PartMail
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.tape.kept_tapes import KeptTapes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -19,8 +18,7 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.part_inputs import TimePassed
-from engine.core.features.part_mail import PartMail
+from engine.core.mail.part_mail import PartMail
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -45,8 +43,6 @@ if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoff
 logger = logging.getLogger(__name__)
 
 GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
-FLUSH_S = 5.0  # that `close` waits for the disk
-FLUSH_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,19 +255,6 @@ class EngineCore:
         self._waits = "stalled" if self.has_work else "idle"
         self.ledger.spent(self._waits, self.last_step_at)
 
-    # -- tiers ---------------------------------------------------------------------------------------------
-
-    def _flush_tiers(self) -> None:
-        """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most."""
-        deadline = self._now() + FLUSH_S
-        while self._broken is None and not self._in_flight and self._now() < deadline:
-            for given in (*self.mail.arrived(self._now()), TimePassed()):
-                self.apply(given)
-            self.mail.deliver()
-            if self.scheduler.offloading.flushed():
-                return
-            time.sleep(FLUSH_POLL_S)
-
     # -- adapters ------------------------------------------------------------------------------------------
 
     def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
@@ -315,7 +298,8 @@ class EngineCore:
     def close(self) -> None:
         """Wait for the steps in flight, stop the thread, and let the other ranks end."""
         with suppress(EngineUnavailable):  # a rank may be gone
-            self._flush_tiers()
+            if self._broken is None and not self._in_flight:
+                self.mail.flush(self._now)
             while self._broken is None and self._in_flight:  # other ranks may still wait for what this one sends
                 launched = self._in_flight.popleft().launched
                 if isinstance(launched, Future):
@@ -323,11 +307,8 @@ class EngineCore:
         self._kv_events.close()
         if self._broken is None:
             self.tape.close()
-        self.mail.grammars.close()
-        self.mail.adapter_loader.close()
         self._launcher.close()
-        self.mail.channel.close()  # before the other ranks end: they may be reading
-        self.mail.image_channel.close()
+        self.mail.close()  # before the other ranks end: they may be reading
         self._kv_workers.close()
         self._broadcaster.close()
         self.runner.close()

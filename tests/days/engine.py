@@ -19,16 +19,16 @@ from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
-from engine.core.features.compilations import Compilations
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import NoOffloading
 from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.part_mail import PartMail
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
+from engine.core.mail.compilations import Compilations
+from engine.core.mail.part_mail import PartMail
 from engine.core.request import Request
 from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.core.door.inputs import Input
-from engine.core.features.compilations import Compilations
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
@@ -14,7 +14,9 @@ from engine.core.features.part_inputs import (
     ImageWentOn,
     LinksRest,
     TiersAnswered,
+    TimePassed,
 )
+from engine.core.mail.compilations import Compilations
 from engine.core.scheduler import Scheduler
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_transfer.no_channel import NoChannel
@@ -25,6 +27,9 @@ from engine.wire.token_delta import ErrorInfo
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel
+
+FLUSH_S = 5.0  # that `flush` waits for the disk
+FLUSH_POLL_S = 0.002
 
 Notice = DispatchRemote | CancelDispatch | AdapterLoaded
 """A message for the control actor."""
@@ -90,6 +95,24 @@ class PartMail:
         if actions := take("encode engines"):
             self.image_channel.submit(*actions)
         self._notices += take("control")
+
+    def flush(self, now: Callable[[], float]) -> None:
+        """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most. now: the
+        engine's clock."""
+        deadline = now() + FLUSH_S
+        while now() < deadline:
+            for given in (*self.arrived(now()), TimePassed()):
+                self._scheduler.apply(given, now())
+            self.deliver()
+            if self._scheduler.offloading.flushed():
+                return
+            time.sleep(FLUSH_POLL_S)
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.adapter_loader.close()
+        self.channel.close()
+        self.image_channel.close()
 
     def take_notices(self) -> list[Notice]:
         """Return the messages for the control actor queued since the last call."""

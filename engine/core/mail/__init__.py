@@ -1,0 +1,1 @@
+"""What carries messages between a scheduler and everything else in an engine."""
