@@ -524,3 +524,21 @@ def test_with_stages_too_a_step_that_preempts_its_only_request_starts_the_next()
         h.receive(next(iter(h.open)))
     h.run()  # which fails if a step computes nothing although nothing is waited for
     assert h.scheduler.totals.preemptions
+
+
+def test_nobody_writes_to_a_block_while_a_step_in_flight_may_still_write_there():
+    """That step computes one token too many for a sequence that has just ended and given its blocks back."""
+    h = DecodeHarness(num_blocks=4, max_model_len=16, depth=2)
+    last = expected_output(ids(6), SamplingParams(max_tokens=6, seed=1, ignore_eos=True), 16)[-1]
+    h.add("ends", ids(6), stop_token_ids=[last], max_tokens=9)
+    h.add("next", ids(12, 9), max_tokens=2)
+    reserved = False
+    while "next" not in h.finished:
+        plan = h.plan()
+        reserved = reserved or ("ends" in h.finished and bool(h.prepared) and bool(h.scheduler.handoffs.receiving))
+        for handoff_id in list(h.open):
+            h.receive(handoff_id)
+        if plan is None or len(h.prepared) >= h.depth:
+            h.commit()
+    assert reserved, "its blocks are given to the next one while a step is in flight"
+    h.run()
