@@ -30,13 +30,13 @@ from benchmarks.simulator.traffic import grouped_trace
 from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, fetch
 from cluster.cli.bench.prompts import trace_prompts
 from cluster.cli.bench.serve import send_all
-from cluster.simulator.cluster import simulate
-from cluster.simulator.recorded.recording import Recording
-from cluster.simulator.recorded.what_if import Baseline, Figures, recorded_figures, simulated_figures
-from cluster.simulator.spec import GoodputSlo
-from cluster.simulator.trace import Trace, lognormal, make_trace
-from cluster.simulator.tuning.search import Tuner, make_grid
-from cluster.simulator.tuning.settings import SETTINGS, with_settings
+from cluster.lab.recorded.recording import Recording
+from cluster.lab.recorded.what_if import Baseline, Figures, recorded_figures, simulated_figures
+from cluster.lab.simulator.cluster import simulate
+from cluster.lab.simulator.spec import GoodputSlo
+from cluster.lab.simulator.trace import Trace, lognormal, make_trace
+from cluster.lab.simulator.tuning.search import Tuner, make_grid
+from cluster.lab.simulator.tuning.settings import SETTINGS, with_settings
 from engine import pocket
 from engine.clock import Clock
 from engine.config import EngineConfig

@@ -170,8 +170,7 @@ OTHER_MODELS = """
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py
     core/door/journal.py
     core/tape/answers.py core/tape/digest.py core/tape/file.py core/tape/inputs.py core/tape/recorder.py
-    core/tape/replay.py core/tape/ring.py core/tape/snapshot.py core/tape/kept_tapes.py core/tape/shared_copy.py
-    core/tape/moment_view.py core/tape/object_graph.py core/tape/replay_limits.py
+    core/tape/ring.py core/tape/snapshot.py core/tape/kept_tapes.py core/tape/shared_copy.py core/tape/object_graph.py
     model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
     model/stage.py model/config_parts/stage.py model/layers/other_stage.py
     distributed/stages/stage_group.py distributed/stages/step_results.py
@@ -211,7 +210,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     ("room", "door"),
     [
         ("engine/model/ops/cpu", ("engine/model/ops/", "engine/runner/")),
-        ("cluster/simulator", ("cluster/cli/",)),
+        ("cluster/lab", ("cluster/cli/",)),
     ],
 )
 def test_what_may_be_left_out_is_imported_by_its_door_only_and_says_in_a_readme_what_it_is(room, door):
@@ -246,6 +245,21 @@ def test_each_part_of_the_edge_is_a_folder_that_says_what_it_is_and_imports_only
         imported = {other for file in files for other in imported_files(file) if room in other.parents}
         others = {other.relative_to(room).parts[0] for other in imported}
         assert others - {name} == needs[name], name
+
+
+def test_nothing_that_serves_comes_near_the_lab():
+    """Not by way of other files, not inside a function, and not by name; but the console starts one program of it."""
+    reached, todo = set[Path](), [ROOT / "cluster" / "cli" / "serve.py", ROOT / "manta" / "__init__.py"]
+    for file in [file for folder in ("engine", "placement", "deployments", "cluster") for file in FILES[folder]]:
+        if not file.is_relative_to(ROOT / "cluster" / "cli") and not file.is_relative_to(ROOT / "cluster" / "lab"):
+            todo.append(file)
+    while todo:
+        if (file := todo.pop()) not in reached:
+            reached.add(file)
+            todo += imported_files(file)
+    assert not [file for file in reached if file.is_relative_to(ROOT / "cluster" / "lab")]
+    names = {file for file in reached if "cluster.lab" in file.read_text(encoding="utf-8")}
+    assert names == {ROOT / "deployments" / "parts" / "console" / "tape_viewer.py"}
 
 
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
@@ -291,13 +305,13 @@ def test_no_file_of_the_engine_names_ray():
             "config = serve.configuration('pocket', {}, {'host': '127.0.0.1', 'port': 8000})\n"
             "serve.set_environment(config, None)\n"
             "serve.check(config, 'auto')",
-            {"ray", "torch", "transformers"},
-            id="the API and what looks at a configuration without Ray and torch",
+            {"ray", "torch", "transformers", "cluster.lab"},
+            id="the API and what looks at a configuration without Ray, torch and the lab",
         ),
         pytest.param(
             "import cluster.app, cluster.autoscaling.policy, placement.rank_actor",
-            {"torch", "transformers"},
-            id="processes that do not compute without torch",
+            {"torch", "transformers", "cluster.lab"},
+            id="processes that do not compute without torch and the lab",
         ),
     ],
 )

@@ -62,7 +62,7 @@ WRITES = {
     "copytree", "makedirs", "memfd_create", "mkdir", "mkdtemp", "mkfifo", "mkstemp", "new_private_file", "own_folder",
     "given_folder", "private_file", "symlink_to", "write_bytes", "write_private", "write_text",
 }  # fmt: skip
-COMMANDS = ("cluster/cli/", "cluster/terminal/", "cluster/simulator/", "cluster/distribution.py")
+COMMANDS = ("cluster/cli/", "cluster/terminal/", "cluster/lab/", "cluster/distribution.py")
 """Commands that a person runs and that write where the person says; `manta serve` has a row."""
 
 

@@ -27,9 +27,9 @@ from benchmarks.simulator.traffic import grouped_trace, small_trace
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
-from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec
-from cluster.simulator.trace import PIECE, Trace
+from cluster.lab.simulator.results import Latencies, Report
+from cluster.lab.simulator.spec import ClusterSpec
+from cluster.lab.simulator.trace import PIECE, Trace
 from engine import pocket
 from engine.config import EngineConfig
 from tests.models import make_model

@@ -12,12 +12,12 @@ import numpy as np
 
 from benchmarks.simulator.fit import StepRecorder, measure_steps
 from benchmarks.simulator.traffic import capacity, small_trace
-from cluster.simulator.cluster import simulate
-from cluster.simulator.cost_model import CostModel
-from cluster.simulator.recorded.cost_fit import fit_cost
-from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec
-from cluster.simulator.trace import Trace
+from cluster.lab.recorded.cost_fit import fit_cost
+from cluster.lab.simulator.cluster import simulate
+from cluster.lab.simulator.cost_model import CostModel
+from cluster.lab.simulator.results import Latencies, Report
+from cluster.lab.simulator.spec import ClusterSpec
+from cluster.lab.simulator.trace import Trace
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

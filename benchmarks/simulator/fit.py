@@ -18,8 +18,8 @@ import typer
 
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_json, run
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.cost_model import Layers, Work
-from cluster.simulator.recorded.cost_fit import fit_cost
+from cluster.lab.recorded.cost_fit import fit_cost
+from cluster.lab.simulator.cost_model import Layers, Work
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

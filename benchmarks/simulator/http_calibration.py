@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from benchmarks.command import run
 from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, StreamChunk, StreamFailed
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.cost_model import LinearCostModel, Work
-from cluster.simulator.recorded.cost_fit import non_negative
+from cluster.lab.recorded.cost_fit import non_negative
+from cluster.lab.simulator.cost_model import LinearCostModel, Work
 from engine.errors import EngineUnavailable, RequestError
 
 PATH = "/v1/completions"

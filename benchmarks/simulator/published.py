@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.simulator.cluster import simulate
-from cluster.simulator.cost_model import CARDS, MODELS, CostModel, kv_tokens, roofline
-from cluster.simulator.options import RouterName
-from cluster.simulator.results import Report
-from cluster.simulator.spec import ClusterSpec, GoodputSlo
-from cluster.simulator.trace import make_trace, shared_prefix
+from cluster.config.simulation_options import RouterName
+from cluster.lab.simulator.cluster import simulate
+from cluster.lab.simulator.cost_model import CARDS, MODELS, CostModel, kv_tokens, roofline
+from cluster.lab.simulator.results import Report
+from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.lab.simulator.trace import make_trace, shared_prefix
 from engine.config import EngineConfig
 
 NO_LIMIT = 10**9

@@ -34,8 +34,8 @@ from cluster.autoscaling.slo import Limits
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
-from cluster.simulator.spec import ClusterSpec, GoodputSlo
-from cluster.simulator.trace import Trace
+from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.lab.simulator.trace import Trace
 from engine import pocket
 from engine.config import EngineConfig
 from tests.models import make_model

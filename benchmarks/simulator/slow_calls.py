@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.simulator.cluster import Cluster
-from cluster.simulator.spec import ClusterSpec
-from cluster.simulator.trace import Trace
+from cluster.lab.simulator.cluster import Cluster
+from cluster.lab.simulator.spec import ClusterSpec
+from cluster.lab.simulator.trace import Trace
 
 
 class SlowCalls(Cluster):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.simulator.cost_model import CostModel
-from cluster.simulator.trace import PIECE, Trace, lognormal, make_trace
+from cluster.lab.simulator.cost_model import CostModel
+from cluster.lab.simulator.trace import PIECE, Trace, lognormal, make_trace
 
 BATCH = 16  # sequences of an engine that is called full
 

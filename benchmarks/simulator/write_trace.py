@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from benchmarks.command import run
-from cluster.simulator.trace import PIECE, Trace, make_trace
+from cluster.lab.simulator.trace import PIECE, Trace, make_trace
 
 
 def write(trace: Trace, path: Path) -> None:

@@ -14,9 +14,9 @@ import typer
 from typer.exceptions import TyperException
 
 from cluster.cli.bench.commands import bench
+from cluster.cli.replay import replay, tape
 from cluster.cli.serve import TakesVllmFlags, serve
 from cluster.cli.simulate import simulate
-from cluster.cli.tape.commands import replay, tape
 from cluster.cli.tune import tune
 from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
@@ -293,7 +293,7 @@ def verify(
 
     Example: manta verify answer.json request.json --model serve_config.yaml
     """
-    from cluster.cli.verify import verify as compute_again
+    from cluster.lab.verify import verify as compute_again
 
     try:
         verdict = compute_again(answer, request, model)

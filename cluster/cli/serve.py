@@ -143,6 +143,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
         address_of,
         check_serve_config,
         memory_may_be_short,
+        ours,
     )
 
     for finding in (*check_facade(), *check_folder(Path.cwd())):
@@ -150,9 +151,11 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
     check_serve_config(serve_config)
     findings = list(check_ports(*address_of(serve_config)))
     if memory_may_be_short(serve_config):
-        from cluster.cli.check.doctor import check_fit  # seconds: torch and Ray
+        from cluster.cli.check.model_fit import check_models, this_machine  # seconds: torch and Ray
+        from cluster.config.app_config import AppConfig
 
-        findings += check_fit(serve_config)
+        for _, application in ours(serve_config):
+            findings += check_models(AppConfig.of(application), [this_machine()], here=True)
     problems = [finding for finding in findings if finding.level == "problem"]
     if problems and address is None and not _joins_a_cluster():
         raise StartupError(f"{problems[0].topic} {problems[0].message}. {problems[0].advice}".strip())

@@ -16,7 +16,7 @@ from engine.wire.stats.engine_stats import ExpertStats, HoldStats, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import SequenceCost
 from tests.browser.staged_cluster import PREFILL, staged_cluster
-from tests.cluster.cli.tape.taped_engine import record, with_a_choice
+from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"

@@ -52,7 +52,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"serve deploy|echo|cat|manta verify": SERVER,
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
-    r"manta tape|manta replay": "tests/cluster/cli/tape",
+    r"manta tape|manta replay": "tests/cluster/cli/test_tape.py",
     r"manta tune": "tests/cluster/cli/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
     r"curl .*key/generate": "tests/deployments/parts/keys/test_key_routes.py",

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.cli.tape.outcome import EngineOutcome, replay_whole
+from cluster.lab.explorer.outcome import EngineOutcome, replay_whole
 from engine.core.tape.file import read_tapes
 from engine.core.tape.ring import EngineTape
 from engine.core.tape.shared_copy import remove_copies_of, shared_root

@@ -1,4 +1,4 @@
-"""HTML reports of `manta bench serve`, `simulate` and `generate`."""
+"""HTML reports of `manta bench serve` and `generate`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.bench.openai_client import RequestResult
-from cluster.terminal.html_report import Chart, Point, distribution, rate_over_time, steps_over_time, write_report
+from cluster.terminal.html_report import Point, distribution, rate_over_time, write_report
 from cluster.terminal.tables import figure
 
 if TYPE_CHECKING:  # neither needs the other's libraries
     from cluster.cli.bench.serve import ServeReport
     from cluster.cli.generate import Summary
-    from cluster.simulator.results import Report
 
 
 def write_serve_report(path: Path, report: ServeReport) -> None:
@@ -42,29 +41,6 @@ def _tokens(outcome: RequestResult, began: float) -> list[Point]:
     over its chunks."""
     times = list(accumulate(outcome.itl_s, initial=outcome.sent_at + outcome.ttft_s - began))
     return [(at, outcome.output_tokens / len(times)) for at in times]
-
-
-def write_simulation_report(path: Path, report: Report) -> None:
-    series = report.series
-    charts: list[Chart] = [
-        distribution("Time to first token", "ms", (1e3 * series.ttft_s).tolist()),
-        distribution("Time to the end", "ms", (1e3 * series.e2e_s).tolist()),
-        rate_over_time(
-            "Output", "tokens/s", list(zip(series.ended_at, series.output_tokens, strict=True)), report.duration_s
-        ),
-    ]
-    for role, use in report.pools.items():
-        if use.scaled is not None:
-            charts.append(steps_over_time(f"Replicas of {role}", "replicas", use.scaled.sizes, report.duration_s))
-    figures = [
-        ("requests", f"{report.requests}, {report.refused} refused"),
-        ("requests/s", figure(report.requests_per_s, 2)),
-        ("output tokens/s", figure(report.output_tokens_per_s)),
-        ("good requests", f"{report.good:.1%}"),
-        ("prompt tokens cached", f"{report.hit_rate:.1%}"),
-        ("GPUs at the start", str(report.gpus)),
-    ]
-    write_report(path, f"{report.trace}, simulated", figures, charts)
 
 
 def write_generation_report(path: Path, summary: Summary) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # numpy
-    from cluster.simulator.trace import Trace
+    from cluster.lab.simulator.trace import Trace
 
 WARM_UP = 1000  # number of the first warm-up repetition
 FIRST_ID = 10  # ids below are special tokens in many vocabularies

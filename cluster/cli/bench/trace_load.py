@@ -10,8 +10,8 @@ import msgspec
 
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
-from cluster.simulator.recorded.recording import Recording
-from cluster.simulator.trace import Trace
+from cluster.lab.recorded.recording import Recording
+from cluster.lab.simulator.trace import Trace
 from engine.core.tape.file import is_tape
 from engine.errors import InvalidParameter
 

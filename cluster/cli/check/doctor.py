@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.layout_fit import check_layouts
-from cluster.cli.check.model_fit import check_models
+from cluster.cli.check.model_fit import check_models, this_machine
 from cluster.cli.check.names import check_distributions, check_folder
 from cluster.cli.check.nodes import find_nodes
 from cluster.cli.check.ports import check_ports
@@ -70,18 +70,14 @@ def examine(config: Path | None, address: str | None, network_gbit: float | None
 
 
 def check_fit(
-    serve_config: Mapping[str, Any],
-    nodes: Sequence[Node] | None = None,
-    *,
-    here: bool = True,
-    network_gbit: float | None = None,
+    serve_config: Mapping[str, Any], nodes: Sequence[Node], *, here: bool, network_gbit: float | None
 ) -> Iterator[Finding]:
-    """Check whether the models of a configuration fit, and say which layout suits them. nodes: nodes of the cluster, by
-    default this machine. here: whether the nodes are this machine. network_gbit: bandwidth of a node."""
+    """Check whether the models of a configuration fit on the nodes, and say which layout suits them. here: whether the
+    nodes are this machine. network_gbit: bandwidth of a node; None for that of its cards' data sheets."""
     for _, application in ours(serve_config):
         config = AppConfig.of(application)
-        yield from check_models(config, nodes or [this_machine()], here=here)
-        yield from check_layouts(config, nodes or [this_machine()], network_gbit)
+        yield from check_models(config, nodes, here=here)
+        yield from check_layouts(config, nodes, network_gbit)
 
 
 def check_packages() -> Iterator[Finding]:
@@ -157,12 +153,6 @@ def gpus_without_torch(driver: list[str]) -> Finding:
     build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
     advice = "Install a build for the driver's CUDA: https://pytorch.org/get-started/locally"
     return Finding("problem", "GPU", f"torch {torch.__version__} {build} and cannot use {'; '.join(driver)}", advice)
-
-
-def this_machine() -> Node:
-    """Return this machine as the node of a cluster that `manta serve` would start."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Node({"CPU": float(cores), "GPU": float(torch.cuda.device_count())}, {})
 
 
 def check_nodes(nodes: Sequence[Node], topic: str) -> Iterator[Finding]:

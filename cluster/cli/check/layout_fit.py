@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from cluster.cli.check.finding import Finding
-from cluster.cli.layouts import find_layouts, lines, machines_of
 from cluster.config.app_config import AppConfig
-from cluster.planning.layouts import Workload
-from cluster.simulator.cost_model import CARDS, Card, ModelShape
+from cluster.lab.planning.known_models import find_layouts, lines, machines_of
+from cluster.lab.planning.layouts import Workload
+from cluster.lab.simulator.cost_model import CARDS, Card, ModelShape
 from engine.model.checkpoint.overlay import engine_folder
 from placement.capacity import Node
 

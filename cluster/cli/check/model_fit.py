@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,6 +39,12 @@ from placement.capacity import Node, can_grow, missing
 GIB = 2**30
 PACKED = ("qweight", "weight_packed")  # names of tensors whose words of 32 bits hold several weights
 CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are converted to the model's when it is loaded
+
+
+def this_machine() -> Node:
+    """Return this machine as the node of a cluster that `manta serve` would start."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Node({"CPU": float(cores), "GPU": float(torch.cuda.device_count())}, {})
 
 
 def check_models(config: AppConfig, nodes: Sequence[Node], *, here: bool) -> Iterator[Finding]:

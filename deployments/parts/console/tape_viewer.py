@@ -16,6 +16,8 @@ from engine.errors import EngineUnavailable, RequestError
 ANSWER_S = 120.0  # the end of a long tape is many steps away
 IDLE_S = 300.0  # after which the process ends
 MAX_ANSWER_BYTES = 2**24
+PROCESS = f"{__package__.partition('deployments')[0]}cluster.lab.tape.viewer_process"
+"""The module that replays: a program of its own, since serving imports nothing of cluster/lab/."""
 
 
 class TapeQuestion(msgspec.Struct, frozen=True):
@@ -71,7 +73,7 @@ class TapeViewer:
             file, path = tempfile.mkstemp(suffix=".tape")
             with os.fdopen(file, "wb") as opened:
                 opened.write(data)
-            command = [sys.executable, "-m", f"{__package__}.tape_process", path]
+            command = [sys.executable, "-m", PROCESS, path]
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, limit=MAX_ANSWER_BYTES
             )

@@ -1,1 +1,1 @@
-"""The tape: what enters a scheduler, without any text, and how to run the scheduler over it again."""
+"""The tape: what enters a scheduler, without any text. `cluster/lab/tape/` runs the scheduler over it again."""

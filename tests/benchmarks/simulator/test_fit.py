@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from benchmarks.simulator.fit import StepRecorder
-from cluster.simulator.cost_model import LinearCostModel, Measured, Work, read_cost
-from cluster.simulator.recorded.cost_fit import fit_cost
+from cluster.lab.recorded.cost_fit import fit_cost
+from cluster.lab.simulator.cost_model import LinearCostModel, Measured, Work, read_cost
 from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore

@@ -24,13 +24,13 @@ from benchmarks.simulator.http_calibration import (
     write_cost,
 )
 from cluster.cli.bench.openai_client import OpenAIClient, RequestResult, StreamChunk
-from cluster.simulator.cluster import Cluster
-from cluster.simulator.cost_model import LinearCostModel, Measured, read_cost
-from cluster.simulator.spec import ClusterSpec
-from cluster.simulator.trace import Trace
+from cluster.lab.simulator.cluster import Cluster
+from cluster.lab.simulator.cost_model import LinearCostModel, Measured, read_cost
+from cluster.lab.simulator.spec import ClusterSpec
+from cluster.lab.simulator.trace import Trace
 from engine.errors import EngineUnavailable, RequestError
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
-from tests.cluster.simulator.small_cluster import small_cluster
+from tests.cluster.lab.simulator.small_cluster import small_cluster
 
 COST = LinearCostModel(step_s=1.5e-3, token_s=5e-5, sequence_s=1.5e-4, pair_s=5e-8, context_s=1e-7)
 REQUEST_S, BUDGET = 7e-3, 512

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.simulator.slow_calls import SlowCalls
-from cluster.simulator.trace import Trace
-from tests.cluster.simulator.small_cluster import small_cluster
+from cluster.lab.simulator.trace import Trace
+from tests.cluster.lab.simulator.small_cluster import small_cluster
 
 
 def test_a_call_takes_longer_beside_replicas_that_compute():

@@ -192,8 +192,8 @@ def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
 def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monkeypatch):
     monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
     monkeypatch.setattr("cluster.cli.check.ports.check_port", lambda *port: Finding("ok", "port", "free"))
-    for user in ("serve_config", "model_fit"):
-        monkeypatch.setattr(f"cluster.cli.check.{user}.free_host_memory", lambda: FreeMemory(1000, "the box"))
+    for user in ("serve_config", "cli.check.model_fit"):
+        monkeypatch.setattr(f"cluster.{user}.free_host_memory", lambda: FreeMemory(1000, "the box"))
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, StartupError)
     told = str(result.exception)

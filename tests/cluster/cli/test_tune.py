@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter
-from tests.cluster.cli.tape.taped_engine import record
+from tests.cluster.lab.recorded.taped_engine import record
 
 SMALL = ("--trace", "fixed", "--requests", "60", "--replicas", "2", "--max-num-seqs", "2")
 

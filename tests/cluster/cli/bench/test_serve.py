@@ -16,7 +16,7 @@ from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.serve import meets, parse_goodput, send_all, summarise
 from engine.errors import InvalidParameter
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
-from tests.cluster.cli.tape.taped_engine import record
+from tests.cluster.lab.recorded.taped_engine import record
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.check.layout_fit import check_layouts, gpus_of
-from cluster.cli.layouts import sizes_of
 from cluster.config.app_config import AppConfig
-from cluster.simulator.cost_model import CARDS, MODELS, ModelShape
+from cluster.lab.planning.known_models import sizes_of
+from cluster.lab.simulator.cost_model import CARDS, MODELS, ModelShape
 from placement.capacity import Node
 from tests.models import make_model
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from cluster.lab.tape.viewer_process import TapeAnswer
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.parts.console import tape_viewer
-from deployments.parts.console.tape_process import TapeAnswer
 from deployments.replicas.pools import PoolTapes
 from engine.core.tape.file import read_file
-from tests.cluster.cli.tape.taped_engine import record, with_a_choice
+from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 from tests.deployments.fake_api import FakeApi, fake_api
 
 

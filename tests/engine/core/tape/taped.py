@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.lab.tape.replay import Replay
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.object_graph import Kinds
 from engine.core.tape.recorder import Tape
-from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, tape_with_key
 from engine.core.tape.shared_copy import SHARED_MEMORY, read_copy
 from engine.core.tape.snapshot import KINDS

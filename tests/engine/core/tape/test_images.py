@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.lab.tape.replay import Replay
 from engine.core.engine import EngineCore
 from engine.core.features.part_inputs import EncodersSet
-from engine.core.tape.replay import Replay
 from engine.wire.messages import PrefillReplica, RemoteRequestFailed
 from tests.engine.core.features.images.test_image_handoffs import by, engines, prompts, run
 from tests.engine.core.tape.taped import tape_of

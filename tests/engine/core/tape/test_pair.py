@@ -6,8 +6,8 @@ import random
 
 import msgspec
 
+from cluster.lab.tape.replay import Replay
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, tape_with_key
 from tests.engine.core.tape.taped import KEY
 from tests.engine.kv_transfer.pair import Engine, Pair

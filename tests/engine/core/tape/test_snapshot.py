@@ -9,11 +9,11 @@ from enum import Enum
 import msgspec
 import pytest
 
+from cluster.lab.tape.replay import Replay
 from engine.core.door.journal import Journal
 from engine.core.tape.answers import STAND_INS, Answers
 from engine.core.tape.file import pack_tapes, read_tapes
 from engine.core.tape.object_graph import UnknownState, fields_of
-from engine.core.tape.replay import Replay
 from engine.core.tape.ring import EngineTape, Segment
 from engine.core.tape.snapshot import CHANGES, KINDS, load
 from tests.engine.core.tape.taped import TapedHarness

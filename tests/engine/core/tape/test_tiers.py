@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from cluster.lab.tape.replay import Replay
 from engine.core.door.inputs import Aborted
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.tape.replay import Replay
 from engine.errors import EngineError, RequestTimeout
 from engine.wire.kv_offload import KVOffloadStats
 from tests.engine.core.features.test_kv_fetching import PROMPT, in_a_tier

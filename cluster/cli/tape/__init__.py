@@ -1,1 +1,0 @@
-"""`manta tape` and `manta replay`: what the schedulers of a cluster have decided, and what they would have decided."""

@@ -1,0 +1,1 @@
+"""What serving never imports: the simulator, planning, tuning, replays of tapes, and the recomputation of answers."""

@@ -1,0 +1,1 @@
+"""Runs schedulers over their tapes again."""
