@@ -26,6 +26,7 @@ USEFUL = {
     "nixl": "KV transfer over NIXL",
     "flashinfer": "FlashInfer, which attends in decode steps on Hopper and Blackwell",
     "flash_attn_interface": "FlashAttention 3, an attention backend beside ours on Hopper",
+    "flash_attn": "FlashAttention 2 on Ampere and Ada, or 4 on Hopper and Blackwell",
     "llguidance": "structured outputs",
 }
 

@@ -1,12 +1,12 @@
 """Paged attention by the fastest library that works here, with the op's signature (ops/attention.py).
 
-FlashInfer, arXiv:2501.01005, computes steps that only decode; FlashAttention 4 or 3, arXiv:2407.08608, computes any
+FlashInfer, arXiv:2501.01005, computes steps that only decode; FlashAttention 4, 3 or 2, arXiv:2407.08608, computes any
 step. Our Triton kernels (../attention.py) compute the rest: all steps if there is no library, and in any case caches in
 float8, float32, softcaps, sinks, chunks, and images whose tokens see each other.
 
 FlashInfer's kernels on Hopper split all sequences of a batch into the same number of parts, whatever their length; our
-kernel splits by length. FlashAttention 2 is not used, because its blocks are multiples of 256 tokens. torch's varlen
-attention is not used either, because its split path leaves out rows (pytorch #194167).
+kernel splits by length. FlashAttention 2 refuses blocks that are no multiples of 256 tokens. torch's varlen attention
+is not used, because its split path leaves out rows (pytorch #194167).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ OP = Op(
     "attention",
     (  # the first that supports chunks and works here computes prompts
         Library("FlashInfer", ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1)), flash_infer.decode, chunks=False),
+        Library("FlashAttention 2", ((8, 0), (8, 6), (8, 9)), flash_attention.version_2, chunks=True),
         Library("FlashAttention 3", ((9, 0),), flash_attention.version_3, chunks=True),
         Library("FlashAttention 4", ((9, 0), (10, 0), (10, 3)), flash_attention.version_4, chunks=True),
     ),

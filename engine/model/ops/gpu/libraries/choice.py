@@ -210,3 +210,8 @@ def small_batch(
     )
     q = torch.randn((sum(counts), shape.heads, shape.head_dim), generator=generator, device="cpu")
     return q.to(device, shape.dtype), batch
+
+
+def longest(batch: Batch) -> int:
+    """Return the most tokens that a sequence of this batch can have."""
+    return batch.block_table.shape[1] * batch.kv_cache.shape[4]

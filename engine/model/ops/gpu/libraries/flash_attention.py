@@ -1,5 +1,6 @@
-"""FlashAttention 3 for Hopper, arXiv:2407.08608, and FlashAttention 4 for Hopper and Blackwell, for any step. Written
-for commit 01afd16 of flash-attention's folder `hopper`, and for flash-attn-4 4.0.0b36."""
+"""FlashAttention for any step: 2 for Ampere and Ada, arXiv:2307.08691, 3 for Hopper, arXiv:2407.08608, and 4 for Hopper
+and Blackwell. Written for flash-attn 2.8.3, for commit 01afd16 of flash-attention's folder `hopper`, and for
+flash-attn-4 4.0.0b36."""
 
 from __future__ import annotations
 
@@ -9,7 +10,22 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.gpu.libraries.choice import Attend
+from engine.model.ops.gpu.libraries.choice import Attend, longest
+
+
+def version_2(device: torch.device) -> Attend:
+    function = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def attend(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> Tensor:
+        k, v = tokens_outside_heads(batch, layer)
+        out: Tensor = function(
+            q, k, v, batch.query_start, key_start(batch), longest_chunk(batch), longest(batch),
+            softmax_scale=scale, causal=True, block_table=batch.block_table,
+            window_size=(-1 if window is None else window - 1, -1 if window is None else 0),
+        )  # fmt: skip
+        return out
+
+    return attend
 
 
 def version_3(device: torch.device) -> Attend:
@@ -50,3 +66,13 @@ def tokens_outside_heads(batch: Batch, layer: int) -> tuple[Tensor, ...]:
 
 def longest_chunk(batch: Batch) -> int:
     return max((chunk.count for chunk in batch.chunks), default=1)
+
+
+def key_start(batch: Batch) -> Tensor:
+    """Return the sums of the lengths of all sequences before each one, [seqs + 1] int32; the first layer computes them
+    for all layers."""
+    if "key start" not in batch.plans:
+        sums = batch.kv_len.cumsum(0, dtype=torch.int32)
+        batch.plans["key start"] = torch.nn.functional.pad(sums, (1, 0))
+    found: Tensor = batch.plans["key start"]
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.gpu.libraries.choice import Attend
+from engine.model.ops.gpu.libraries.choice import Attend, longest
 
 WORKSPACE_BYTES = 256 << 20  # partial results, after counters that must be 0 and that FlashInfer resets
 COUNTER_BYTES = 4 << 20  # for trtllm-gen, 4 per query head and sequence; without them, each launch fills new ones
@@ -50,8 +50,3 @@ def at_least_one(batch: Batch) -> Tensor:
         batch.plans["at least 1"] = batch.kv_len.clamp(min=1)
     lengths: Tensor = batch.plans["at least 1"]
     return lengths
-
-
-def longest(batch: Batch) -> int:
-    """Return the most tokens that a sequence of this batch can have."""
-    return batch.block_table.shape[1] * batch.kv_cache.shape[4]

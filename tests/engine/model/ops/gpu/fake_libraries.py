@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.model.ops.gpu.library_signatures import (
+    FLASH_ATTENTION_2,
     FLASH_ATTENTION_3,
     FLASH_ATTENTION_4,
     FLASH_INFER,
@@ -46,6 +47,31 @@ def attend_all(
 
 def causal_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     return (window_size[0], 0) if causal else window_size
+
+
+def flash_attn_2() -> ModuleType:
+    """flash_attn/flash_attn_interface.py: flash_attn_varlen_func, with what csrc/flash_attn/flash_api.cpp checks."""
+    module = ModuleType("flash_attn")
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, block_table: Tensor, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        check(k, v, block_table)
+        if k.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous() and cu_seqlens_k.is_contiguous()
+        assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
+        lengths = cu_seqlens_k.diff()
+        assert max_seqlen_q >= max(cu_seqlens_q.diff().tolist()) and max_seqlen_k >= max(lengths.tolist())
+        assert max_seqlen_q > 1 or len(q) == len(block_table), "then the heads of a KV head become rows of a sequence"
+        window = causal_window(causal, window_size)
+        return attend_all(q, (k, v), cu_seqlens_q, lengths, block_table, softmax_scale, window)
+
+    module.flash_attn_varlen_func = FLASH_ATTENTION_2.bound(flash_attn_varlen_func)
+    return module
 
 
 def flash_attn_3() -> ModuleType:

@@ -51,6 +51,12 @@ FLASH_INFER = Declaration(
     "cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, bf16q_fp8kv_transform_mode=None, request_order=None, "
     "request_order_plan=None",
 )  # fmt: skip
+FLASH_ATTENTION_2 = Declaration(
+    "flash_attn_varlen_func", "flash-attn", "2.8.3", "flash_attn/flash_attn_interface.py", None,
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+    "block_table=None",
+)  # fmt: skip
 FLASH_ATTENTION_4 = Declaration(
     "flash_attn_varlen_func", "flash-attn-4", "4.0.0b36", "flash_attn/cute/interface.py", 4214,
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, "
@@ -68,7 +74,7 @@ FLASH_ATTENTION_3 = Declaration(  # on no package index: built from the reposito
     "causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
     "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
 )  # fmt: skip
-DECLARATIONS = (FLASH_INFER, FLASH_ATTENTION_4, FLASH_ATTENTION_3)
+DECLARATIONS = (FLASH_INFER, FLASH_ATTENTION_2, FLASH_ATTENTION_4, FLASH_ATTENTION_3)
 
 
 @functools.cache

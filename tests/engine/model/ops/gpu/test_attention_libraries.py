@@ -33,8 +33,9 @@ FAKES = {
     "flashinfer.decode": fake_libraries.flash_infer,
     "flash_attn.cute": fake_libraries.flash_attn_4,
     "flash_attn_interface": fake_libraries.flash_attn_3,
+    "flash_attn": fake_libraries.flash_attn_2,
 }
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
 
 class NoHostReads(TorchDispatchMode):
@@ -94,15 +95,18 @@ LIBRARIES = {  # card, and whether decode steps and others are computed
     "flashinfer.decode": (HOPPER, (True, False)),
     "flash_attn_interface": (HOPPER, (True, True)),
     "flash_attn.cute": (BLACKWELL, (True, True)),
+    "flash_attn": (AMPERE, (True, True)),
 }
+BLOCKS = {"flash_attn": 256}  # of libraries that take no others
 
 
 @pytest.mark.parametrize(("case", "library"), each_once(CASES, LIBRARIES))
 def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, library):
     capability, kinds = LIBRARIES[library]
     install(library, capability=capability)
-    assert chosen(CASES[case]) == kinds
-    check(CASES[case])
+    case = CASES[case].but(block_size=BLOCKS[library]) if library in BLOCKS else CASES[case]
+    assert chosen(case) == kinds
+    check(case)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, li
         (FAKES, HOPPER, "decode steps by FlashInfer, others by FlashAttention 3"),
         (FAKES, BLACKWELL, "decode steps by FlashInfer, others by FlashAttention 4"),
         (("flashinfer.decode",), HOPPER, "decode steps by FlashInfer, others by Triton"),
-        (FAKES, (8, 0), "decode steps by Triton, others by Triton"),
+        (FAKES, AMPERE, "decode steps by Triton, others by Triton"),  # in blocks of 64 tokens
         ((), HOPPER, "decode steps by Triton, others by Triton"),
     ],
 )
@@ -121,6 +125,17 @@ def test_a_library_that_is_made_for_the_card_is_taken_and_logged_once(install, c
         for _ in range(2):
             chosen(CASES["rows"])
     assert [record.message for record in caplog.records].count(f"attention: {line}") == 1
+
+
+@pytest.mark.parametrize("capability", [AMPERE, (8, 6), (8, 9)])
+def test_flash_attention_2_is_taken_on_ampere_and_ada_if_blocks_have_256_tokens(install, caplog, capability):
+    install(*FAKES, capability=capability)
+    with caplog.at_level(logging.INFO):
+        assert chosen(CASES["rows"].but(block_size=256)) == (True, True)
+        assert chosen(CASES["rows"]) == (False, False)
+    lines = [record.message for record in caplog.records if "FlashAttention 2" in record.message]
+    assert "attention: decode steps by FlashAttention 2, others by FlashAttention 2" in lines
+    assert "block size must be divisible by 256" in lines[-1]
 
 
 def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
