@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out build/gpu          # fifteen minutes: `make bench-gpu`
     python -m benchmarks.gpu --out build/gpu --first  # the most decisive parts in eight minutes: `make first-gpu`
+    python -m benchmarks.gpu --plan 16                # how long those should take with 16 cores; needs no GPU
 
 Needs neither Ray nor weights, a network or an attention library. Each part (parts.py) is a process that ends at its
 time limit, so that neither a hang nor a broken CUDA context takes the others along. What comes first decides first:
@@ -20,15 +21,16 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import plan
 from benchmarks.gpu.card import Card
-from benchmarks.gpu.first import FIRST
+from benchmarks.gpu.first import FIRST, FIRST_S
 from benchmarks.gpu.parts import PARTS, SANITIZER, Part
 
-BENCH_S, FIRST_S = 900, 480
+BENCH_S = 900
 MIN_S = 20  # in which a part is worth starting
 
 
@@ -38,10 +40,14 @@ class Row:
 
     name: str
     seconds: float = 0.0
+    planned_s: float = 0.0  #: 0 for parts without a plan
     numbers: dict[str, float] = field(default_factory=dict)  #: by unit
     problem: str | None = None
     failed: list[str] = field(default_factory=list)  #: tests
     device: str = ""
+
+    def took(self) -> str:
+        return f"{self.seconds:.0f} s" + (f" of {self.planned_s:.0f} planned" if self.planned_s else "")
 
     def result(self) -> str:
         values = ", ".join(f"{value:.4g} {unit}" for unit, value in self.numbers.items())
@@ -151,7 +157,7 @@ def table(rows: list[Row], with_expected: bool = False) -> str:
     lines = [f"{device}, torch {torch.__version__}", "", "| part | expected | result | took |", "| --- " * 4 + "|"]
     for row in rows:
         should = expected(row, card) if with_expected else ""
-        lines.append(f"| {row.name} | {should} | {row.result()} | {row.seconds:.0f} s |")
+        lines.append(f"| {row.name} | {should} | {row.result()} | {row.took()} |")
     return "\n".join(lines) + "\n"
 
 
@@ -177,6 +183,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for gpu.json and gpu.md")
     parser.add_argument("--first", action="store_true", help="the parts of `make first-gpu`")
+    parser.add_argument(
+        "--plan", type=int, nargs="?", const=os.cpu_count(), metavar="CORES",
+        help="print how long each part of `make first-gpu` should take on a machine with so many cores",
+    )  # fmt: skip
     parser.add_argument("--limit", type=int, help="seconds in all, 900 or 480; what comes later is left out")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these parts, and the card's own rates")
     parser.add_argument("--resume", action="store_true", help="go on after the parts that gpu.json has")
@@ -188,6 +198,9 @@ def main() -> int:
         if code:
             os._exit(code)  # at once: to leave a broken CUDA context in order may take for ever
         return 0
+    if given.plan:
+        print(plan.table(plan.plan(given.plan)), end="")
+        return 0
     chosen, limit_s = (FIRST, given.limit or FIRST_S) if given.first else (PARTS, given.limit or BENCH_S)
     if unknown := set(given.only) - {part.name for part in chosen}:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {'; '.join(part.name for part in chosen)}")
@@ -198,16 +211,20 @@ def main() -> int:
     done = {row.name for row in rows if not (row.problem or "").startswith("left out")}
     rows = [row for row in rows if row.name in done]
     save(given.out, rows, table(rows))
+    costs = plan.plan(os.cpu_count() or 1) if given.first else {}
+    if costs:
+        print(plan.table(costs), file=sys.stderr, flush=True)
     for part in chosen:
         wanted = not given.only or part.name in (*given.only, "copy", "matrix product, bf16")
         if part.name in done or part.gpus > found or not wanted:
             continue
+        planned_s = plan.seconds(costs.get(part.name, []))
         left = limit_s - (time.monotonic() - started)
         if left < MIN_S:
-            rows.append(Row(part.name, problem=f"left out: the {limit_s} s are over"))
+            rows.append(Row(part.name, planned_s=planned_s, problem=f"left out: the {limit_s} s are over"))
             continue
         print(f"[{time.monotonic() - started:4.0f} s] {part.name} ...", file=sys.stderr, flush=True)
-        rows.append(run_part(part, min(part.limit_s, left), given.out, rows))
+        rows.append(replace(run_part(part, min(part.limit_s, left), given.out, rows), planned_s=planned_s))
         print(f"[{time.monotonic() - started:4.0f} s] {part.name}: {rows[-1].result()}", file=sys.stderr, flush=True)
         save(given.out, rows, table(rows))  # so that a run that is cut off leaves what it has
     text = table(rows, with_expected=True)

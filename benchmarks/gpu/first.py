@@ -17,10 +17,15 @@ from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.gpu.parts import PARTS, Numbers, Part, decode, decode_steps, pytest, start_decoding
 from cluster.cli.check.gpu_kernels import tried as kernels_tried
 from engine.config import EngineConfig
-from engine.kernel_trial.check import environment
+from engine.kernel_trial.check import environment, trial_config
+from engine.kernel_trial.reduced_model import reduced
+from engine.model.ops.gpu import dependent_launch
+from engine.model.ops.gpu.compile_target import Variant
 from engine.offline.precompile import compile_all, needed
 
+FIRST_S = 480
 BATCHES = (1, 64, 256)  # of the one engine
+KERNEL_PROCESSES, ENGINE_PROCESSES = 12, 6  # of tests
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {  # a shape, and options of its engine
     "8B": ("8B", {}),
     "8B in FP8": ("8B", parts.FP8),
@@ -33,10 +38,28 @@ TRIED: dict[str, tuple[str, dict[str, Any]]] = {  # a shape, and options of its 
 
 
 def compiled(card: Card) -> Numbers:
-    """Compile the kernels of 8B in as many processes as there are cores; they stay in TRITON_CACHE_DIR."""
+    """Compile the kernels of 8B and of all trials, in as many processes as there are cores. They stay in
+    TRITON_CACHE_DIR."""
     capability = torch.cuda.get_device_capability()
+    return {"kernels": compile_all(each_once(kernels(capability)), capability)}
+
+
+def kernels(capability: tuple[int, int]) -> dict[str, list[Variant]]:
+    """Return what the trials of TRIED, by name, and "8B engine" compile on a GPU of this compute capability. A trial
+    also launches as an ordinary kernel what may start early."""
     config = EngineConfig(model="8B", block_size=64, max_num_batched_tokens=parts.PROMPT, max_num_seqs=max(BATCHES))
-    return {"kernels": compile_all(needed(config, shape_config("8B"), capability), capability)}
+    found = {"8B engine": needed(config, reduced(shape_config("8B")), capability)}
+    for name, (shape, options) in TRIED.items():
+        model = reduced(shape_config(shape, options.get("quantization")))
+        config = trial_config(EngineConfig(model=shape, device="cuda", **options))
+        found[name] = needed(config, model, capability)
+        with dependent_launch.off():
+            found[name] += needed(config, model, capability)
+    return found
+
+
+def each_once(found: dict[str, list[Variant]]) -> list[Variant]:
+    return list({variant.key: variant for variants in found.values() for variant in variants}.values())
 
 
 def tried(card: Card) -> Iterator[Numbers]:
@@ -79,17 +102,17 @@ def of_bench(name: str) -> Part:
 
 FIRST = (
     Part("requirements", 30, command=("-m", "tests.gpu.requirements")),
-    Part("kernels of 8B compiled", 60, compiled),
+    Part("kernels compiled", 60, compiled),
     Part("kernels against plain torch, at real shapes", 90, tried),
     of_bench("copy"),
     of_bench("matrix product, bf16"),
     Part("8B, one engine", 150, one_engine),
     Part("tests of kernels", 150, command=pytest(
-        12, "tests/engine/model/ops/gpu", "--ignore=tests/engine/model/ops/gpu/test_compile.py",
+        KERNEL_PROCESSES, "tests/engine/model/ops/gpu", "--ignore=tests/engine/model/ops/gpu/test_compile.py",
         "--ignore=tests/engine/model/ops/gpu/test_bandwidth.py",
     )),
-    Part("tests of engines", 120, command=pytest(
-        6, "tests/gpu", "-k", "bundled or graphs or waits or overlap or preempted or experts or kv"
+    Part("tests of engines", 150, command=pytest(
+        ENGINE_PROCESSES, "tests/gpu", "-k", "bundled or graphs or waits or overlap or preempted or experts or kv"
     )),
     Part("decode 30B-A3B, batch 64", 60, lambda card: decode(card, 64, "30B-A3B", max_model_len=parts.PROMPT)),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, a
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
 
-MAX_PROCESSES = 8  # each takes some hundred MiB
+MAX_PROCESSES = 16  # each takes some hundred MiB
 
 
 class Step(NamedTuple):

@@ -183,12 +183,7 @@ def test_parts_are_chosen_by_their_whole_names(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--first", "--only", "8B"])
     with pytest.raises(SystemExit):
         bench.main()
-    assert "--only: 8B: not among requirements; kernels of 8B compiled; " in capsys.readouterr().err
-
-
-def test_the_first_parts_fit_into_their_eight_minutes():
-    """EST: a part takes half of its limit, as in docs/measurements/gpu.md."""
-    assert sum(part.limit_s for part in FIRST) / 2 <= bench.FIRST_S
+    assert "--only: 8B: not among requirements; kernels compiled; " in capsys.readouterr().err
 
 
 LAYER = {"rms_norm_kernel": 2, "rotate_and_write_kernel": 1, "attend_kernel": 1, "gated_kernel": 1, "linear": 4}

@@ -9,7 +9,7 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 Launch = Callable[..., None]
 
@@ -34,6 +34,8 @@ class Target:
 class Variant:
     """A launch that Triton compiles a kernel for."""
 
+    key: str
+    """The same for launches that Triton compiles one kernel for."""
     kernel: JITFunction
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -47,21 +49,21 @@ class Variant:
 
 @contextmanager
 def variants(capability: int) -> Iterator[dict[str, Variant]]:
-    """Collect the variants that the `with` block would launch, each once, under a key. Nothing is launched."""
+    """Collect the variants that the `with` block would launch, each once, by key. Nothing is launched."""
     found: dict[str, Variant] = {}
 
     def item(kernel: JITFunction, grid: tuple[int, ...]) -> Launch:
         def note(*arguments: Any, **options: Any) -> None:
             _, specialization, chosen = kernel.create_binder()[-1](*arguments, **options)
             key = f"{kernel.fn.__name__} {specialization} {sorted(chosen.items())}"
-            found.setdefault(key, Variant(kernel, arguments, options, grid))
+            found.setdefault(key, Variant(key, kernel, arguments, options, grid))
 
         return note
 
     driver.set_active(Target(capability))
-    launch = JITFunction.__getitem__
-    JITFunction.__getitem__ = item
+    launch = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = item
     try:
         yield found
     finally:
-        JITFunction.__getitem__ = launch
+        KernelInterface.__getitem__ = launch
