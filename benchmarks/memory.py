@@ -21,9 +21,9 @@ from cluster.terminal.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.inputs import Added
+from engine.core.door.kernel import ModelLimits
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
@@ -168,7 +168,7 @@ def measure_groups(model: str, context: int, block_size: int) -> GroupsReport:
     pools = [BlockPool(need.of(context), block_size, null_block=need.group.spec.window is not None) for need in needs]
     kv_cache, limits = kv_cache_of([need.group.spec for need in needs], pools, WINDOW_STEP_TOKENS)
     config = EngineConfig(block_size=block_size, max_num_seqs=1, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, kv_cache, limits=ModelLimits(context, vocab_size=2), token_limits=limits)
+    scheduler = Scheduler(config, kv_cache, limits=ModelLimits(context, vocab_size=2), parts=limits)
     params = SamplingParams(max_tokens=DECODED, ignore_eos=True)
     request = scheduler.apply(
         Added(GenerateRequest(request_id="", prompt=[TOKEN] * (context - DECODED), params=params)), 0.0

@@ -110,6 +110,11 @@ class AdapterError(InvalidParameter):
         self.message, self.param = f"adapter {adapter!r}: {self.message}", "model"
         self.adapter = adapter
 
+    @classmethod
+    def without_slots(cls, adapter: str) -> AdapterError:
+        """Return the error of an engine that takes no adapters at all."""
+        return cls(adapter, "lora", adapter, "left out: this engine has no adapters")
+
 
 class AdapterNotFound(AdapterError):
     status, type = 404, "not_found_error"

@@ -13,6 +13,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Aborted, Added, GrammarSet
+from engine.core.door.kernel import ModelLimits
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds
@@ -25,7 +26,6 @@ from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
@@ -309,7 +309,7 @@ class Harness:
         snapshots = None
         if chunk:
             snapshots = BlockPool(num_snapshots, math.lcm(chunk, size), caching)
-        kv_cache, token_limits = kv_cache_of(
+        kv_cache, limits = kv_cache_of(
             specs_of(windows),
             self.pools,
             step_tokens,
@@ -328,9 +328,11 @@ class Harness:
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
-            speculation=speculator,
-            token_limits=[*token_limits, *([MicroBatches(stages)] if stages > 1 else [])],
-            adapters=adapters,
+            parts=[
+                *limits,
+                *([MicroBatches(stages)] if stages > 1 else []),
+                *(part for part in (speculator, adapters) if part is not None),
+            ],
             fetching=self.make_fetching(kv_cache, handoffs, offloading),
             offloading=offloading,
             holds=Holds(

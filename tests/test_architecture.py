@@ -163,6 +163,7 @@ OTHER_MODELS = """
     core/features/tiers/tier.py core/features/tiers/tier_writer.py core/features/tiers/command_queue.py
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
     core/features/part_inputs.py core/mail/part_mail.py core/mail/compilations.py
+    core/features/speculator.py core/features/images/encoder_cache_manager.py core/features/images/image_handoffs.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/block_usage.py core/request_cost.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
@@ -200,7 +201,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     lines = sum(
         bool(line.strip()) for file in set(path) - others for line in file.read_text(encoding="utf-8").splitlines()
     )
-    assert lines <= 16_290, f"{lines} lines"
+    assert lines <= 15_891, f"{lines} lines"
     text = (ROOT / "docs" / "reading_path.md").read_text(encoding="utf-8")
     (told,) = re.findall(r"about ([\d,]+) lines that are not blank", text)
     assert abs(int(told.replace(",", "")) - lines) < 300

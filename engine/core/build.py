@@ -14,25 +14,25 @@ from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
 from engine.core.costs.cost_ledger import CostLedger, nanoseconds
 from engine.core.costs.step_cost import StepTimes
+from engine.core.door.kernel import ModelLimits
+from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.speculator import NoSpeculation, Speculator, any_number
+from engine.core.features.speculator import Speculator, any_number
 from engine.core.features.tiers.tier import Tier
-from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.recorder import NoTape, Tape
@@ -110,7 +110,7 @@ def build_engine(
     open_channel = partial(
         make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
     )
-    kv_cache, token_limits = make_kv_cache(loaded)
+    kv_cache, limits_of_groups = make_kv_cache(loaded)
     step_times = StepTimes()
     offloading = make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff = loaded.config.handoff
@@ -123,13 +123,16 @@ def build_engine(
         kv_cache,
         limits=make_limits(loaded),
         handoffs=handoffs,
-        speculation=make_speculation(loaded, step_times),
-        images=make_images(loaded, image_channel.peer),
-        adapters=AdapterSlots(config.lora_slots) if loaded.config.enable_lora else None,
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
         holds=make_holds(loaded, kv_cache, offloading, clock),
-        token_limits=[*token_limits, *make_micro_batches(loaded)],
+        parts=[
+            *limits_of_groups,
+            *make_micro_batches(loaded),
+            *make_images(loaded, image_channel.peer),
+            *make_speculation(loaded, step_times),
+            *make_adapters(loaded),
+        ],
     )
     tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
     return EngineCore(
@@ -237,7 +240,7 @@ def make_channel(
     )
 
 
-def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[TokenLimit]]:
+def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
     config, model, runner = loaded.config, loaded.model, loaded.runner
     prefix_caching = config.enable_prefix_caching and not model.bidirectional
     snapshots, interval = None, 0
@@ -264,11 +267,15 @@ def make_compiler(loaded: Loaded) -> GrammarCompiler:
     return GrammarCompiler(loaded.folder, loaded.model.vocab_size, frozenset(loaded.model.eos_token_ids), closed=closed)
 
 
-def make_micro_batches(loaded: Loaded) -> list[TokenLimit]:
+def make_micro_batches(loaded: Loaded) -> list[Part]:
     stages, vision = loaded.config.pipeline_parallel_size, loaded.model.vision
     if stages == 1:
         return []
     return [MicroBatches(stages, 0 if vision is None else vision.mm_tokens_per_image)]
+
+
+def make_adapters(loaded: Loaded) -> list[Part]:
+    return [AdapterSlots(loaded.config.lora_slots)] if loaded.config.enable_lora else []
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:
@@ -399,10 +406,10 @@ def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id:
     )
 
 
-def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:
+def make_speculation(loaded: Loaded, step_times: StepTimes) -> list[Part]:
     config = loaded.config.speculative_config
     if config is None or loaded.model.head != "lm":
-        return NoSpeculation()
+        return []
     drafter: HostDrafter | None = None
     if config.method == "ngram":
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -411,14 +418,14 @@ def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSp
     recurrent = loaded.model.recurrent
     bound = any_number if recurrent is None else DraftBound(recurrent.kernel)
     costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel_size
-    return Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)
+    return [Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)]
 
 
-def make_images(loaded: Loaded, peer: Peer | None) -> EncoderCacheManager | TextOnly:
+def make_images(loaded: Loaded, peer: Peer | None) -> list[Part]:
     """peer: this engine as encode engines address it; None if there are none."""
     config, runner, vision = loaded.config, loaded.runner, loaded.model.vision
     if vision is None:
-        return TextOnly()
+        return []
     images = EncoderCacheManager(
         config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
     )
@@ -431,7 +438,7 @@ def make_images(loaded: Loaded, peer: Peer | None) -> EncoderCacheManager | Text
             num_blocks=len(runner.image_inbox),
             block_size=block_size,
         )
-    return images
+    return [images]
 
 
 def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:

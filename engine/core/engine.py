@@ -17,6 +17,7 @@ from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.mail.part_mail import PartMail
 from engine.core.output import Event
@@ -265,7 +266,7 @@ class EngineCore:
 
     def check_adapter(self, lora: LoRARequest) -> None:
         """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
-        self.scheduler.adapters.check(lora)
+        self.scheduler.parts[AdapterSlots].check_adapter(lora)
         self.mail.adapter_loader.check(lora)
 
     # -- state ---------------------------------------------------------------------------------------------

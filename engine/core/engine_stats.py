@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import EngineLoad
@@ -15,14 +17,16 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     held = pool.num_only_held
     used = max((other.num_used - other.num_only_held) / other.num_blocks for other in scheduler.kv_cache.pools)
     as_full_as_the_fullest = round(used * pool.num_blocks)
+    fields = dict[str, Any]()
+    for load in scheduler.parts.load:
+        fields |= load([*queue.waiting, *queue.running])
     return EngineLoad(
         sequences=len(queue.running) + scheduler.num_waiting + len(scheduler.handoffs.receiving),
         queued_tokens=queue.queued_tokens,
         blocks_used=max(pool.num_used - held, as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
         blocks_total=pool.num_blocks - held,
-        queued_embeds=scheduler.images.queued_embeds([*queue.waiting, *queue.running]),
-        adapters=tuple(scheduler.adapters.digests),
+        **fields,
     )
 
 
@@ -32,6 +36,9 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     pool = kv_cache.pool
     pools = kv_cache.pools_by_name if len(kv_cache.pools_by_name) > 1 else {}
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
+    fields = dict[str, Any]()
+    for report in scheduler.parts.report:
+        fields |= report()
     return EngineStats(
         running=len(queue.running),
         waiting=scheduler.num_waiting,
@@ -61,15 +68,11 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         moves=dict(scheduler.handoffs.moves),
         fetches=dict(scheduler.fetching.fetches),
         fetched_tokens=scheduler.fetching.fetched_tokens,
-        images_encoded=scheduler.images.num_encoded,
-        encoder_cache_hits=scheduler.images.num_hits,
-        spec_decode=scheduler.speculation.stats,
         kv_offload=scheduler.offloading.stats,
         holds=scheduler.holds.stats,
-        max_loras=scheduler.adapters.max_loras,
-        adapters=scheduler.adapters.digests,
         running_adapters=adapter_names(queue.running),
         waiting_adapters=adapter_names(queue.waiting),
+        **fields,
     )
 
 

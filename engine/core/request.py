@@ -228,6 +228,7 @@ class Request:
     stops here."""
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
     lora: LoRARequest | None = None
+    adapter_slot: int = -1  #: while it runs; -1 without an adapter
     pooling: PoolingParams | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: Grammar | FreeText = FREE_TEXT

@@ -12,22 +12,20 @@ from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
+from engine.core.door.kernel import ModelLimits
 from engine.core.door.outputs import Outputs, Receiver
-from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
+from engine.core.door.part import Part, Parts
 from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_loading import KVLoading
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
-from engine.core.features.speculator import NoSpeculation, Speculator
-from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event, StopConditions, last_delta, tokens_delta
 from engine.core.request import Request, State
-from engine.core.request_checks import ModelLimits, RequestChecks
+from engine.core.request_checks import RequestChecks
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
@@ -64,7 +62,7 @@ class Scheduler:
     Another engine can compute the KV of a prompt (`handoffs`). Meanwhile the request holds all blocks that the prompt
     needs. It gets a slot only once the KV has arrived, and continues as if its prompt had been cached.
 
-    Optional features are separate parts (`features/`) that the scheduler calls where they affect its decisions.
+    Optional features are `parts` (part.py), which the scheduler calls where they affect its decisions.
     """
 
     def __init__(
@@ -74,30 +72,23 @@ class Scheduler:
         *,
         limits: ModelLimits,
         handoffs: HandoffManager | None = None,
-        speculation: Speculator | NoSpeculation | None = None,
-        images: EncoderCacheManager | TextOnly | None = None,
-        adapters: AdapterSlots | NoAdapterSlots | None = None,
         offloading: KVOffloading | NoOffloading | None = None,
         fetching: KVFetching | NoFetching | None = None,
         holds: Holds | NoHolds | None = None,
-        token_limits: Sequence[TokenLimit] = (),
+        parts: Sequence[Part] = (),
     ):
-        """token_limits: parts that can lower how many tokens of a request a step computes, besides speculation and
-        images. The KV cache must have room for one request of `max_model_len`."""
+        """parts: in the order in which they are asked. The KV cache must have room for one request of
+        `max_model_len`."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
         self.queue = RequestQueue(config.max_num_seqs)
         self.handoffs = handoffs or HandoffManager()
-        self.speculation = speculation or NoSpeculation()
-        self.images = images or TextOnly()
-        self.adapters = adapters or NoAdapterSlots()
+        self.parts = Parts(parts)
         self.offloading = offloading or NoOffloading()
         self.fetching = fetching or NoFetching()
         self.loading = KVLoading(self.queue, self.offloading, self.fetching)
         self.holds = holds or NoHolds()
-        #: Every limit is called for each request in each step, so parts that limit nothing are left out.
-        self._token_limits = [*token_limits, *self.images.token_limits, *self.speculation.token_limits]
-        self._checks = RequestChecks(limits, self.images, self.handoffs, self.adapters)
+        self._checks = RequestChecks(limits, self.handoffs, self.parts)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self.moves = Moves(self.kv_cache, self.handoffs)
@@ -111,8 +102,10 @@ class Scheduler:
         self.next_deadline = math.inf  # the earliest of all live requests, or of one that has ended
         self.journal: Journal = NOBODY_LISTENS
         self.out = Outputs()
-        self.handoffs.out = self.images.handoffs.out = self.adapters.out = self.out
+        self.handoffs.out = self.out
         self.offloading.send_to(self.out)
+        for part in parts:
+            part.attach(self)
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +176,8 @@ class Scheduler:
         self._num_arrived += 1
         behind, given = self.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
-        request.images = self.images.share_pixels(request.images)
+        for opened in self.parts.opened:
+            opened(request)
         self.queue.add(request)
         if (deadline := request.clock.deadline_at) is not None and deadline < self.next_deadline:
             self.next_deadline = deadline
@@ -246,13 +240,13 @@ class Scheduler:
         if now >= self.next_deadline:
             self._abort_overdue(now)
         self.loading.update(now)
-        if self.speculation.waits_for(self.planned, len(self.queue.running)):
+        if not all(may_plan(self.planned, len(self.queue.running)) for may_plan in self.parts.may_plan):
             return None
         before = self.totals.preemptions
         self.holds.update(now)
         budget = self._plan_running()
         if not self._builder.requests:
-            self._start_limits(len(self.queue.running))  # a preempted request may have used them up
+            self._start_step(len(self.queue.running))  # a preempted request may have used them up
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
         if self.totals.preemptions == before or not self._builder.requests:
             self._admit(budget, now)
@@ -260,49 +254,44 @@ class Scheduler:
             return None
         self.totals.steps += 1
         builder, self._builder = self._builder, StepPlanBuilder()
-        plan = builder.plan(
-            self.totals.steps,
-            blocks=self.kv_cache.take_changes(),
-            states=self.kv_cache.take_states(builder.requests),
-            num_drafts=self.speculation.num_drafts(builder.requests),
-            images=self.images.take_changes(),
-        )
-        self.out.planned = plan.step
-        self.adapters.planned(builder.requests, plan.step)
+        self.out.planned = step = self.totals.steps
+        for planned in self.parts.planned:
+            planned(builder, step)
+        blocks = self.kv_cache.take_changes()
+        plan = builder.plan(step, blocks=blocks, states=self.kv_cache.take_states(builder.requests))
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, builder.requests))
         return plan
 
     def _plan_running(self) -> int:
         """Plan all running requests, in order. Returns the tokens left for waiting ones."""
-        budget, queue, draft = self.config.max_num_batched_tokens, list(self.queue.running), self.speculation.draft
-        self._start_limits(len(queue))
+        budget, queue = self.config.max_num_batched_tokens, list(self.queue.running)
+        limits, drafters = self.parts.up_to, self.parts.drafts
+        self._start_step(len(queue))
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING or request.is_undecided:
                 continue  # the first of these were preempted by one before them
             pending, left = request.pending, budget - behind
             count = pending if pending <= left else left
-            for limit in self._token_limits:
-                count = limit.up_to(request, count)
+            for up_to in limits:
+                count = up_to(request, count)
             tokens = request.computed + count
             if count > 0 and (tokens <= request.capacity or self._blocks.grow(request, tokens)):
-                if drafts := draft(request, count, left - count):
-                    drafts = self._fit(drafts, request, tokens)
-                    budget -= len(drafts)
+                drafts: list[int] = []
+                for draft in drafters:
+                    drafts += draft(request, count, left - count - len(drafts))
                 self._builder.compute(request, count, drafts)
-                budget -= count
+                budget -= count + len(drafts)
         return budget
 
-    def _start_limits(self, sequences: int) -> None:
-        for limit in self._token_limits:
-            limit.start_step(sequences)
+    def _start_step(self, sequences: int) -> None:
+        for start_step in self.parts.start_step:
+            start_step(sequences)
 
-    def _fit(self, drafts: list[int], request: Request, tokens: int) -> list[int]:
-        """Record and return the `drafts` that fit the request's blocks after its first `tokens` tokens."""
-        wanted = min(len(drafts) + self.speculation.lookahead, self.limits.max_model_len - tokens)
-        drafts = drafts[: self.kv_cache.extra(request, tokens, wanted)]
-        self.speculation.planned(request, len(drafts))
-        return drafts
+    def _shorten(self, request: Request, matched: int, block_size: int) -> int:
+        for shorten in self.parts.shorten:
+            matched = shorten(request, matched, block_size)
+        return matched
 
     def _admit(self, budget: int, now: float) -> None:
         """Start waiting requests, strictly in order, while budget, slots and blocks last."""
@@ -311,8 +300,8 @@ class Scheduler:
                 return  # it was preempted, and its last token has not arrived yet
             if request.is_undecided:
                 continue  # its next mask is still being computed, which may take long
-            if not self.adapters.may_start(request):
-                continue  # its adapter is still being loaded, or waits for a slot
+            if not all(may_start(request) for may_start in self.parts.may_start):
+                continue  # what it needs is still on its way
             needed = 1 if self.limits.chunked_prefill else len(request.tokens)
             startable = budget >= needed and self.queue.has_free_slot
             if not request.tables and not self._reserve(request, startable, now):
@@ -329,10 +318,10 @@ class Scheduler:
         """
         if not startable and not self.handoffs.may_receive(request):
             return False
-        matched = self.kv_cache.match(request, self.images.whole_prefix)
+        matched = self.kv_cache.match(request, self._shorten)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        if self.loading.load(request, matched, self.images.whole_prefix, self._blocks.watermark, now):
+        if self.loading.load(request, matched, self._shorten, self._blocks.watermark, now):
             return True
         cached = matched * self.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)
@@ -356,13 +345,15 @@ class Scheduler:
     def _start(self, request: Request, budget: int) -> int:
         """Move a request that holds its blocks into a slot and plan its first tokens. Returns how many are planned."""
         self.queue.run(request)
-        self._builder.add_sequence(request, self.adapters.start(request))
+        for started in self.parts.started:
+            started(request)
+        self._builder.add_sequence(request)
         self.kv_cache.add_sequence(request)
         if request.asked_by:
             self.handoffs.report(request, request.computed, self.block_size)
         count = min(request.pending, budget, request.capacity - request.computed)
-        for limit in self._token_limits:
-            count = limit.up_to(request, count)
+        for up_to in self.parts.up_to:
+            count = up_to(request, count)
         if count > 0:
             self._builder.compute(request, count)
         return count
@@ -380,18 +371,18 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, requests: list[Request], result: StepResult, now: float) -> None:
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
-        self.images.release(plan.received)
-        self.adapters.committed(plan.step)
+        for step_ended in self.parts.step_ended:
+            step_ended(plan)
         cache_blocks, before = self.kv_cache.cache_blocks, len(self.out.events)
-        verifies = bool(plan.drafts) or self.speculation.has_weights
+        verifiers = self.parts.verified
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)
         for i, (request, start, count, tokens, logprobs) in enumerate(columns):
             running = request.state is State.RUNNING
             if not running and request.state in (State.FINISHED, State.LEASED):
                 continue  # ended after this step was planned
             computed = start + count
-            if verifies and tokens:
-                rejected = self.speculation.verified(request, len(tokens) - 1, result.drafts.get(i, ()))
+            for verified in verifiers if tokens else ():
+                rejected = verified(request, len(tokens) - 1, result.drafts.get(i, ()))
                 computed -= rejected
                 request.computed -= rejected if running else 0
             if known := running and computed <= request.computed:  # else it was preempted meanwhile
@@ -442,7 +433,8 @@ class Scheduler:
         else:
             self.out.events.append(Event(request, delta))
             if constrains:
-                request.grammar.start_masks(self.speculation.guess(request))
+                guesses = [guess(request) for guess in self.parts.guess]
+                request.grammar.start_masks(guesses[0] if guesses else None)
 
     def _let_go(self, request: Request, last: TokenDelta, now: float) -> None:
         """End a request here, so that another engine continues it. last: the request's last delta from this engine."""
@@ -498,7 +490,8 @@ class Scheduler:
         self.totals.finished[reason] += 1
         self.metrics.observe_finished(request, reason, now)
         self.journal.ended(request, reason)
-        self.speculation.finish(request)
+        for ended in self.parts.ended:
+            ended(request)
         if not request.asked_by:
             why = f" ({error})" if error else ""
             request.note(f"ended: {reason}{why}, {request.num_output} output tokens")
@@ -520,8 +513,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
-        self.images.check()
-        self.adapters.check_slots(self.queue.running)
+        for audit in self.parts.audit:
+            audit(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
         self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.loading.requests)
         self.offloading.check()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.core.features.images.encoder_cache_manager import ImageChanges
 from engine.core.kv_cache_manager import StateChanges
 from engine.core.request import Request
-from engine.wire.plan import BlockChange, NewSequence, StepPlan
+from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StepPlan
 
 
 class StepPlanBuilder:
@@ -19,9 +19,14 @@ class StepPlanBuilder:
         self._counts: list[int] = []
         self._samples: list[bool] = []
         self._drafts: dict[int, list[int]] = {}
+        #: What parts add, as in StepPlan.
+        self.num_drafts = 0
+        self.encoded: list[MultiModalFeatureSpec] = []
+        self.forgotten: list[bytes] = []
+        self.received: list[ReceivedImage] = []
 
-    def add_sequence(self, request: Request, adapter: int = -1) -> None:
-        """Add a request that just got a slot to the runner's sequences. adapter: slot of its adapter, -1 for none."""
+    def add_sequence(self, request: Request) -> None:
+        """Add a request that just got a slot to the runner's sequences."""
         tokens, params = list(request.tokens), request.params
         images = [image.without_pixels() for image in request.images]
         self._added.append(
@@ -33,7 +38,7 @@ class StepPlanBuilder:
                 seed=request.seed,
                 pooling=request.pooling,
                 images=images,
-                adapter=adapter,
+                adapter=request.adapter_slot,
             )
         )
 
@@ -55,9 +60,7 @@ class StepPlanBuilder:
         request.computed = start + count
         request.in_flight += samples
 
-    def plan(
-        self, step: int, *, blocks: list[BlockChange], states: StateChanges, num_drafts: int, images: ImageChanges
-    ) -> StepPlan:
+    def plan(self, step: int, *, blocks: list[BlockChange], states: StateChanges) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
@@ -74,10 +77,10 @@ class StepPlanBuilder:
             masked=list(masks),
             masks=b"".join(masks.values()),
             drafts=self._drafts,
-            num_drafts=num_drafts,
-            encoded=images.encoded,
-            forgotten=images.forgotten,
-            received=images.received,
+            num_drafts=self.num_drafts,
+            encoded=self.encoded,
+            forgotten=self.forgotten,
+            received=self.received,
             restored=states.restored,
             saved=states.saved,
         )

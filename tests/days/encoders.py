@@ -131,7 +131,7 @@ class ImageEngine(Engine):
     def kv_of(self, request: Request, start: int, end: int, before: int) -> list[int]:
         return chain(inputs(request.tokens, request.images)[start:end], before)
 
-    def make_images(self, config: EngineConfig, clock: Clock) -> EncoderCacheManager:
+    def make_images(self, config: EngineConfig, clock: Clock) -> list[EncoderCacheManager]:
         size = self.cluster.size.images
         assert size is not None
         images = EncoderCacheManager(size.cache, config.max_num_batched_tokens, IMAGE, size.whole)
@@ -149,11 +149,11 @@ class ImageEngine(Engine):
                 num_blocks=num_blocks,
                 block_size=config.block_size,
             )
-        return images
+        return [images]
 
     def check(self) -> None:
         super().check()
-        handoffs = self.core.scheduler.images.handoffs
+        handoffs = self.core.scheduler.parts[EncoderCacheManager].handoffs
         if isinstance(handoffs, ImageHandoffs):
             handoffs.check([image for plan, _ in self.core.scheduler.planned for image in plan.received])
 
@@ -195,7 +195,7 @@ class ImagePart(Part):
     def check_end(self) -> None:
         for deployment in self._cluster.deployments.values():
             for replica in deployment.replicas:
-                handoffs, engine = replica.engine.core.scheduler.images.handoffs, replica.engine
+                handoffs, engine = replica.engine.core.scheduler.parts[EncoderCacheManager].handoffs, replica.engine
                 if isinstance(handoffs, ImageHandoffs) and engine.alive and not engine.paused:
                     engine.check()
                     nothing(f"{replica.engine_id}: images on their way", handoffs.receiving)
@@ -204,7 +204,7 @@ class ImagePart(Part):
     def count(self) -> None:
         seen = self._cluster.seen
         for engine in self._cluster.engines.values():
-            images = engine.core.scheduler.images
+            images = engine.core.scheduler.parts[EncoderCacheManager]
             what = "by an encode engine" if isinstance(engine, EncodeEngine) else "by an engine that needs it"
             seen[f"image encoded {what}"] += images.num_encoded
             seen["image found in the encoder cache"] += images.num_hits

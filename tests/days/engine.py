@@ -17,10 +17,12 @@ from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.block_pool import BlockObserver, BlockPool
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
+from engine.core.door.kernel import ModelLimits
+from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import NoOffloading
@@ -30,7 +32,6 @@ from engine.core.features.speculator import Speculator
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
 from engine.core.request import Request
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.endpoint import EngineEndpoint
 from engine.distributed.no_broadcaster import NoBroadcaster
@@ -170,10 +171,10 @@ class Engine:
                 block_bytes=[size * 1000],
                 min_tokens=size,
             )
-        stages, speculation = cluster.size.stages, None
+        stages, speculation = cluster.size.stages, list[Part]()
         if cluster.size.drafts:
             drafting = SpeculativeConfig(method="ngram")
-            speculation = Speculator(drafting, NgramDrafter(1, 3), times.drafting.of, VOCAB, stages=stages)
+            speculation = [Speculator(drafting, NgramDrafter(1, 3), times.drafting.of, VOCAB, stages=stages)]
         scheduler = Scheduler(
             config,
             kv_cache,
@@ -181,9 +182,11 @@ class Engine:
             handoffs=handoffs,
             offloading=offloading,
             fetching=fetching,
-            speculation=speculation,
-            images=self.make_images(config, clock),
-            token_limits=[MicroBatches(stages, self.whole_images)] if stages > 1 else [],
+            parts=[
+                *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
+                *self.make_images(config, clock),
+                *speculation,
+            ],
         )
         kv_cache.pool.observers.append(Names(self.named_kv, size, self.kv_of))
         self.core = EngineCore(
@@ -237,8 +240,8 @@ class Engine:
         """Return the KV that tokens [start, end) must have. before: that of the token before."""
         return chain(request.tokens[start:end], before)
 
-    def make_images(self, config: EngineConfig, clock: Clock) -> TextOnly | EncoderCacheManager:
-        return TextOnly()
+    def make_images(self, config: EngineConfig, clock: Clock) -> list[EncoderCacheManager]:
+        return []
 
     def check(self) -> None:
         """Check the books, after every step."""

@@ -15,6 +15,7 @@ from unittest import mock
 
 from deployments.jobs import job as job_module
 from deployments.quotas.key_quota import NO_QUOTA, NoQuota
+from engine.core.features.speculator import Speculator
 from engine.errors import ServingError
 from engine.wire import timeline
 from engine.wire.generate_request import GenerateRequest
@@ -195,7 +196,8 @@ class World:
             outcome.steps += scheduler.totals.steps
             seen["role change"] += scheduler.handoffs.role_changes
             seen["preemption"] += scheduler.totals.preemptions
-            if drafts := scheduler.speculation.stats:
+            if (speculator := scheduler.parts.get(Speculator)) is not None:
+                drafts = speculator.totals
                 seen["draft accepted"] += drafts.num_accepted_tokens
                 seen["draft rejected"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
             for result, count in scheduler.handoffs.moves.items():

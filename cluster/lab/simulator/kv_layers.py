@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cluster.lab.simulator.cost_model import Card, ModelShape, usable_bytes
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.door.part import Part
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
@@ -28,7 +28,7 @@ class KVLayers:
     snapshot_interval: int = 0  #: tokens from one snapshot inside a long prompt to the next
     block_bytes: tuple[int, ...] = ()  #: of a block of each group on all ranks, and of a snapshot, for costs
 
-    def manager(self, config: EngineConfig) -> tuple[KVCacheManager, list[TokenLimit]]:
+    def manager(self, config: EngineConfig) -> tuple[KVCacheManager, list[Part]]:
         """Return the manager and limits that an engine with these sizes builds."""
         size, caching = config.known_block_size, config.enable_prefix_caching
         pools = [

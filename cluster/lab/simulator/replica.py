@@ -16,6 +16,7 @@ from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Added, AddedRemote, MovesAsked
+from engine.core.door.kernel import ModelLimits
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading
@@ -23,7 +24,6 @@ from engine.core.features.part_inputs import HandoffWentOn, TiersAnswered, TimeP
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.wire.generate_request import GenerateRequest
@@ -64,14 +64,14 @@ class Replica:
         self.busy_s = 0.0  # seconds in steps
         pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
         layers = spec.kv_layers
-        kv_cache, token_limits = (KVCacheManager(pool), []) if layers is None else layers.manager(config)
+        kv_cache, limits = (KVCacheManager(pool), []) if layers is None else layers.manager(config)
         self.scheduler = Scheduler(
             config,
             kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
             offloading=None if make_tier is None else make_tier(kv_cache, times or StepTimes()),
-            token_limits=token_limits,
+            parts=limits,
         )
         self.meter: NoMeter | EngineMeter = NoMeter()
         if spec.prices != FREE:

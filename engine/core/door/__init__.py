@@ -1,1 +1,1 @@
-"""The one way into a scheduler, and who listens at it."""
+"""What stands between a scheduler and everything else: what enters and leaves it, who listens, and its parts."""

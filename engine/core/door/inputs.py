@@ -65,6 +65,6 @@ class CacheCleared(Input, frozen=True):
 class PartInput(Input, frozen=True):
     """An input for a part. `Scheduler.apply` returns what the part answers."""
 
-    def apply(self, parts: Any, now: float) -> Any:
-        """Pass the input on. parts: a scheduler, of whose parts this is for one."""
+    def apply(self, scheduler: Any, now: float) -> Any:
+        """Pass the input on to the part of a scheduler for which it is."""
         raise NotImplementedError

@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from engine.core.door.outputs import Outputs
+from engine.core.door.part import Part
 from engine.core.request import Request
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import AdapterError
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import AdapterLoad, LoRARequest
-
-
-class NoAdapterSlots:
-    """Stand-in for AdapterSlots in an engine without slots. Has the methods that a scheduler calls."""
-
-    max_loras = 0
-    loading = False
-
-    def __init__(self) -> None:
-        self.out = Outputs()
-
-    def check(self, lora: LoRARequest | None) -> None:
-        """Raise AdapterError if this engine cannot compute requests with the adapter."""
-        if lora is not None:
-            raise AdapterError(lora.lora_name, "lora", lora.lora_name, "left out: this engine has no adapters")
-
-    def may_start(self, request: Request) -> bool:
-        return True
-
-    def start(self, request: Request) -> int:
-        return -1
-
-    def planned(self, requests: list[Request], step: int) -> None:
-        pass
-
-    def committed(self, step: int) -> None:
-        pass
-
-    def new_load(self, lora: LoRARequest) -> int:
-        self.check(lora)
-        return 0
-
-    def loaded(self, number: int, failed: bool) -> LoRARequest | None:
-        return None
-
-    def check_slots(self, running: list[Request]) -> None:
-        pass
-
-    @property
-    def digests(self) -> list[str]:
-        return []
+from engine.wire.plan import StepPlan
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(slots=True, eq=False)  # compared by identity
@@ -72,7 +37,7 @@ class AdapterSlot:
         return "" if self.lora is None else self.lora.digest
 
 
-class AdapterSlots:
+class AdapterSlots(Part):
     """Gives each adapter of running requests a slot. A new adapter replaces the least recently used one.
 
     A request whose adapter is not in a slot is skipped, so that later ones start meanwhile. If running sequences use
@@ -80,9 +45,10 @@ class AdapterSlots:
     wait behind it, so a popular adapter cannot keep another adapter out for ever.
     """
 
+    field = "lora"
+
     def __init__(self, max_loras: int):
         self.slots = [AdapterSlot() for _ in range(max_loras)]
-        self.out = Outputs()  # the scheduler's
         self._by_digest: dict[str, AdapterSlot] = {}
         self._running: dict[Request, AdapterSlot] = {}
         self._committed = 0
@@ -102,8 +68,13 @@ class AdapterSlots:
         """Digests of the adapters that requests can start with now."""
         return [slot.digest for slot in self.slots if slot.lora is not None and not slot.load]
 
-    def check(self, lora: LoRARequest | None) -> None:
-        if lora is not None and not lora.digest:
+    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
+        if asked.lora is not None:
+            self.check_adapter(asked.lora)
+
+    def check_adapter(self, lora: LoRARequest) -> None:
+        """Raise AdapterError if this engine cannot compute requests with the adapter."""
+        if not lora.digest:
             raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
 
     def may_start(self, request: Request) -> bool:
@@ -117,27 +88,29 @@ class AdapterSlots:
             return False
         return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
 
-    def start(self, request: Request) -> int:
-        """Record that a request starts to run. Returns the slot of its adapter, or -1 if it has none."""
-        if request.lora is None:
-            return -1
-        slot = self._running[request] = self._by_digest[request.lora.digest]
-        slot.kept_for = None
-        return self.slots.index(slot)
+    def started(self, request: Request) -> None:
+        if request.lora is not None:
+            slot = self._running[request] = self._by_digest[request.lora.digest]
+            slot.kept_for = None
+            request.adapter_slot = self.slots.index(slot)
 
-    def planned(self, requests: list[Request], step: int) -> None:
-        """Record which requests a step computes."""
-        for request in requests:
+    def planned(self, plan: StepPlanBuilder, step: int) -> None:
+        for request in plan.requests:
             if request.lora is not None:
                 self._running[request].last_step = step
 
-    def committed(self, step: int) -> None:
-        """Record that a step has ended."""
-        self._committed = step
+    def step_ended(self, plan: StepPlan) -> None:
+        self._committed = plan.step
+
+    def load(self, requests: Iterable[Request]) -> dict[str, Any]:
+        return {"adapters": tuple(self.digests)}
+
+    def report(self) -> dict[str, Any]:
+        return {"max_loras": self.max_loras, "adapters": self.digests}
 
     def new_load(self, lora: LoRARequest) -> int:
         """Ask the ranks to read an adapter into host memory. Returns the command's number."""
-        self.check(lora)
+        self.check_adapter(lora)
         load = AdapterLoad(self._new_number(), lora)
         self.out.post("adapters", load)
         return load.number
@@ -153,7 +126,7 @@ class AdapterSlots:
             self._empty(slot)
         return lora if failed else None
 
-    def check_slots(self, running: list[Request]) -> None:
+    def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a running request's adapter is not in a slot."""
         for request in running:
             if request.lora is not None:

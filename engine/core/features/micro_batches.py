@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.door.part import Part
 from engine.core.request import Request
 
 LEAST_CHUNK = 256
@@ -9,7 +10,7 @@ LEAST_CHUNK = 256
 which `python -m benchmarks.pipeline_stages chunks` measures on a CPU."""
 
 
-class MicroBatches:
+class MicroBatches(Part):
     """Token limit of an engine with pipeline stages.
 
     A request waits while a step in flight samples its next token. A step samples for at most 1 / stages of the running

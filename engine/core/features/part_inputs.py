@@ -1,19 +1,19 @@
-"""What enters a scheduler for one of its parts."""
+"""What enters a scheduler for one of its scheduler."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from engine.core.door.inputs import PartInput
-from engine.core.features.adapter_slots import AdapterSlots, NoAdapterSlots
+from engine.core.door.kernel import Kernel
+from engine.core.door.part import Parts
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import STUCK, HandoffManager
 from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_loading import KVLoading
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.request_queue import RequestQueue
-from engine.errors import Overloaded, ServingError
+from engine.errors import AdapterError, Overloaded
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
@@ -21,26 +21,17 @@ from engine.wire.messages import PrefillReplica
 from engine.wire.stats.handoff_stats import Role
 
 
-class Parts(Protocol):
-    """A scheduler as its parts see it."""
+class Scheduler(Kernel, Protocol):
+    """A scheduler with its parts, and with what is no part yet."""
 
-    queue: RequestQueue
+    parts: Parts
     handoffs: HandoffManager
-    images: EncoderCacheManager | TextOnly
     fetching: KVFetching | NoFetching
     holds: Holds | NoHolds
-    adapters: AdapterSlots | NoAdapterSlots
     loading: KVLoading
-    offloading: KVOffloading | NoOffloading
-
-    def apply(self, given: PartInput, now: float) -> Any:
-        """Take an input."""
 
     def handle(self, event: HandoffEvent, now: float) -> None:
         """Record the progress of a handoff."""
-
-    def abort(self, request_id: str, now: float, error: ServingError | None = None) -> None:
-        """End a request, as Aborted does."""
 
 
 class HandoffWentOn(PartInput, frozen=True):
@@ -48,16 +39,16 @@ class HandoffWentOn(PartInput, frozen=True):
 
     event: HandoffEvent
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.handle(self.event, now)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.handle(self.event, now)
 
 
 class StuckRefused(PartInput, frozen=True):
     """Refuses the prompts of other engines that could wait for blocks for ever (HandoffManager.stuck)."""
 
-    def apply(self, parts: Parts, now: float) -> None:
-        for request in parts.handoffs.stuck(parts.queue, now):
-            parts.abort(request.request_id, now, Overloaded(STUCK))
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        for request in scheduler.handoffs.stuck(scheduler.queue, now):
+            scheduler.abort(request.request_id, now, Overloaded(STUCK))
 
 
 class ReplicasSet(PartInput, frozen=True):
@@ -65,15 +56,15 @@ class ReplicasSet(PartInput, frozen=True):
 
     replicas: list[PrefillReplica]
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.handoffs.set_prefill_replicas(self.replicas)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.handoffs.set_prefill_replicas(self.replicas)
 
 
 class RoleSet(PartInput, frozen=True):
     role: Role
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.handoffs.switch(self.role)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.handoffs.switch(self.role)
 
 
 class LinksRest(PartInput, frozen=True):
@@ -83,13 +74,13 @@ class LinksRest(PartInput, frozen=True):
     of_images: bool = False
     """Whether these are the links to encode engines."""
 
-    def apply(self, parts: Parts, now: float) -> None:
+    def apply(self, scheduler: Scheduler, now: float) -> None:
         if self.of_images:
-            parts.images.handoffs.resting = self.engines
+            scheduler.parts[EncoderCacheManager].handoffs.resting = self.engines
             return
-        parts.fetching.resting = self.engines
-        if parts.handoffs.policy is not None:
-            parts.handoffs.policy.resting = self.engines
+        scheduler.fetching.resting = self.engines
+        if scheduler.handoffs.policy is not None:
+            scheduler.handoffs.policy.resting = self.engines
 
 
 class ImageWentOn(PartInput, frozen=True):
@@ -97,8 +88,8 @@ class ImageWentOn(PartInput, frozen=True):
 
     event: HandoffEvent
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.images.handoffs.handle(self.event)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.parts[EncoderCacheManager].handoffs.handle(self.event)
 
 
 class EncodersSet(PartInput, frozen=True):
@@ -106,8 +97,8 @@ class EncodersSet(PartInput, frozen=True):
 
     replicas: list[PrefillReplica]
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.images.handoffs.replicas = self.replicas
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.parts[EncoderCacheManager].handoffs.replicas = self.replicas
 
 
 class HoldsReleased(PartInput, frozen=True):
@@ -116,8 +107,8 @@ class HoldsReleased(PartInput, frozen=True):
     name: str
     client: str | None
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.holds.release(self.name, self.client)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.holds.release(self.name, self.client)
 
 
 class HoldsGiven(PartInput, frozen=True):
@@ -125,16 +116,16 @@ class HoldsGiven(PartInput, frozen=True):
 
     limit: int
 
-    def apply(self, parts: Parts, now: float) -> Any:
-        return parts.holds.give(self.limit, now)
+    def apply(self, scheduler: Scheduler, now: float) -> Any:
+        return scheduler.holds.give(self.limit, now)
 
 
 class TimePassed(PartInput, frozen=True):
     """Holds and tiers go on in an engine that plans no more steps."""
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.holds.update(now)
-        parts.loading.update(now)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.holds.update(now)
+        scheduler.loading.update(now)
 
 
 class AdapterNumbered(PartInput, frozen=True):
@@ -142,8 +133,10 @@ class AdapterNumbered(PartInput, frozen=True):
 
     lora: LoRARequest
 
-    def apply(self, parts: Parts, now: float) -> int:
-        return parts.adapters.new_load(self.lora)
+    def apply(self, scheduler: Scheduler, now: float) -> int:
+        if (slots := scheduler.parts.get(AdapterSlots)) is None:
+            raise AdapterError.without_slots(self.lora.lora_name)
+        return slots.new_load(self.lora)
 
 
 class AdapterRead(PartInput, frozen=True):
@@ -154,15 +147,15 @@ class AdapterRead(PartInput, frozen=True):
     error: Any = None
     """A ServingError if it has failed on a rank."""
 
-    def apply(self, parts: Parts, now: float) -> None:
-        lora = parts.adapters.loaded(self.number, failed=self.error is not None)
-        waiting = [] if lora is None else [r for r in parts.queue.waiting if r.prefix.adapter == lora.digest]
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        lora = scheduler.parts[AdapterSlots].loaded(self.number, failed=self.error is not None)
+        waiting = [] if lora is None else [r for r in scheduler.queue.waiting if r.prefix.adapter == lora.digest]
         for request in waiting:
-            parts.abort(request.request_id, now, self.error)
+            scheduler.abort(request.request_id, now, self.error)
 
 
 class TiersAnswered(PartInput, frozen=True):
     answers: list[TierAnswer | StoreListing]
 
-    def apply(self, parts: Parts, now: float) -> None:
-        parts.loading.answered(self.answers, now)
+    def apply(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.loading.answered(self.answers, now)

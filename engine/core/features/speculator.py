@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import islice, takewhile
+from typing import Any
 
 from engine.config import SpeculativeConfig
 from engine.config_sections import MAX_SPECULATIVE_TOKENS
-from engine.core.features.token_limit import TokenLimit
+from engine.core.door.kernel import Kernel
+from engine.core.door.part import Part
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
@@ -29,42 +33,14 @@ def unwatched(drafter: SequenceDrafter) -> SequenceDrafter:
     return drafter
 
 
-class NoSpeculation:
-    """Stand-in for Speculator in an engine without speculative decoding."""
-
-    token_limits: tuple[TokenLimit, ...] = ()
-    has_weights = False
-    lookahead = 0
-    stats: SpecDecodeStats | None = None
-    watch: Callable[[SequenceDrafter], SequenceDrafter] = staticmethod(unwatched)
-
-    def waits_for(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
-        return False
-
-    def draft(self, request: Request, count: int, capacity: int) -> list[int]:
-        return []
-
-    def planned(self, request: Request, count: int) -> None:
-        pass
-
-    def num_drafts(self, requests: list[Request]) -> int:
-        return 0
-
-    def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
-        return 0
-
-    def guess(self, request: Request) -> list[int] | None:
-        return None
-
-    def finish(self, request: Request) -> None:
-        pass
-
-
-class Speculator:
+class Speculator(Part):
     """Drafts tokens for the decoding requests of one scheduler.
 
     A request is not planned ahead while its drafts are being verified, or while drafts may follow its token in flight.
     """
+
+    _kv_cache: KVCacheManager
+    _max_model_len: int
 
     def __init__(
         self,
@@ -90,10 +66,6 @@ class Speculator:
         self.watch: Callable[[SequenceDrafter], SequenceDrafter] = unwatched
 
     @property
-    def token_limits(self) -> tuple[TokenLimit, ...]:
-        return (self,)
-
-    @property
     def has_weights(self) -> bool:
         """Whether the drafter has weights and proposes tokens in the runner's steps."""
         return self._drafter is None
@@ -108,28 +80,30 @@ class Speculator:
         """A copy of the totals."""
         return deepcopy(self.totals)
 
-    def num_drafts(self, requests: list[Request]) -> int:
-        """Return how many tokens a drafter with weights should propose per request at the end of this step."""
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        self._kv_cache, self._max_model_len = kernel.kv_cache, kernel.limits.max_model_len
+
+    def planned(self, plan: StepPlanBuilder, step: int) -> None:
+        """Decide how many tokens a drafter with weights should propose per request at the end of this step."""
         self._num_proposed = 0
         if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
-            sequences = [
-                (self._start(request), len(request.tokens)) for request in requests if not request.drafts.prediction
-            ]
+            drafted = [request for request in plan.requests if not request.drafts.prediction]
+            sequences = [(self._start(request), len(request.tokens)) for request in drafted]
             self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
-        return self._num_proposed
+        plan.num_drafts = self._num_proposed
 
-    def waits_for(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
-        """Return whether the next step should be planned only after those in flight. running: number of requests.
+    def may_plan(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
+        """Return False if the next step should be planned only after those in flight.
 
         A request cannot be planned while its drafts are verified. If all others were, these two groups would run in
         turns from then on, each with half of the rows, and a step reads all weights for them. To wait costs the time
         that the host takes to plan, and nothing while a drafter with weights runs.
         """
         drafted = sum(len(plan.drafts) for plan, _ in planned) if self._stages == 1 else 0
-        return drafted > 0 and (self.has_weights or drafted >= MANY * running)
+        return not (drafted > 0 and (self.has_weights or drafted >= MANY * running))
 
     def start_step(self, sequences: int) -> None:
-        """Begin to plan a step. sequences: number of running sequences."""
         cost = sequences, *self._step_cost(sequences)
         if cost != self._cost:
             self._cost, self._undrafted = cost, StepDrafts(*cost)
@@ -149,6 +123,15 @@ class Speculator:
             return limit > 0 and self._num_proposed > 0
         return limit > 0 and len(drafts.drafter.propose(limit + 1)) > 1
 
+    def drafts(self, request: Request, count: int, capacity: int) -> list[int]:
+        if not (drafts := self.draft(request, count, capacity)):
+            return drafts
+        tokens = request.computed + count
+        wanted = min(len(drafts) + self.lookahead, self._max_model_len - tokens)
+        drafts = drafts[: self._kv_cache.extra(request, tokens, wanted)]
+        self.verifies(request, len(drafts))
+        return drafts
+
     def draft(self, request: Request, count: int, capacity: int) -> list[int]:
         """Return up to `capacity` drafts for a step that computes `count` tokens of a request; none unless the step
         computes just its newest token."""
@@ -163,8 +146,7 @@ class Speculator:
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
     def guess(self, request: Request) -> list[int]:
-        """Return drafts that may follow the newest token of a request, ignoring its grammar. Leaves out those that only
-        the device knows."""
+        """Return drafts as Part.guess says, without those that only the device knows."""
         return [token for token in self._guess(request, MAX_SPECULATIVE_TOKENS) if token != ON_DEVICE]
 
     def _guess(self, request: Request, capacity: int) -> list[int]:
@@ -185,7 +167,7 @@ class Speculator:
         tokens = takewhile(lambda token: 0 <= token < size or token == ON_DEVICE, some)
         return list(islice(tokens, self._step.length(drafts.acceptance(length), limit)))
 
-    def planned(self, request: Request, count: int) -> None:
+    def verifies(self, request: Request, count: int) -> None:
         """Record that the next step verifies `count` drafts of a request."""
         drafts = self._start(request)
         drafts.in_flight = count
@@ -194,11 +176,7 @@ class Speculator:
         self._step.add(drafts.acceptance(len(request.tokens)), count)
 
     def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
-        """Record the outcome of a step for a request. Returns how many of its drafts in flight were rejected.
-
-        accepted: number of accepted drafts. proposed: tokens that a drafter with weights proposes after the newest one,
-        as in StepResult.
-        """
+        """Return how many of a request's drafts in flight were rejected, and learn from it."""
         drafts = request.drafts
         drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)
         if drafted:
@@ -208,13 +186,16 @@ class Speculator:
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 
-    def finish(self, request: Request) -> None:
+    def ended(self, request: Request) -> None:
         """Learn from a request that has ended."""
         drafts = request.drafts
         if drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
         if self._drafter is not None:
             self._drafter.finish(request.tokens, request.num_prompt, request.prefix.salt)
+
+    def report(self) -> dict[str, Any]:
+        return {"spec_decode": self.stats}
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, and set up its drafter the first time."""

@@ -12,6 +12,7 @@ from engine.clock import Clock
 from engine.core.door import inputs
 from engine.core.engine import EngineCore
 from engine.core.features import part_inputs
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
@@ -224,11 +225,12 @@ class EngineEndpoint:
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
         core, channel, image_channel = self._core, self._core.mail.channel, self._core.mail.image_channel
+        images = core.scheduler.parts.get(EncoderCacheManager)
         match command:
             case PrefillReplicas(replicas, "encode") if image_channel.peer is not None:
                 core.apply(part_inputs.EncodersSet(replicas))
                 return
-            case RemoteRequestFailed(handoff_id) if core.scheduler.images.handoffs.owns(handoff_id):
+            case RemoteRequestFailed(handoff_id) if images is not None and images.handoffs.owns(handoff_id):
                 image_channel.submit(command)
                 return
         if channel.peer is None:
@@ -282,6 +284,7 @@ class EngineEndpoint:
     def _send_status(self, now: float) -> None:
         scheduler, mail = self._core.scheduler, self._core.mail
         handoffs, channel, image_channel = scheduler.handoffs, mail.channel, mail.image_channel
+        images = scheduler.parts.get(EncoderCacheManager)
         status = EngineStatus(
             engine_id=self._engine_id,
             ended=self._ended,
@@ -291,7 +294,7 @@ class EngineEndpoint:
             image_handoffs=image_channel.stats(),
             live_handoffs=[*channel.snapshot(), *image_channel.snapshot()][:MAX_LIVE_HANDOFFS],
             fingerprint=handoffs.fingerprint,
-            encode_fingerprint=self._core.scheduler.images.handoffs.fingerprint,
+            encode_fingerprint="" if images is None else images.handoffs.fingerprint,
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), image_channel.refused_by_ranks()),
             role=handoffs.role,
             role_changes=handoffs.role_changes,

@@ -109,9 +109,9 @@ class ImageShapes(msgspec.Struct, frozen=True, array_like=True):
     def prompt(self, num_tokens: int, scheduler: Scheduler) -> list[int]:
         """Return tokens with the placeholders of the images."""
         tokens = ordinary(num_tokens)
-        assert isinstance(scheduler.images, EncoderCacheManager)
+        image_token_id = scheduler.parts[EncoderCacheManager].image_token_id
         for span, count in zip(self.spans, self.num_embeds, strict=True):
-            tokens[span.offset : span.offset + count] = [scheduler.images.image_token_id] * count
+            tokens[span.offset : span.offset + count] = [image_token_id] * count
         return tokens
 
     def images(self, answers: Answers) -> list[MultiModalFeatureSpec]:
@@ -264,7 +264,7 @@ class ImageShape(Shape, frozen=True):
     """Why it has failed; None if it has not."""
 
     def live(self, scheduler: Scheduler, answers: Answers) -> ImageWentOn:
-        handoffs = scheduler.images.handoffs
+        handoffs = scheduler.parts[EncoderCacheManager].handoffs
         assert isinstance(handoffs, ImageHandoffs)
         handoff_id = handoffs.id_of(self.handoff)
         if self.failed is None:

@@ -27,7 +27,7 @@ from engine.core.features.part_inputs import (
     ImageWentOn,
     TiersAnswered,
 )
-from engine.core.features.speculator import NoSpeculation, unwatched
+from engine.core.features.speculator import Speculator, unwatched
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
@@ -137,11 +137,12 @@ class Tape(Journal):
         self._arriving: Request | None = None  # its KV comes by the input that is under way, but it has ended
         self._look_at = -math.inf
         #: Whether steps can yield more than one token for each sequence, or tokens for other engines.
-        self._has_details = not isinstance(scheduler.speculation, NoSpeculation)
+        self._has_details = (speculator := scheduler.parts.get(Speculator)) is not None
         if isinstance(offloading := scheduler.offloading, KVOffloading):
             self._names = TapedNames(offloading.name_of, self._ring)
             offloading.set_names(self._names)
-        scheduler.speculation.watch = DrafterWatch(self._ring)
+        if speculator is not None:
+            speculator.watch = DrafterWatch(self._ring)
         scheduler.journal = self
         self._begin()
 
@@ -224,7 +225,8 @@ class Tape(Journal):
         self._scheduler.journal = NOBODY_LISTENS
         if self._names is not None:
             self._scheduler.offloading.set_names(self._names.name_of)
-        self._scheduler.speculation.watch = unwatched
+        if (speculator := self._scheduler.parts.get(Speculator)) is not None:
+            speculator.watch = unwatched
         self._ring.end()
         self._copy.close()
 

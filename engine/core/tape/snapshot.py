@@ -21,14 +21,16 @@ from engine.core.block_usage import BlockAccount, BlockUsage, KVCost
 from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
+from engine.core.door.kernel import ModelLimits
 from engine.core.door.outputs import Outputs
-from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
+from engine.core.door.part import HOOKS, Part, Parts, overrides
+from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots
 from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold
 from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
 from engine.core.features.kv_fetching import KVFetching, NoFetching, PendingFetch
 from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinator
@@ -39,7 +41,7 @@ from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoOffloa
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.moves import Moves
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.speculator import NoSpeculation, Speculator, any_number
+from engine.core.features.speculator import Speculator, any_number
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import FoundHold, Kept, SavedHolds
 from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes
@@ -57,7 +59,7 @@ from engine.core.request import (
     State,
     StateSnapshot,
 )
-from engine.core.request_checks import ModelLimits, RequestChecks
+from engine.core.request_checks import RequestChecks
 from engine.core.request_cost import RequestCost
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
@@ -119,13 +121,13 @@ KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlockUsage, BlocksAsked,
     CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
-    KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves, NoAdapterSlots,
-    NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoSpeculation, NoUsage,
-    OneSnapshot, Outputs, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt,
+    KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
+    NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoUsage,
+    OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt,
     Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates,
     SavedHolds,
     Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
-    StepPlanBuilder, StepTimes, StopConditions, Store, TextOnly, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
+    StepPlanBuilder, StepTimes, StopConditions, Store, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
     TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
 )  # fmt: skip
 KINDS.add_objects(*STAND_INS, given="_answers")
@@ -142,6 +144,13 @@ KINDS.constants |= {
     "BlockAccount": BlockAccount,
 }  # fmt: skip
 KINDS.methods += [(CommandQueue, "add"), (DraftCost, "of")]
+KINDS.methods += [
+    (told.kind, hook)
+    for told in KINDS.objects
+    if issubclass(told.kind, Part)
+    for hook in HOOKS
+    if overrides(told.kind, hook)
+]
 
 
 # -- what a state leaves out -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
@@ -154,7 +155,7 @@ def test_a_cached_prefix_may_end_inside_an_image(folder, name):
         cached.append(core.stats().prefix_hit_tokens - before)
     assert cached[1] <= place.offset, "an image was taken for another"
     assert place.offset < cached[2] < place.end
-    assert core.scheduler.images.num_encoded == 3
+    assert core.scheduler.parts[EncoderCacheManager].num_encoded == 3
     core.close()
 
 

@@ -11,9 +11,9 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.build import build_engine
 from engine.core.door.inputs import Added
+from engine.core.door.kernel import ModelLimits
 from engine.core.engine import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
 from engine.wire.generate_request import GenerateRequest

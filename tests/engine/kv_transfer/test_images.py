@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, WHOLE_IMAGES, Prompt, expected_tokens, make_vision_model
@@ -37,7 +38,7 @@ class VisionPair:
     def encoded(self) -> tuple[int, int]:
         """Images that the decode and the prefill engine have encoded."""
         engines = self.pair.decode, self.pair.prefill
-        return tuple(engine.scheduler.images.num_encoded for engine in engines)
+        return tuple(engine.scheduler.parts[EncoderCacheManager].num_encoded for engine in engines)
 
 
 def config(folder: Path, role: Any, **options: Any) -> EngineConfig:

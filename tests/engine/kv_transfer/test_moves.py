@@ -11,6 +11,8 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.speculator import Speculator
 from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
@@ -133,7 +135,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        assert movers.prefill.scheduler.speculation.stats.num_accepted_tokens > 0
+        assert movers.prefill.scheduler.parts[Speculator].stats.num_accepted_tokens > 0
         assert movers.prefill.scheduler.handoffs.moves == {"received": len(movers.streams)}
         check(movers, make_config("pocket", moves=False, dtype=dtype))
 
@@ -148,7 +150,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
         movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        stats = movers.prefill.scheduler.speculation.stats
+        stats = movers.prefill.scheduler.parts[Speculator].stats
         assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
         check(movers, make_config("pocket", moves=False))
 
@@ -205,7 +207,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
             movers.arrive(1)
             movers.listen(1, movers.ended)
         assert movers.prefill.scheduler.handoffs.moves == {"received": 2}
-        assert name in RECURRENT or movers.prefill.scheduler.images.num_encoded == 0
+        assert name in RECURRENT or movers.prefill.scheduler.parts[EncoderCacheManager].num_encoded == 0
         check(movers, make_config(folder, moves=False, **sizes))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
@@ -55,7 +56,7 @@ def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_blo
         pair.settle()
         assert [request.lora for request in pair.remote_requests] == [LORA, None, LORA]
         assert [request.skip for request in pair.remote_requests] == [0, 0, 48], "each finds only its own blocks"
-        assert pair.prefill.scheduler.adapters.digests == [LORA.digest]
+        assert pair.prefill.scheduler.parts[AdapterSlots].digests == [LORA.digest]
 
 
 def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothing_hangs(alone, monkeypatch):

@@ -4,67 +4,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from engine.core.door.kernel import Kernel
+from engine.core.door.part import Part
 from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
-from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import InvalidParameter
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
-from engine.wire.plan import ReceivedImage
+from engine.wire.plan import ReceivedImage, StepPlan
+from engine.wire.remote_request import RemoteRequest
 
 
-class ImageChanges(NamedTuple):
-    """Changes to the encoder cache that one step makes before it computes tokens."""
-
-    encoded: list[MultiModalFeatureSpec]
-    forgotten: list[bytes]
-    """Hashes of images whose embeddings are evicted before others are added."""
-    received: list[ReceivedImage]
-    """Images whose embeddings encode engines have sent."""
-
-
-class TextOnly:
-    """Stand-in for EncoderCacheManager in an engine whose model takes no images."""
-
-    token_limits: tuple[TokenLimit, ...] = ()
-    num_encoded = num_hits = 0
-
-    def __init__(self) -> None:
-        self.handoffs = NoImageHandoffs()
-
-    def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
-        if images:
-            raise InvalidParameter("mm_features", len(images), "left out: this model reads text only")
-
-    def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        return images
-
-    def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
-        return matched
-
-    def take_changes(self) -> ImageChanges:
-        return ImageChanges([], [], [])
-
-    def release(self, received: list[ReceivedImage]) -> None:
-        pass
-
-    def queued_embeds(self, requests: Iterable[Request]) -> int:
-        return 0
-
-    def check(self) -> None:
-        pass
-
-
-class EncoderCacheManager:
+class EncoderCacheManager(Part):
     """Decides which images a step encodes, and which embeddings it evicts to make room: the least recently used.
 
     Embeddings are cached by the hash of their image, so an image is encoded once for all requests while it stays
     cached. A step never evicts embeddings that it needs itself. After vLLM's class of this name.
     """
+
+    field = "mm_features"
 
     def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
         """size: capacity in embeddings.
@@ -85,16 +49,9 @@ class EncoderCacheManager:
         self.num_hits = 0  #: times that an image was found in the cache
 
     @property
-    def token_limits(self) -> tuple[TokenLimit, ...]:
-        return (self,)
-
-    @property
     def whole_images(self) -> bool:
         """Whether one step must compute all tokens of an image, because they attend to each other."""
         return self._mm_tokens_per_image > 0
-
-    def start_step(self, sequences: int) -> None:
-        pass
 
     def up_to(self, request: Request, count: int) -> int:
         """Return how many of the next `count` tokens of a request come before the first image that has to wait for a
@@ -112,7 +69,7 @@ class EncoderCacheManager:
         self.ask_ahead(images, request.note)
         return count
 
-    def whole_prefix(self, request: Request, matched: int, block_size: int) -> int:
+    def shorten(self, request: Request, matched: int, block_size: int) -> int:
         """Return how many of the `matched` leading blocks can be used without splitting an image that must be whole."""
         if self.whole_images:
             for image in reversed(request.images):
@@ -159,15 +116,19 @@ class EncoderCacheManager:
             if image.mm_hash not in self._cached:
                 self.handoffs.awaits(image, note, ahead=True)
 
-    def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        """Return the images. If another live request has the same pixels, both share them."""
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        self.handoffs.out = kernel.out
+
+    def opened(self, request: Request) -> None:
+        """Let the request share the pixels of an image that another live request has."""
         found = []
-        for image in images:
+        for image in request.images:
             data = dict(image.data)
             if "pixel_values" in data:  # else the encoder raises the error
                 data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
             found.append(msgspec.structs.replace(image, data=data))
-        return found
+        request.images = found
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
         """Return how many embeddings this engine still has to make for images that these requests have yet to compute.
@@ -180,21 +141,25 @@ class EncoderCacheManager:
         }
         return sum(count for mm_hash, count in missing.items() if not self.handoffs.has(mm_hash))
 
-    def take_changes(self) -> ImageChanges:
-        """Return the image changes of the step being planned, and begin the next step."""
-        changes = ImageChanges(self._encoded, self._forgotten, self._received)
+    def planned(self, plan: StepPlanBuilder, step: int) -> None:
+        plan.encoded, plan.forgotten, plan.received = self._encoded, self._forgotten, self._received
         self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
-        return changes
 
-    def release(self, received: list[ReceivedImage]) -> None:
-        """Free the blocks of images from encode engines once a step has copied them."""
-        self.handoffs.release(received)
+    def step_ended(self, plan: StepPlan) -> None:
+        """Free the blocks of images from encode engines, which the step has copied."""
+        self.handoffs.release(plan.received)
 
-    def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
-        """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""
+    def load(self, requests: Iterable[Request]) -> dict[str, Any]:
+        return {"queued_embeds": self.queued_embeds(requests)}
+
+    def report(self) -> dict[str, Any]:
+        return {"images_encoded": self.num_encoded, "encoder_cache_hits": self.num_hits}
+
+    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
+        """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in the prompt."""
         end = 0
-        for i, image in enumerate(images):
+        for i, image in enumerate(asked.mm_features):
             name, span = f"mm_features[{i}]", image.mm_position
             if not end <= span.offset < span.end <= len(prompt):
                 limit = f"behind the image before, in a prompt of {len(prompt)} tokens"
@@ -208,7 +173,7 @@ class EncoderCacheManager:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"
                 raise InvalidParameter(f"{name}.num_embeds", image.num_embeds, limit)
 
-    def check(self) -> None:
+    def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if the embeddings do not add up."""
         assert self.num_embeds == sum(self._cached.values()) <= self._size, "embeddings are lost"
         assert self._in_step <= set(self._cached), "a step drops embeddings that it needs"

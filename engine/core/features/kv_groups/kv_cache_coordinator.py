@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.core.block_pool import BlockPool
+from engine.core.door.part import Part
 from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.core.features.token_limit import TokenLimit
 from engine.core.kv_cache_manager import Below, KVCacheManager, Shorten, StateChanges, nowhere
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
@@ -22,7 +22,7 @@ def kv_cache_of(
     least_chunk: int = 1,
     snapshots: BlockPool | None = None,
     snapshot_interval: int = 0,
-) -> tuple[KVCacheManager, list[TokenLimit]]:
+) -> tuple[KVCacheManager, list[Part]]:
     """Return the manager of a model's KV cache groups, and their limits on a step's tokens.
 
     step_tokens: prompt tokens per step, for which groups with a window reserve blocks when a request starts.
@@ -31,7 +31,7 @@ def kv_cache_of(
     snapshot_interval: tokens between the snapshots of a long sequence, 0 for none.
     """
     managers: list[KVCacheManager] = []
-    limits: list[TokenLimit] = []
+    limits: list[Part] = []
     for group, (spec, pool) in enumerate(zip(specs, pools, strict=True)):
         if spec.window is None:
             managers.append(KVCacheManager(pool, group))

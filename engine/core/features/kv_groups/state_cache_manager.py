@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.block_usage import BlockAccount
+from engine.core.door.part import Part
 from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
 from engine.wire.handoff import HeldBlocks
@@ -249,11 +250,8 @@ class StateCacheManager(KVCacheManager):
         return request.cost.blocks[self._group]
 
 
-class OneSnapshot:
+class OneSnapshot(Part):
     """Keeps a step from passing two wanted borders of one sequence, since a step can save only one state of each."""
-
-    def start_step(self, sequences: int) -> None:
-        pass
 
     def up_to(self, request: Request, count: int) -> int:
         wanted = request.states.wanted

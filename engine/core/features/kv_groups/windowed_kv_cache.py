@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.block_pool import BlockPool
+from engine.core.door.part import Part
 from engine.core.kv_cache_manager import Below, KVCacheManager, nowhere
 from engine.core.request import BlockTable, Request
 from engine.model.kv_groups import KVCacheSpec
@@ -97,7 +98,7 @@ class WindowedKVCacheManager(KVCacheManager):
         return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
 
 
-class WindowRoom:
+class WindowRoom(Part):
     """Limits a prompt chunk to the blocks available in a group with a window. Its requests do not reserve blocks for
     the whole prompt, and a shorter step is better than preempting another request."""
 

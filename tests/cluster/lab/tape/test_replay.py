@@ -310,7 +310,7 @@ def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, m
         if scheduler.totals.steps == 3:
             raise KeyError("a bug")
 
-    monkeypatch.setattr(Scheduler, "_start_limits", fails)
+    monkeypatch.setattr(Scheduler, "_start_step", fails)
     with pytest.raises(KeyError):
         core.step()
     (file,) = tmp_path.iterdir()

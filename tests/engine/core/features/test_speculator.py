@@ -8,6 +8,7 @@ from engine.config import SpeculativeConfig
 from engine.core.engine_stats import stats_of
 from engine.core.features.speculator import Speculator
 from engine.core.request import Request
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import ON_DEVICE
@@ -220,16 +221,18 @@ def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more
             request.computed = len(request.tokens) - 1
             drafts = speculator.draft(request, 1, 10)
             assert not drafts or asked[name][-1] == step - 1, "only what the step before has proposed is verified"
-            speculator.planned(request, len(drafts))
-            num_drafts = speculator.num_drafts([request])
+            speculator.verifies(request, len(drafts))
+            plan = StepPlanBuilder()
+            plan.requests.append(request)
+            speculator.planned(plan, step)
             speculator.start_step(1)
             request.computed, request.in_flight = len(request.tokens), 1
-            assert speculator.up_to(request, 1) or num_drafts, "it waits for drafts that will not come"
+            assert speculator.up_to(request, 1) or plan.num_drafts, "it waits for drafts that will not come"
             request.in_flight = 0
-            asked[name] += [step] * (num_drafts > 0)
+            asked[name] += [step] * (plan.num_drafts > 0)
             accepted = min(len(drafts), step % 2)  # every other draft is right
             request.tokens += [1] * (1 + accepted)
-            speculator.verified(request, accepted, [1] * num_drafts)
+            speculator.verified(request, accepted, [1] * plan.num_drafts)
     assert len(asked["cheap"]) > 400
     assert len(asked["dear"]) < 15
 

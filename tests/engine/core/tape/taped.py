@@ -11,6 +11,7 @@ import msgspec
 from cluster.lab.tape.replay import Replay
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
+from engine.core.features.speculator import Speculator
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.object_graph import Kinds
 from engine.core.tape.recorder import Tape
@@ -49,8 +50,7 @@ KEPT = KeptTapes(Path(tempfile.gettempdir(), "kept tapes of tests"), 1)
 
 def attach(harness: Harness, max_bytes: int = 2**20, shared_root: Path | None = None, kept: KeptTapes = KEPT) -> Tape:
     """shared_root: folder for a copy, which is up to date after each step."""
-    speculation = harness.scheduler.speculation
-    if hasattr(speculation, "_step_cost"):
+    if (speculation := harness.scheduler.parts.get(Speculator)) is not None:
         speculation._step_cost = FixedCost(*speculation._step_cost(1))  # a lambda has no name by which to find it again
     clock = Clock(lambda: harness.now, lambda: harness.now)
     tape = Tape(

@@ -6,6 +6,7 @@ import msgspec
 
 from cluster.lab.tape.replay import Replay
 from engine.core.engine import EngineCore
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.part_inputs import EncodersSet
 from engine.wire.messages import PrefillReplica, RemoteRequestFailed
 from tests.engine.core.features.images.test_image_handoffs import by, engines, prompts, run
@@ -34,8 +35,8 @@ def test_images_are_encoded_and_evicted_again(tmp_path):
     core = engine(folder, max_num_batched_tokens=5, encoder_cache_size=12, tape_mib=16)
     for _ in range(2):
         run_alone(core, *prompts(NAME))
-    found = replayed(core).scheduler.images
-    images = core.scheduler.images
+    found = replayed(core).scheduler.parts[EncoderCacheManager]
+    images = core.scheduler.parts[EncoderCacheManager]
     assert (found.num_encoded, found.num_hits, found.num_embeds) == (
         images.num_encoded, images.num_hits, images.num_embeds
     )  # fmt: skip
@@ -55,7 +56,11 @@ def test_images_of_an_encode_engine_arrive_and_fail_again_in_both_engines(tmp_pa
         here, there = replayed(core), replayed(encode)
         assert {"AddedShape", "ImageShape", "EncodersSet"} <= {type(moment.input).__name__ for moment in here.moments}
         assert "AddedRemoteShape" in {type(moment.input).__name__ for moment in there.moments}
-        assert here.scheduler.images.num_encoded == core.scheduler.images.num_encoded == 1
+        assert (
+            here.scheduler.parts[EncoderCacheManager].num_encoded
+            == core.scheduler.parts[EncoderCacheManager].num_encoded
+            == 1
+        )
         secret = prompts(NAME)[0].images[0].mm_hash
         data = msgspec.msgpack.encode(tape_of(core.tape))
         assert secret not in data and secret.hex().encode() not in data

@@ -3,8 +3,11 @@ from random import Random
 import pytest
 
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import InvalidParameter
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.sampling_params import SamplingParams
 
 IMAGE = 9
 
@@ -14,12 +17,16 @@ def image(name: str, num_embeds: int, offset: int = 0, length: int | None = None
     return MultiModalFeatureSpec(data={}, mm_hash=name.encode(), mm_position=place, num_embeds=num_embeds)
 
 
+def asked(images: list[MultiModalFeatureSpec]) -> GenerateRequest:
+    return GenerateRequest(request_id="", prompt=PROMPT, params=SamplingParams(), mm_features=images)
+
+
 def step(manager: EncoderCacheManager, *images: MultiModalFeatureSpec) -> tuple[list[bool], list[str], list[str]]:
     """Take images for a step; return which it finds, which it encodes, and which it drops."""
     taken = [manager.take(one, print) for one in images]
-    manager.check()
-    encoded, forgotten, _ = manager.take_changes()
-    return taken, [one.mm_hash.decode() for one in encoded], [name.decode() for name in forgotten]
+    manager.audit([])
+    manager.planned(plan := StepPlanBuilder(), 1)
+    return taken, [one.mm_hash.decode() for one in plan.encoded], [name.decode() for name in plan.forgotten]
 
 
 def test_an_image_is_encoded_once_as_long_as_there_is_room():
@@ -80,8 +87,8 @@ PROMPT = [1, IMAGE, IMAGE, 5, IMAGE, 1]
 )
 def test_an_image_that_does_not_fit_its_prompt_is_refused(images, num_prompt, message):
     with pytest.raises(InvalidParameter, match=message):
-        EncoderCacheManager(2, 10, IMAGE).check_images(images, PROMPT[:num_prompt])
+        EncoderCacheManager(2, 10, IMAGE).check(asked(images), PROMPT[:num_prompt])
 
 
 def test_tokens_between_the_placeholders_of_an_image_take_no_embedding():
-    EncoderCacheManager(10, 10, IMAGE).check_images([image("a", 3, 1, 4)], PROMPT)
+    EncoderCacheManager(10, 10, IMAGE).check(asked([image("a", 3, 1, 4)]), PROMPT)

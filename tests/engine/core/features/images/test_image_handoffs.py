@@ -18,6 +18,7 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
+from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.core.features.part_inputs import EncodersSet, ImageWentOn
 from engine.errors import ConfigError
@@ -78,7 +79,7 @@ def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchRemote],
             if isinstance(notice, DispatchRemote):
                 dispatch(notice)
         core.scheduler.check()
-    core.scheduler.images.handoffs.check()
+    core.scheduler.parts[EncoderCacheManager].handoffs.check()
     return list(outputs.values())
 
 
@@ -154,7 +155,7 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
         (notice,) = core.mail.take_notices()
         assert encode.prefill(notice.request)
         deadline = time.monotonic() + LIMIT_S
-        while not core.scheduler.images.handoffs._ready:
+        while not core.scheduler.parts[EncoderCacheManager].handoffs._ready:
             assert time.monotonic() < deadline
             encode.step()
             for event in core.mail.image_channel.events():

@@ -1,0 +1,154 @@
+"""A feature of the scheduler, and all features of one scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from engine.core.door.outputs import Outputs
+from engine.core.request import Request
+
+if TYPE_CHECKING:
+    from engine.core.door.kernel import Kernel
+    from engine.core.step_plan_builder import StepPlanBuilder
+    from engine.wire.generate_request import GenerateRequest
+    from engine.wire.plan import StepPlan
+    from engine.wire.remote_request import RemoteRequest
+
+
+class Part:
+    """A feature. The scheduler calls those of the methods below that a part overrides, in the order in which the parts
+    were given to it; the others cost nothing."""
+
+    field: ClassVar[str] = ""
+    """The field of a request that only this part understands."""
+    out: Outputs
+    """Where its messages go."""
+
+    def attach(self, kernel: Kernel) -> None:
+        """Begin to serve a scheduler. Called once."""
+        self.out = kernel.out
+
+    # -- a request -----------------------------------------------------------------------------------------
+
+    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
+        """Raise RequestError for a request that this engine could never serve. prompt: without output tokens."""
+
+    def opened(self, request: Request) -> None:
+        """A request is queued."""
+
+    def may_start(self, request: Request) -> bool:
+        """Return whether a waiting request may start. If not, later ones may."""
+        return True
+
+    def shorten(self, request: Request, matched: int, block_size: int) -> int:
+        """Return how many of the `matched` leading blocks of a request can be used."""
+        return matched
+
+    def started(self, request: Request) -> None:
+        """A request has got a slot."""
+
+    def ended(self, request: Request) -> None:
+        """A request has ended, and its blocks are released."""
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def may_plan(self, planned: Iterable[tuple[StepPlan, list[Request]]], running: int) -> bool:
+        """Return whether the next step may be planned before those in flight have ended. planned: these, each with the
+        requests of its entries. running: number of requests."""
+        return True
+
+    def start_step(self, sequences: int) -> None:
+        """Begin to plan a step. sequences: number of running sequences."""
+
+    def up_to(self, request: Request, count: int) -> int:
+        """Return how many of the next `count` tokens of a request may be computed in this step. The first request in
+        order must make progress."""
+        return count
+
+    def drafts(self, request: Request, count: int, capacity: int) -> list[int]:
+        """Return up to `capacity` drafts for a step that computes `count` tokens of a request. Its blocks have room for
+        them afterwards."""
+        return []
+
+    def planned(self, plan: StepPlanBuilder, step: int) -> None:
+        """A step has been decided, and its plan is about to be made."""
+
+    def step_ended(self, plan: StepPlan) -> None:
+        """A step has ended, and is about to be recorded."""
+
+    def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
+        """Record the outcome of a request's drafts. Returns how many of its computed tokens were rejected ones.
+
+        accepted: number of accepted drafts. proposed: tokens that a drafter with weights proposes after the newest one.
+        """
+        return 0
+
+    def guess(self, request: Request) -> list[int]:
+        """Return drafts that may follow the newest token of a request, ignoring its grammar."""
+        return []
+
+    # -- what it tells -------------------------------------------------------------------------------------
+
+    def load(self, requests: Iterable[Request]) -> dict[str, Any]:
+        """Return fields of EngineLoad. requests: all that run or wait in the queue."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """Return fields of EngineStats."""
+        return {}
+
+    def audit(self, running: Sequence[Request]) -> None:
+        """Raise AssertionError if its books do not balance."""
+
+
+HOOKS = tuple(name for name, value in vars(Part).items() if callable(value) and name != "attach")
+"""The methods that a scheduler calls."""
+T = TypeVar("T")
+P = TypeVar("P", bound=Part)
+Hooks = tuple[Callable[..., T], ...]
+
+
+class Parts:
+    """The parts of one scheduler, and for each method of Part those of them that override it, bound."""
+
+    def __init__(self, parts: Sequence[Part] = ()):
+        self.all = tuple(parts)
+        self.check: Hooks[None] = self._bound("check")
+        self.opened: Hooks[None] = self._bound("opened")
+        self.may_start: Hooks[bool] = self._bound("may_start")
+        self.shorten: Hooks[int] = self._bound("shorten")
+        self.started: Hooks[None] = self._bound("started")
+        self.ended: Hooks[None] = self._bound("ended")
+        self.may_plan: Hooks[bool] = self._bound("may_plan")
+        self.start_step: Hooks[None] = self._bound("start_step")
+        self.up_to: Hooks[int] = self._bound("up_to")
+        self.drafts: Hooks[list[int]] = self._bound("drafts")
+        self.planned: Hooks[None] = self._bound("planned")
+        self.step_ended: Hooks[None] = self._bound("step_ended")
+        self.verified: Hooks[int] = self._bound("verified")
+        self.guess: Hooks[list[int]] = self._bound("guess")
+        self.load: Hooks[dict[str, Any]] = self._bound("load")
+        self.report: Hooks[dict[str, Any]] = self._bound("report")
+        self.audit: Hooks[None] = self._bound("audit")
+
+    def _bound(self, name: str) -> Hooks[Any]:
+        return tuple(getattr(part, name) for part in self.all if overrides(type(part), name))
+
+    def takes(self, field: str) -> bool:
+        """Return whether a part understands this field of a request."""
+        return any(part.field == field for part in self.all)
+
+    def get(self, kind: type[P]) -> P | None:
+        """Return the part of this class, or None."""
+        return next((part for part in self.all if isinstance(part, kind)), None)
+
+    def __getitem__(self, kind: type[P]) -> P:
+        if (part := self.get(kind)) is None:
+            raise KeyError(kind.__name__)
+        return part
+
+
+def overrides(kind: type[Part], name: str) -> bool:
+    """Return whether a class of parts has its own method of this name."""
+    return getattr(kind, name) is not getattr(Part, name)
