@@ -22,7 +22,7 @@ from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.decode import Decode
 from deployments.ingress import Ingress
-from deployments.openai.served_model import ModelInfo
+from deployments.openai.served.served_model import ModelInfo
 from deployments.prefill import Prefill
 from deployments.prefill_decode import PrefillDecode
 from deployments.routing.config import Role

@@ -30,8 +30,8 @@ from deployments.openai.batches.routes import BatchRoutes
 from deployments.openai.responses.routes import ResponsesRoutes
 from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import OpenAIRoutes
-from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.table import EdgeSetup, edge_parts

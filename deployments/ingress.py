@@ -31,13 +31,13 @@ from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
-from deployments.multimodal.config import ImageConfig
 from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.console.config import ConsoleConfig
+from deployments.parts.images.config import ImageConfig
 from deployments.parts.table import model_parts
 from deployments.poison.named import Named
 from deployments.replicas.scaling_report import ScalingChange, queue_report
@@ -195,10 +195,10 @@ class Ingress:
         tokenizer = Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
         loader = None
         if info.image_folder is not None:
-            from deployments.multimodal.image_loader import ImageLoader  # needs torch
+            from deployments.parts.images.image_loader import ImageLoader  # needs torch
 
             loader = ImageLoader.from_folder(Path(info.image_folder), images, tokenizer)
-        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader, model_parts)
+        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, partial(model_parts, images=loader))
         model.poison.tell_others = partial(self._tell_others, info.name)
         return model
 

@@ -11,8 +11,8 @@ from cluster.config.section import Section, section_of
 from deployments.billing.usage_files import UsageConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
-from deployments.multimodal.config import ImageConfig
 from deployments.openai.batches.config import BatchConfig
+from deployments.parts.images.config import ImageConfig
 from deployments.quotas.limits import KeyLimits
 from deployments.storage.config import StoreConfig
 from engine.errors import ConfigError, Described

@@ -36,7 +36,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.table import model_parts
 from deployments.poison.poison import Poison
 from engine.config import EngineConfig

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from deployments.openai.cache_marks import CacheControl
 from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, ImagePart, Message, TextPart, ToolCall
-from deployments.openai.holds.fields import CacheControl
 
 BLOCKS = {  # types of blocks that a turn may have, by its role
     "user": ("text", "image", "tool_result"),

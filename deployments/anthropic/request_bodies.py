@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from deployments.anthropic.conversation import Block, Text, Turn, chat_messages
 from deployments.http.body import RequestBody, StrictModel, UsageOptions
 from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.cache_marks import CacheControl
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import (
     FUNCTION_NAME,
@@ -20,7 +21,6 @@ from deployments.openai.conversation import (
     Tool,
     ToolChoice,
 )
-from deployments.openai.holds.fields import CacheControl
 from deployments.openai.sampling_body import INT32, JsonSchema, ResponseFormat
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TokenizeBody
 from engine.errors import InvalidParameter

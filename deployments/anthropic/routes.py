@@ -15,7 +15,7 @@ from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.route import KEY, Route
 from deployments.http.streaming import EventFormat, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 
 
 class AnthropicRoutes:

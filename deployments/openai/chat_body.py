@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from deployments.http.body import StrictModel, Whole
+from deployments.openai.cache_marks import SECONDS, CacheControl, CacheMark, check_marks
 from deployments.openai.conversation import MAX_PARTS, Message, TextPart, Tool, ToolChoice, check_tools
-from deployments.openai.holds.fields import SECONDS, CacheControl, CacheMark, check_marks
 from deployments.openai.sampling_body import INT32, GenerationBody
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TemplateBody
 from engine.errors import InvalidParameter, RequestError

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, Valid
 from pydantic_core import PydanticCustomError
 
 from deployments.http.body import StrictModel
-from deployments.openai.holds.fields import CacheBreakpoint, CacheControl
+from deployments.openai.cache_marks import CacheBreakpoint, CacheControl
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # per message

@@ -18,8 +18,8 @@ from deployments.openai.completion import CompletionResponse
 from deployments.openai.completion_body import CompletionBody, DetokenizeBody
 from deployments.openai.response_bodies import ChatCompletion, Completion, DetokenizedText, ModelCard, ModelList, Tokens
 from deployments.openai.sampling_body import GenerationBody
-from deployments.openai.served_model import ServedModel
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_model import ServedModel
+from deployments.openai.served.served_models import ServedModels
 from deployments.openai.template_body import TokenizeBody
 
 

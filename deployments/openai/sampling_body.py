@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.http.body import EngineBody, Number, StrictModel, Whole
+from deployments.openai.cache_marks import SECONDS, PromptCacheOptions
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
-from deployments.openai.holds.fields import SECONDS, PromptCacheOptions
 from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_BAD_WORDS, SamplingParams

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from deployments.edge_part import EdgePart, ModelPart
+from deployments.edge_part import EdgePart
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.served_model import ServedModel
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.model_part import ModelPart
+from deployments.openai.served.served_model import ServedModel
+from deployments.openai.served.served_models import ServedModels
 from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
+from deployments.parts.holds.hold_requests import HoldRequests
 from deployments.parts.holds.routes import HoldRoutes
+from deployments.parts.images.image_inputs import ImageInputs
 from deployments.parts.keys.routes import KeyRoutes
 from deployments.parts.operators.routes import OperatorRoutes
+from deployments.parts.prediction.prediction import Predictions
 from deployments.parts.sdc_check.sdc_check import SdcCheck
+from deployments.parts.thinking_budget.thinking_budget import ThinkingBudgets
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import KeyValueStore
+
+if TYPE_CHECKING:  # it imports packages that only models with images need
+    from deployments.parts.images.image_loader import ImageLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +46,15 @@ class EdgeSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """What a model's parts are made of."""
+
+    model: ServedModel
+    images: ImageLoader | None
+    """None if the model reads text only."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartSpec:
     """One part. Each end is a function that returns None where the configuration leaves the part out."""
 
@@ -45,7 +63,7 @@ class PartSpec:
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
     edge: Callable[[EdgeSetup], EdgePart | None] = lambda setup: None
-    model: Callable[[ServedModel], ModelPart | None] = lambda model: None
+    model: Callable[[ModelSetup], ModelPart | None] = lambda setup: None
 
 
 def _adapters(setup: EdgeSetup) -> EdgePart | None:
@@ -63,7 +81,18 @@ def _console(setup: EdgeSetup) -> EdgePart | None:
     return ConsoleRoutes(setup.models, setup.telemetry, setup.console) if setup.console.enabled else None
 
 
-def _sdc_check(model: ServedModel) -> ModelPart | None:
+def _images(setup: ModelSetup) -> ModelPart:
+    info = setup.model.info
+    return ImageInputs(info.name, info.max_model_len, setup.images)
+
+
+def _prediction(setup: ModelSetup) -> ModelPart:
+    info = setup.model.info
+    return Predictions(setup.model.tokenizer, info.max_model_len, drafts=info.drafts)
+
+
+def _sdc_check(setup: ModelSetup) -> ModelPart | None:
+    model = setup.model
     every, frontend = model.info.sdc_check_every, model.frontend
     if every is None:
         return None
@@ -73,8 +102,11 @@ def _sdc_check(model: ServedModel) -> ModelPart | None:
 PARTS = (
     PartSpec("adapters", edge=_adapters),
     PartSpec("keys", edge=_keys),
+    PartSpec("images", model=_images),
+    PartSpec("thinking_budget", model=lambda setup: ThinkingBudgets(setup.model.format, setup.model.markers)),
+    PartSpec("prediction", model=_prediction),
     PartSpec("sdc_check", model=_sdc_check),
-    PartSpec("holds", edge=lambda setup: HoldRoutes(setup.models)),
+    PartSpec("holds", edge=lambda setup: HoldRoutes(setup.models), model=lambda setup: HoldRequests(setup.model)),
     PartSpec("operators", edge=lambda setup: OperatorRoutes(setup.models, setup.telemetry)),
     PartSpec("console", edge=_console),
 )
@@ -84,5 +116,7 @@ def edge_parts(setup: EdgeSetup) -> list[EdgePart]:
     return [part for spec in PARTS if (part := spec.edge(setup)) is not None]
 
 
-def model_parts(model: ServedModel) -> list[ModelPart]:
-    return [part for spec in PARTS if (part := spec.model(model)) is not None]
+def model_parts(model: ServedModel, images: ImageLoader | None = None) -> list[ModelPart]:
+    """images: None if the model reads text only."""
+    setup = ModelSetup(model, images)
+    return [part for spec in PARTS if (part := spec.model(setup)) is not None]

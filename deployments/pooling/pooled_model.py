@@ -14,7 +14,7 @@ import numpy as np
 
 from deployments.http.context import RequestContext
 from deployments.jobs.source import LiveSource
-from deployments.openai.served_model import ServedModel
+from deployments.openai.served.served_model import ServedModel
 from deployments.pooling.pooling import PackedPrompt, Pooling
 from deployments.pooling.request_bodies import (
     MAX_PAIR_CHARACTERS,

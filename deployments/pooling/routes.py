@@ -12,7 +12,7 @@ from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected
 from deployments.http.validation import UnknownFields
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
 from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList

@@ -127,6 +127,11 @@ class ImageProcessor:
         """Return the tokens of a prompt, and the position of each image in it. Raises like `expand`."""
         whole = self.expand(text, images, max_model_len)
         prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
+        return prompt, self.locate(prompt, images)
+
+    def locate(self, prompt: Sequence[int], images: Sequence[ProcessedImage]) -> list[MultiModalFeatureSpec]:
+        """Return the position of each image in the tokens of an expanded text. Raises RequestError for a text that
+        contains placeholders of its own."""
         places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
         if len(places) != sum(image.num_embeds for image in images):
             raise RequestError(f"messages: with images, no text may contain {self._token!r}", "messages")
@@ -141,7 +146,7 @@ class ImageProcessor:
                 num_embeds=image.num_embeds,
             )
             features.append(feature)
-        return prompt, features
+        return features
 
 
 def _pixel_table(processor: Any) -> np.ndarray:

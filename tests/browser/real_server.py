@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deployments.openai.served_model import ModelInfo
+from deployments.openai.served.served_model import ModelInfo
 from tests.deployments.real_api import real_api
 
 

@@ -19,7 +19,7 @@ from deployments.app import http_app
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.console.config import ConsoleConfig
 from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
-from deployments.multimodal.image_loader import ImageLoader
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -169,7 +169,7 @@ async def fake_api(
     for name in names:
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         parts = text_model or tokenizer(), pool, channel, telemetry
-        models[name] = ServedModel(model_info, *parts, images, model_parts)
+        models[name] = ServedModel(model_info, *parts, partial(model_parts, images=images))
     model = models[names[0]]
     app = http_app(models, telemetry, auth, batches, store)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -20,11 +20,11 @@ from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.image_loader import ImageLoader
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -212,7 +212,7 @@ async def serving(
     )
     tokenizer = Tokenizer.from_folder(folder, template=info.chat_template)
     images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
-    model = ServedModel(info, tokenizer, pool, channel, telemetry, images, model_parts)
+    model = ServedModel(info, tokenizer, pool, channel, telemetry, partial(model_parts, images=images))
     app = http_app({info.name: model}, telemetry, auth)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())

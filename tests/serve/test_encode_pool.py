@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.deployments.multimodal.test_images import data_url, image_part, text_part, user
+from tests.deployments.parts.images.test_images import data_url, image_part, text_part, user
 from tests.engine.multimodal.images import file_of, picture
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun, wait_until

@@ -36,7 +36,7 @@ from deployments.openai.batches.objects import (
 )
 from deployments.openai.batches.store import BatchStore
 from deployments.openai.batches.worker import BatchWorker
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore
 from engine.errors import InvalidParameter, UnsupportedMediaType

@@ -23,7 +23,7 @@ from deployments.openai.batches.objects import Batch
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun, line_id
 from deployments.openai.batches.store import BatchLease, BatchRecord, BatchStore
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 

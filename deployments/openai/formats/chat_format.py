@@ -18,7 +18,6 @@ from deployments.openai.formats.tool_grammar import Thinking, ToolGrammar
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
-from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -83,7 +82,7 @@ class ChatFormat:
     def markers(self) -> list[str]:
         """Tags that the parsers look for in the output."""
         markers = [] if self.reasoning_tags is None else self.reasoning_tags.markers
-        return markers + ([] if self._calls is None else self._calls.markers)
+        return markers + ([] if self.calls is None else self.calls.markers)
 
     @property
     def reasoning_tags(self) -> ReasoningTags | None:
@@ -91,7 +90,7 @@ class ChatFormat:
         return None if reasoning is None else reasoning.tags
 
     @property
-    def _calls(self) -> CallFormat | None:
+    def calls(self) -> CallFormat | None:
         return CALL_FORMATS.get(self.tool_call_parser)
 
     def check(self, body: ChatBody) -> None:
@@ -128,7 +127,7 @@ class ChatFormat:
         named = isinstance(body.tool_choice, NamedToolChoice)
         if isinstance(body.tool_choice, NamedToolChoice):
             tools = {body.tool_choice.function.name: tools[body.tool_choice.function.name]}
-        natively = self._calls is not None and bool(tools) and self._calls.forced_natively(tokens.ids.get)
+        natively = self.calls is not None and bool(tools) and self.calls.forced_natively(tokens.ids.get)
         if (named or body.tool_choice == "required") and not natively:
             calls = "arguments" if named else "json"
         return OutputFormat(
@@ -140,7 +139,7 @@ class ChatFormat:
             reasoning=self.reasoning_parser,
             reasoning_begun=thinking == "begun",
             include_reasoning=body.include_reasoning,
-            id_length=None if self._calls is None else self._calls.id_length,
+            id_length=None if self.calls is None else self.calls.id_length,
         )
 
     def structured_outputs(
@@ -157,23 +156,6 @@ class ChatFormat:
             lark=Lark(self.markers, tokens.ids.get, self.closed),
         )
         return grammar.params()
-
-    def thinking_budget(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> ThinkingBudget | None:
-        """Return the reasoning budget for the engine; None if it cannot be enforced, because a tag is not a single
-        token or the reasoning can end without its closing tag."""
-        tags, calls = self.reasoning_tags, self._calls
-        if body.thinking_token_budget is None or tags is None:
-            return None
-        opening, closing = tokens.ids.get(tags.opens[0]), tokens.ids.get(tags.closes[0])
-        call: int | None = None
-        if body.offered_tools and calls is not None and calls.markup is not None:
-            markup = calls.markup
-            call = next(filter(None, map(tokens.ids.get, (*markup.opens, markup.call, *markup.inner))), None)
-            if call is None:
-                return None
-        if opening is None or closing is None:
-            return None
-        return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening, call)
 
 
 def _format_with_tokens(tokenizer: Tokenizer) -> str:

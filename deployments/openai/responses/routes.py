@@ -35,8 +35,8 @@ from deployments.openai.responses.response_body import (
 )
 from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.store import ResponseStore, StoredResponse
-from deployments.openai.served_model import ServedModel
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_model import ServedModel
+from deployments.openai.served.served_models import ServedModels
 from deployments.storage.key_value import StoreUnavailable
 from engine.errors import InvalidParameter, RequestError
 

@@ -14,7 +14,7 @@ from deployments.http.body import RequestBody
 from deployments.http.json_body import read_body
 from deployments.http.route import ADMIN, Route
 from deployments.http.validation import UnknownFields
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 from engine.errors import InvalidParameter, RequestError
 
 MAX_NAME = 256

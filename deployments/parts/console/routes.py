@@ -23,7 +23,7 @@ from deployments.http.route import ADMIN, KEY, OPEN, Route
 from deployments.http.streaming import EventStream
 from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 from deployments.parts.console.cluster_watcher import ClusterWatcher
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.costs_view import CostsView

@@ -12,7 +12,7 @@ from deployments.edge_part import EdgePart
 from deployments.http.context import MAX_SESSION_ID, key_client
 from deployments.http.json_body import json_response
 from deployments.http.route import OWNER, Route
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 from engine.errors import InvalidParameter
 
 

@@ -16,7 +16,7 @@ from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.prometheus import CONTENT_TYPE, Metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
-from deployments.openai.served_models import ServedModels
+from deployments.openai.served.served_models import ServedModels
 
 COUNTS = "counts by model, adapter and route; by API key to admins only"
 DECISIONS = "what schedulers and routers have decided, without text"

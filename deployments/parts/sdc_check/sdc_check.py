@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from deployments.edge_part import ModelPart
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inboxes
 from deployments.frontend.retry import signed
 from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
 from deployments.observability.stats import ModelStats
+from deployments.openai.served.model_part import ModelPart
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, ServingError
 from engine.wire.generate_request import GenerateRequest

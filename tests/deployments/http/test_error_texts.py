@@ -11,12 +11,12 @@ import pytest
 
 from deployments.anthropic.request_bodies import MessagesBody
 from deployments.http.body import RequestBody, parse, validated
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.image_loader import ImageLoader
-from deployments.multimodal.requested_image import RequestedImage
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.responses.request_body import ResponsesBody, RetrieveQuery
 from deployments.openai.structural_tag import structural_tag_grammar
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.image_loader import ImageLoader
+from deployments.parts.images.requested_image import RequestedImage
 from deployments.pooling.request_bodies import ScoreBody
 from engine.errors import InvalidParameter
 from engine.multimodal.image import decode

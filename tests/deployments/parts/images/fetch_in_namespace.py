@@ -1,7 +1,7 @@
 """Fetches images in a network namespace of its own, whose loopback has public and other addresses. Prints what came.
 
-python -m tests.deployments.multimodal.fetch_in_namespace PUBLIC OTHER...: adds these addresses, serves images at each,
-and for each OTHER asks for it directly and by a redirect of PUBLIC's server. The output is one JSON line for each:
+python -m tests.deployments.parts.images.fetch_in_namespace PUBLIC OTHER...: adds these addresses, serves images at
+each, and for each OTHER asks for it directly and by a redirect of PUBLIC's server. The output is one JSON line for each:
 [address, how, the refusal or "loaded", whether its server was reached].
 """
 
@@ -15,10 +15,10 @@ import subprocess
 import sys
 from urllib.parse import urlsplit
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.media_connector import MediaConnector
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.media_connector import MediaConnector
 from engine.errors import InvalidImage
-from tests.deployments.multimodal.image_server import image_server
+from tests.deployments.parts.images.image_server import image_server
 from tests.serve.serve_run import wait_until
 
 

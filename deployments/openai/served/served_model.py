@@ -12,55 +12,46 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
 from deployments.billing.prices import FREE, Prices
-from deployments.edge_part import ModelPart
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
-from deployments.multimodal.requested_image import RequestedImage
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput
 from deployments.openai.completion import CompletionResponse
 from deployments.openai.completion_body import MAX_SEQUENCES, CompletionBody, DetokenizeBody
-from deployments.openai.conversation import FunctionDefinition, ImagePart, Message, TextPart, Tool, image_parts
+from deployments.openai.conversation import Message, Tool
 from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
-from deployments.openai.holds.marked_text import MarkedText, common_prefix, hold_marks
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
+from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
 from deployments.quotas.key_quota import current_quota
 from deployments.replicas.pools import EnginePool
 from engine.errors import (
-    Described,
     EngineUnavailable,
-    InvalidImage,
     InvalidParameter,
     PromptTooLong,
     RequestTimeout,
 )
 from engine.text.tokenizer import Tokenizer
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # these modules import packages that only models with images need
-    from deployments.multimodal.image_loader import ImageLoader
-    from engine.multimodal.processor import ProcessedImage
 
 logger = logging.getLogger(__name__)
 
@@ -142,32 +133,27 @@ class ServedModel:
         pool: EnginePool,
         channel: TokenChannel,
         telemetry: Telemetry,
-        images: ImageLoader | None = None,
         parts: Callable[[ServedModel], Sequence[ModelPart]] = lambda model: (),
     ):
-        """images: None if the model reads text only. parts: returns the ends of features in a model that lacks nothing
-        else."""
-        self.info, self.images = info, images
-        self.pool = pool
+        """parts: returns the ends of features in a model that lacks nothing else."""
+        self.info, self.pool = info, pool
         stats = telemetry.stats.model(info.name)
         self.admission = Admission(pool, info.admission, stats, Availability(info.name))
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(TOKENIZING_THREADS, "tokenizing")
-        self._format = ChatFormat.of(
-            tokenizer, info.tool_call_parser, info.reasoning_parser, closed=info.closed_objects
-        )
-        self._tokens = VisibleMarkers(tokenizer, self._format.markers)
+        self.format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser, closed=info.closed_objects)
+        self.markers = VisibleMarkers(tokenizer, self.format.markers)
         _ = tokenizer.max_token_bytes  # compute it now, not during the first requests
         logger.info(
             "chat format model=%s tool_call_parser=%s reasoning_parser=%s shows_tools=%s",
             info.name,
-            self._format.tool_call_parser,
-            self._format.reasoning_parser,
-            self._format.shows_tools,
+            self.format.tool_call_parser,
+            self.format.reasoning_parser,
+            self.format.shows_tools,
         )
         self.frontend = SequenceContext(
             model=info.name,
-            tokenizer=self._tokens,
+            tokenizer=self.markers,
             channel=channel,
             pool=pool,
             admission=self.admission,
@@ -179,7 +165,8 @@ class ServedModel:
             hourly=telemetry.usage_files.usage,
         )
         self.poison = Poison()
-        observe = [part.observer for part in parts(self) if type(part).observer is not ModelPart.observer]
+        self._parts = parts(self)
+        observe = [part.observer for part in self._parts if type(part).observer is not ModelPart.observer]
         self.frontend = replace(self.frontend, observers=(partial(SequenceTrial, self.poison), *observe))
 
     def adapted(self, adapter: Adapter) -> ServedModel:
@@ -191,7 +178,7 @@ class ServedModel:
     @property
     def input_modalities(self) -> list[str]:
         """Kinds of input that prompts may have, in OpenRouter's terms."""
-        return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
+        return ["text", *(kind for part in self._parts for kind in part.input_modalities)]
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run tokenization or detokenization in a thread, and return its result. The thread pool does nothing else, so
@@ -242,10 +229,11 @@ class ServedModel:
     async def chat(self, body: ChatBody, context: RequestContext) -> ChatOutput:
         """Start a chat. Raises RequestError, and Overloaded before any work is done."""
         self.check_admission(context)
-        self._format.check(body)
-        timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
-        images = await self._load_images(body.messages, context.response_id, timeout_s)
-        requests, output_format, ignored = await self.in_thread(self._prepare_chat, body, context, images)
+        self.format.check(body)
+        draft = self._draft(body, context)
+        for part in self._parts:
+            await part.load(draft)
+        requests, output_format = await self.in_thread(self._prepare_chat, body, context, draft)
         generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
         info = self.info
         return ChatOutput(
@@ -255,27 +243,12 @@ class ServedModel:
             self.tokenizer,
             output_format,
             body.n,
-            ignored=ignored,
+            ignored=[*self._ignored(body), *draft.ignored],
             service_tier=self._served_tier(body),
             reports_cost=body.reports_cost,
             tokens_as_ids=body.return_tokens_as_token_ids,
             hex_id=context.source.hex_id,
         )
-
-    async def _load_images(self, messages: list[Message], request_id: str, timeout_s: float) -> list[ProcessedImage]:
-        """Load the images of a conversation. Raises RequestError, also for a model that reads no images, and
-        RequestTimeout."""
-        wanted = [RequestedImage(path, part.url, part.low_detail) for path, part in image_parts(messages)]
-        if not wanted:
-            return []
-        if self.images is None:
-            limit = f"text, because model {self.info.name!r} reads no images"
-            raise InvalidImage(wanted[0].field, Described("an image"), limit)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self.images.load(wanted)
-        except TimeoutError:
-            raise RequestTimeout(request_id, timeout_s) from None
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Start a completion. Raises RequestError, and Overloaded before any work is done."""
@@ -307,10 +280,11 @@ class ServedModel:
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Return the tokens of a text or a conversation. Raises RequestError."""
         if body.messages is not None:
-            images = await self._load_images(body.messages, "tokenize", self.info.request_timeout_s)
-            text, special = await self.in_thread(self._render_chat, body.messages, body.tools or [], body), False
-            if self.images is not None:
-                text = self.images.processor.expand(text, images, self.info.max_model_len)
+            draft = Draft(body=body, request_id="tokenize", timeout_s=self.info.request_timeout_s)
+            for part in self._parts:
+                await part.load(draft)
+            draft.text = await self.in_thread(self.render_chat, body.messages, body.tools or [], body)
+            text, special = await self.in_thread(self.expand, draft, draft.text), False
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
         return await self.in_thread(self._tokenize, text, special, body.return_token_strs)
@@ -338,37 +312,34 @@ class ServedModel:
         """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it can take long."""
         params = self._params(body)
         prompts, texts = self._tokenize_prompts(body)
-        marks = [[] if body.hold_ttl_s is None else [HoldMark(len(prompt), body.hold_ttl_s)] for prompt in prompts]
-        return self._requests(prompts, params, body, context, marks), texts
+        return self._requests(prompts, params, body, context, self._draft(body, context)), texts
 
     def _prepare_chat(
-        self, body: ChatBody, context: RequestContext, images: list[ProcessedImage]
-    ) -> tuple[list[list[GenerateRequest]], OutputFormat, list[str]]:
-        """Return the requests with the grammar of their output, the format for parsing it, and the fields without
-        effect. Run it in a thread."""
+        self, body: ChatBody, context: RequestContext, draft: Draft
+    ) -> tuple[list[list[GenerateRequest]], OutputFormat]:
+        """Return the requests with the grammar of their output, and the format for parsing it. Run it in a thread."""
         params = self._params(body)
-        text = self._render_chat(body.messages, body.offered_tools, body)
+        draft.text = self.render_chat(body.messages, body.offered_tools, body)
         fields, template = body.field_variables.items(), self.tokenizer.template_for(body.offered_tools) or ""
-        ignored = [field for field, names in fields if not any(name in template for name in names)]
-        prompt, mm_features = self._encode_with_images(text, body, images) if images else (self._encode(text, body), [])
-        thinking = self._format.thinking(body, text)
-        budget = self._format.thinking_budget(body, thinking, self._tokens)
-        if body.thinking_token_budget is not None and budget is None:
-            ignored.append("thinking_token_budget")
-        prediction: list[int] = []
-        if body.prediction is not None:
-            if not self.info.drafts:
-                ignored.append("prediction")
-            self.tokenizer.check_length(body.prediction.text, self.info.max_model_len, field="prediction")
-            prediction = self.tokenizer.encode(body.prediction.text, add_special_tokens=False)
-        grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
-        params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
-        marks = self._find_marks(body, text, prompt, images)
-        requests = self._requests([prompt], params, body, context, [marks], prediction, mm_features)
-        output_format = self._format.output_format(body, thinking, self._tokens)
-        return requests, output_format, [*self._ignored(body), *ignored]
+        draft.ignored += [field for field, names in fields if not any(name in template for name in names)]
+        prompt = self._encode(self.expand(draft, draft.text), body)
+        draft.thinking = self.format.thinking(body, draft.text)
+        grammar = self.format.structured_outputs(body, draft.thinking, params.structured_outputs, self.markers)
+        params = msgspec.structs.replace(params, structured_outputs=grammar)
+        requests = self._requests([prompt], params, body, context, draft)
+        return requests, self.format.output_format(body, draft.thinking, self.markers)
 
-    def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
+    def _draft(self, body: ChatBody | CompletionBody, context: RequestContext) -> Draft:
+        timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
+        return Draft(body=body, request_id=context.response_id, session_id=context.session_id, timeout_s=timeout_s)
+
+    def expand(self, draft: Draft, text: str) -> str:
+        """Return what is tokenized in place of a draft's text, or of its beginning. Raises RequestError."""
+        for part in self._parts:
+            text = part.expand(draft, text)
+        return text
+
+    def render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt of a conversation."""
         return self.tokenizer.render_chat_template(
             [message.for_template() for message in messages],
@@ -377,37 +348,6 @@ class ServedModel:
             continue_final_message=body.continue_final_message,
             **{**self.info.chat_template_kwargs, **body.template_variables},
         )
-
-    def _find_marks(self, body: ChatBody, text: str, prompt: list[int], images: list[ProcessedImage]) -> list[HoldMark]:
-        """Return where the marks of a chat are in its prompt. text: the rendered conversation."""
-        marks = body.cache_marks
-        if not marks:
-            return []
-        marked, tools = MarkedText(), body.offered_tools
-
-        def render(numbers: Sequence[int]) -> str:
-            messages = list(body.messages)
-            for mark, number in ((marks[number], number) for number in numbers):
-                messages[mark.message] = with_word(messages[mark.message], mark.part, marked.word(number))
-            return self._render_chat(messages, tools, body)
-
-        places = marked.offsets(text, [n for n, mark in enumerate(marks) if mark.message >= 0], render)
-        for number, mark in enumerate(marks):
-            if mark.message < 0:
-                another = Tool(type="function", function=FunctionDefinition(name=f"z{marked.word(number)[:8]}"))
-                longer = [*tools[: mark.part + 1], another, *tools[mark.part + 1 :]]
-                places[number] = common_prefix(text, self._render_chat(body.messages, longer, body))
-        offsets = [places[number] for number in range(len(marks))]
-        if images and self.images is not None:
-            expand, markers = self.images.processor.expand, self.images.processor.num_markers
-            offsets = [
-                len(expand(text[:offset], images[: markers(text[:offset])], self.info.max_model_len))
-                for offset in offsets
-            ]
-            text = expand(text, images, self.info.max_model_len)
-        counts = self.tokenizer.count_before(text, offsets, body.add_special_tokens)
-        cut = body.truncate_prompt_tokens is not None  # then the marks may be elsewhere
-        return hold_marks([(len(prompt) if cut else n, m.ttl_s) for n, m in zip(counts, marks, strict=True)])
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the texts for `echo`."""
@@ -432,15 +372,6 @@ class ServedModel:
             return self.tokenizer.encode_prompt(text, self.info.max_model_len, body.add_special_tokens)
         kept = min(kept, self.info.max_model_len)
         return self.tokenizer.encode_truncated(text, kept, body.truncation_side, body.add_special_tokens)
-
-    def _encode_with_images(
-        self, text: str, body: ChatBody, images: list[ProcessedImage]
-    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Return the token ids of a prompt with images, and the images with their positions. Raises RequestError."""
-        assert self.images is not None
-        if body.truncate_prompt_tokens is not None:
-            raise InvalidParameter("truncate_prompt_tokens", body.truncate_prompt_tokens, "left out with images")
-        return self.images.processor.place(text, images, self.info.max_model_len, body.add_special_tokens)
 
     def _truncate(self, prompt: list[int], body: GenerationBody) -> list[int]:
         if (kept := self._kept(body)) is None:
@@ -484,11 +415,8 @@ class ServedModel:
         params: SamplingParams,
         body: GenerationBody,
         context: RequestContext,
-        marks: list[list[HoldMark]],
-        prediction: list[int] | None = None,
-        mm_features: list[MultiModalFeatureSpec] | None = None,
+        draft: Draft,
     ) -> list[list[GenerateRequest]]:
-        """marks: for each prompt, the parts that the client wants to stay cached."""
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "", "a text of at least one token")
@@ -497,39 +425,17 @@ class ServedModel:
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
-        request = msgspec.structs.replace(
-            request,
-            prediction=prediction or [],
-            mm_features=mm_features or [],
-            report_cost=body.reports_cost or request.report_cost,
-        )
+        request = msgspec.structs.replace(request, report_cost=body.reports_cost or request.report_cost)
         sequences = [params.sequence(j) for j in range(body.n)]
-        name = context.session_id or body.prompt_cache_key
-        response_id = context.response_id
-        holds = [PromptHold(marks=some, response_id=response_id, name=name) if some else None for some in marks]
-        return [
+        requests = [
             [
                 msgspec.structs.replace(
-                    request,
-                    request_id=f"{request.request_id}-{i * body.n + j}",
-                    prompt=prompt,
-                    params=sequence,
-                    hold=holds[i] if j == 0 else None,
+                    request, request_id=f"{request.request_id}-{i * body.n + j}", prompt=prompt, params=sequence
                 )
                 for j, sequence in enumerate(sequences)
             ]
             for i, prompt in enumerate(prompts)
         ]
-
-
-def with_word(message: Message, part: int, word: str) -> Message:
-    """Return a message with a word at the end of a part, or after the part if that is an image."""
-    if not isinstance(message.content, list) or not message.content:
-        return message.model_copy(update={"content": f"{message.content or ''}{word}"})
-    parts = list(message.content)
-    marked = parts[part]
-    if isinstance(marked, ImagePart):
-        parts.insert(part + 1, TextPart(type="text", text=word))
-    else:
-        parts[part] = marked.model_copy(update={"text": f"{marked.text}{word}"})
-    return message.model_copy(update={"content": parts})
+        for part in self._parts:
+            requests = part.requests(draft, requests)
+        return requests

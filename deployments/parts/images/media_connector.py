@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.public_address import is_public, reached_address
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.public_address import is_public, reached_address
 from engine.errors import Described, InvalidImage
 
 REDIRECTS = (301, 302, 303, 307, 308)

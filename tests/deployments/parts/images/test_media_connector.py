@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.media_connector import MediaConnector
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.media_connector import MediaConnector
 from engine.errors import ConfigError, InvalidImage
-from tests.deployments.multimodal.image_server import IMAGE, ImageServer, image_server
+from tests.deployments.parts.images.image_server import IMAGE, ImageServer, image_server
 
 LOCAL = ("127.0.0.0/8", "::1")
 FIELD = "messages[0].content[1].image_url"

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 import pytest
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.media_connector import MediaConnector
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.media_connector import MediaConnector
 from engine.errors import InvalidImage
-from tests.deployments.multimodal.image_server import IMAGE
+from tests.deployments.parts.images.image_server import IMAGE
 
 PUBLIC = "93.184.216.34"
 OTHERS = ["168.63.129.16", "192.0.0.192", "10.0.0.1", "fec0::1", "64:ff9b:1::a00:1", "2606:2800:220:1:0:5efe:a00:1"]
@@ -33,7 +33,7 @@ def can_make_namespaces() -> bool:
 
 @pytest.mark.skipif(not can_make_namespaces(), reason="this machine lets nobody make a network namespace")
 def test_no_redirect_of_a_public_server_leads_to_an_address_that_is_not_public():
-    module = "tests.deployments.multimodal.fetch_in_namespace"
+    module = "tests.deployments.parts.images.fetch_in_namespace"
     command = [*IN_NAMESPACE, sys.executable, "-m", module, PUBLIC, *OTHERS]
     lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
     found = [tuple(json.loads(line)) for line in lines]

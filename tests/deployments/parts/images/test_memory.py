@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.deployments.multimodal.test_images import BAD, api_with_images, data_url, image_part, text_part, user
+from tests.deployments.parts.images.test_images import BAD, api_with_images, data_url, image_part, text_part, user
 from tests.engine.multimodal.images import file_of, picture
 
 SIDE = 2048

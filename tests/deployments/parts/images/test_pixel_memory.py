@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from deployments.multimodal.pixel_memory import PixelMemory
+from deployments.parts.images.pixel_memory import PixelMemory
 from engine.multimodal.processor import ProcessedImage
 from engine.wire.multimodal import TensorData
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.media_connector import MediaConnector
-from deployments.multimodal.pixel_memory import PixelMemory
-from deployments.multimodal.requested_image import RequestedImage
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.media_connector import MediaConnector
+from deployments.parts.images.pixel_memory import PixelMemory
+from deployments.parts.images.requested_image import RequestedImage
 from engine.errors import InvalidParameter
 from engine.model.checkpoint.folder import read_json
 from engine.multimodal import image

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.multimodal.public_address import is_public, reached_address
+from deployments.parts.images.public_address import is_public, reached_address
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from engine import LLM, SamplingParams
-from tests.deployments.multimodal.image_server import IMAGE, image_server
-from tests.deployments.multimodal.test_images import OTHER, data_url, image_part, text_part, user
+from tests.deployments.parts.images.image_server import IMAGE, image_server
+from tests.deployments.parts.images.test_images import OTHER, data_url, image_part, text_part, user
 from tests.deployments.real_api import real_api
 from tests.vision_models import make_vision_chat_model
 

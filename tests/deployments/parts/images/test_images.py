@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from deployments.multimodal.config import ImageConfig
-from deployments.multimodal.image_loader import ImageLoader
-from deployments.multimodal.requested_image import RequestedImage
+from deployments.parts.images.config import ImageConfig
+from deployments.parts.images.image_loader import ImageLoader
+from deployments.parts.images.requested_image import RequestedImage
 from engine.multimodal.processor import ProcessedImage
 from tests.deployments.fake_api import FakeApi, fake_api, until
-from tests.deployments.multimodal.image_server import IMAGE, ImageServer, image_server
+from tests.deployments.parts.images.image_server import IMAGE, ImageServer, image_server
 from tests.engine.multimodal.images import file_of, picture, processor, tokenizer
 
 OTHER = file_of(picture(24, 60, seed=1), "JPEG")

@@ -11,7 +11,7 @@ from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.http.context import allowed_models, source_of
 from deployments.jobs.source import GenerationSource
-from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError
 

@@ -1,1 +1,0 @@
-"""Holds in requests of the OpenAI and Anthropic APIs."""

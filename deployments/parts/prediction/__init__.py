@@ -1,0 +1,1 @@
+"""Outputs that clients predict."""
