@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from cluster.config.app_config import AppConfig
 from deployments.app import http_app
-from deployments.frontend import sequence
+from deployments.frontend import sequence_metrics
 from deployments.frontend.api_keys import hash_key
 from deployments.http.context import IS_ADMIN
 from deployments.http.middleware import AuthConfig
@@ -84,7 +84,7 @@ async def test_the_state_has_replicas_and_requests_but_no_text_of_them():
 
 @pytest.mark.parametrize("keeps_texts", [False, True])
 async def test_an_opened_request_has_prompt_and_output_only_if_the_operator_wants_that(keeps_texts, monkeypatch):
-    monkeypatch.setattr(sequence, "MAX_TEXT_TOKENS", 4)
+    monkeypatch.setattr(sequence_metrics, "MAX_TEXT_TOKENS", 4)
     prompt = "a prompt of several tokens"
     async with fake_api(says("an answer"), keeps_texts=keeps_texts) as api:
         await api.until_status()
