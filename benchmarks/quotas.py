@@ -28,8 +28,9 @@ import typer
 from benchmarks.command import JsonOption, print_report, run
 from cluster.terminal.tables import figure, make_table, show
 from deployments.billing.bill import Bill, Used
+from deployments.frontend.observers import RequestSize
 from deployments.quotas.errors import QuotaExceeded
-from deployments.quotas.key_quota import NO_QUOTA, NoQuota, RequestSize
+from deployments.quotas.key_quota import RequestQuota
 from deployments.quotas.limits import BudgetLimit, KeyLimits, window
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import StoreUnavailable
@@ -74,8 +75,6 @@ class QuotasReport:
     rate: float
     kills: int
     redis_kills: int
-    wait_off_s: float
-    """P50 of requests without limits."""
     keys: dict[str, KeyReport]
 
 
@@ -88,7 +87,7 @@ async def _ingress(url: str, path: str, number: int, ingresses: int, rate: float
     rng, log = random.Random(f"{number} {time.time()}"), os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
     quotas = Quotas(RedisStore(url), limits(rate), ingresses)
 
-    async def request(key: int, quota: NoQuota) -> None:
+    async def request(key: int, quota: RequestQuota) -> None:
         output, cost = rng.randrange(2 * OUTPUT), rng.uniform(0, 2 * COST_S)
         amount = (1.0, float(PROMPT + output), cost)[key]
         began = time.perf_counter()
@@ -108,7 +107,9 @@ async def _ingress(url: str, path: str, number: int, ingresses: int, rate: float
         at += rng.expovariate(rate * len(KEYS) / ingresses)
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         key = rng.randrange(len(KEYS))
-        task = asyncio.create_task(request(key, quotas.of(KEYS[key])))
+        quota = quotas.of(KEYS[key])
+        assert quota is not None, "every key has limits"
+        task = asyncio.create_task(request(key, quota))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -163,21 +164,12 @@ def _report(
         report.used = [v for (n, start), v in sorted(used.items()) if n == name and begin - 1 <= start <= end - length]
         names = ("admitted", "refused", "unavailable")
         report.outcomes = {what: outcomes[name, outcome] for outcome, what in enumerate(names)}
-    return QuotasReport(ingresses, rate, kills, redis_kills, asyncio.run(_wait_off_s()), found)
+    return QuotasReport(ingresses, rate, kills, redis_kills, found)
 
 
 def _entries(path: Path) -> Iterator[tuple[float, int, int, float, float]]:
     data = path.read_bytes()
     yield from ENTRY.iter_unpack(data[: len(data) // ENTRY.size * ENTRY.size])
-
-
-async def _wait_off_s() -> float:
-    waits = []
-    for _ in range(1000):
-        began = time.perf_counter()
-        async with NO_QUOTA.charged(RequestSize(PROMPT, 1, None), Bill(lambda: Used(True, 0, 0, 0.0, 0.0))):
-            waits.append(time.perf_counter() - began)
-    return _quantile(waits, 0.5)
 
 
 def _quantile(values: list[float], part: float) -> float:
@@ -193,7 +185,7 @@ def show_report(report: QuotasReport) -> None:
         waits = ", ".join(figure(1000 * _quantile(key.waits_s, part)) for part in (0.5, 0.99, 1.0))
         table.add_row(name, figure(key.limit), parts, ", ".join(map(str, key.outcomes.values())), waits)
     title = f"{report.ingresses} ingresses, {report.rate:g} requests/s, {report.kills} of them and {report.redis_kills}"
-    show(f"{title} Redis killed; without limits {1e6 * report.wait_off_s:.1f} us", table)
+    show(f"{title} Redis killed", table)
 
 
 def main(

@@ -117,7 +117,9 @@ def http_app(
         return error_response(error, request.scope)
 
     app.add_middleware(FirstTokenMiddleware)
-    app.add_middleware(AuthMiddleware, api_keys=api_keys, quotas=quotas, config=auth, open_paths=open_paths(routes))
+    for each in [each for part in parts for each in part.middleware()]:
+        app.add_middleware(each.cls, *each.args, **each.kwargs)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth, open_paths=open_paths(routes))
     hosts = auth.allowed_hosts if auth.is_on_loopback and api_keys is None else None
     app.add_middleware(OriginMiddleware, allowed_origins=auth.allowed_origins, allowed_hosts=hosts)
     if auth.allowed_origins:  # outside the check of keys: a browser's preflight request has no key

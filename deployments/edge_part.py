@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from starlette.middleware import Middleware
+
 from deployments.http.route import Route
 
 
@@ -12,6 +14,10 @@ class EdgePart:
     """All methods do nothing by default, so that a part overrides what it needs."""
 
     def routes(self) -> Sequence[Route]:
+        return ()
+
+    def middleware(self) -> Sequence[Middleware]:
+        """Return ASGI middleware that sees a request after its API key was checked."""
         return ()
 
     def running(self) -> AbstractAsyncContextManager[None]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.first_token import current_deadline
 from deployments.frontend.inboxes import Inbox
+from deployments.frontend.observers import GenerationObserver, Observe, Reason, RequestSize
 from deployments.frontend.sequence import Aborted, AttemptError, RequestUsage, Sequence
 from deployments.frontend.sequence_context import SequenceContext
-from deployments.frontend.sequence_observer import Observe, Reason
 from deployments.observability.telemetry import current_request
-from deployments.quotas.key_quota import RequestSize, current_quota
 from engine.errors import Overloaded
 from engine.fairness.fair_queue import QueuedRequest
 from engine.text.text_stream import TextChunk
@@ -50,7 +49,6 @@ class LiveGeneration:
         )
         self._bill = Bill(self._used)
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
-        self._quota = current_quota()
         http.bills.append(self._bill)
         self._deadline = None if prompts[0][0].pooling is not None else current_deadline()
         for requests in prompts:
@@ -62,13 +60,17 @@ class LiveGeneration:
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
         request = prompts[0][0]
-        self._size = RequestSize(
+        size = RequestSize(
             self.usage.prompt_tokens,
             len(self._sequences),
             request.params.max_tokens if request.pooling is None else 0,
             context.max_model_len,
             resumes,
         )
+        found = (observe(size, self._bill) for observe in context.generation_observers)
+        self._observers = [observer for observer in found if observer is not None]
+        overridden = [each for each in self._observers if type(each).waiting is not GenerationObserver.waiting]
+        self._waiting = [observer.waiting for observer in overridden]
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
         the generator is closed."""
@@ -90,12 +92,13 @@ class LiveGeneration:
         try:
             for sequence in sequences:
                 sequence.waits()
-            async with (
-                self._quota.charged(self._size, self._bill) as watch,
-                self._admission.enter(
+            async with AsyncExitStack() as stack:
+                for observer in self._observers:
+                    await stack.enter_async_context(observer.running())
+                entering = self._admission.enter(
                     first, self._client, size, self.usage.prompt_tokens, self._left_s(), self._deadline
-                ) as queued,
-            ):
+                )
+                queued = await stack.enter_async_context(entering)
                 self.admitted.set()
                 for sequence in sequences:
                     sequence.admitted()
@@ -103,7 +106,8 @@ class LiveGeneration:
                     with self._inbox() as inbox:
                         await self._start(inbox)
                         while self._num_unfinished:
-                            watch.check()
+                            for waiting in self._waiting:
+                                waiting()
                             deltas = await inbox.take()
                             if deltas[-1] is None:  # a slow client takes these when the rest may have come later
                                 self._lost = [s for s in self._sequences.values() if s.lost is not None]

@@ -13,10 +13,10 @@ from typing import Any
 from deployments.billing.bill import Bill
 from deployments.billing.prices import FREE, Prices
 from deployments.frontend.inboxes import Inbox
+from deployments.frontend.observers import Observe, Observers, Reason, SequenceView
 from deployments.frontend.retry import RetryState, TokensLost
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.frontend.sequence_metrics import SequenceMetrics
-from deployments.frontend.sequence_observer import Observe, Observers, Reason, SequenceView
 from deployments.observability.telemetry import HttpRequest
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream

@@ -9,7 +9,7 @@ from deployments.billing.hourly_usage import HourlyUsage
 from deployments.billing.prices import FREE, Prices
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inboxes
-from deployments.frontend.sequence_observer import Observe
+from deployments.frontend.observers import Observe, ObserveGeneration
 from deployments.observability.stats import ModelStats
 from deployments.observability.timeline import RequestTimelines
 from deployments.replicas.pools import EngineClient
@@ -31,5 +31,7 @@ class SequenceContext:
     """Maximum number of tokens of a prompt and its answer."""
     observers: tuple[Observe, ...] = ()
     """In the order in which they hear of a sequence; its metrics are the last."""
+    generation_observers: tuple[ObserveGeneration, ...] = ()
+    """In the order in which a request enters their blocks."""
     prices: Prices = FREE
     hourly: HourlyUsage = field(default_factory=HourlyUsage)

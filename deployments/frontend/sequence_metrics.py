@@ -8,8 +8,8 @@ import time
 import msgspec
 
 from deployments.billing.totals import UsageTotals, payer_of
+from deployments.frontend.observers import Reason, SequenceObserver, SequenceView
 from deployments.frontend.sequence_context import SequenceContext
-from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, MAX_TEXT_TOKENS, SequenceTimeline
 from engine.wire.timeline import TimelineEvent

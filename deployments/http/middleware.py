@@ -8,18 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT, IS_ADMIN
-from deployments.http.errors import error_response, get_path, is_anthropic
+from deployments.http.errors import error_response, get_path
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
-from deployments.quotas.key_quota import NO_QUOTA, NoQuota
 from deployments.quotas.limits import KeyLimits
-from deployments.quotas.quotas import Quotas, current
 from engine.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -120,14 +118,12 @@ class RootPathMiddleware:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's state.
-    The limits of the key apply to what the request computes."""
+    """ASGI middleware that checks the API key and the body's size, and stores the key's name in the request's
+    state."""
 
-    def __init__(
-        self, app: ASGIApp, api_keys: ApiKeys | None, quotas: Quotas, config: AuthConfig, open_paths: Collection[str]
-    ):
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, config: AuthConfig, open_paths: Collection[str]):
         """open_paths: paths that need no key."""
-        self._app, self._api_keys, self._quotas, self._config = app, api_keys, quotas, config
+        self._app, self._api_keys, self._config = app, api_keys, config
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,22 +131,16 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            quota = self._check(scope)
+            self._check(scope)
         except ServingError as error:
             await error_response(error, scope)(scope, receive, send)
         else:
             limit = self._max_bytes(scope)
             timeout_s = self._config.body_timeout_s * max(1.0, limit / self._config.max_body_bytes)
-            receive = _BodyLimit(receive, limit, timeout_s)
-            if quota is NO_QUOTA:
-                await self._app(scope, receive, send)
-                return
-            with current(quota):
-                await self._app(scope, receive, _with_headers(quota, is_anthropic(get_path(scope)), send))
+            await self._app(scope, _BodyLimit(receive, limit, timeout_s), send)
 
-    def _check(self, scope: Scope) -> NoQuota:
-        """Check a request's headers, and return the limits of its API key. Raises InvalidApiKey, UnsupportedMediaType
-        or BodyTooLarge."""
+    def _check(self, scope: Scope) -> None:
+        """Check a request's headers. Raises InvalidApiKey, UnsupportedMediaType or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         if self._api_keys is not None and BACKGROUND_CLIENT in state:
             state[ALLOWED_MODELS] = self._api_keys.models_of(state.get(API_KEY_NAME, ""))
@@ -158,10 +148,6 @@ class AuthMiddleware:
             key = self._api_keys.find(_key(headers))
             state[API_KEY_NAME], state[ALLOWED_MODELS] = key.name, key.models
         state[IS_ADMIN] = self._api_keys is None or state.get(API_KEY_NAME) in self._config.admin_keys
-        quota = NO_QUOTA
-        if self._quotas.limits and (name := state.get(API_KEY_NAME)) is not None:
-            quota = self._quotas.of(name)
-            state[ALLOWED_MODELS] = self._quotas.models_of(name, state.get(ALLOWED_MODELS))
         encoding = headers.get("content-encoding", "identity")
         if encoding.strip().lower() not in ("identity", ""):
             raise UnsupportedMediaType(encoding, "identity", "Content-Encoding")
@@ -169,21 +155,9 @@ class AuthMiddleware:
         limit = self._max_bytes(scope)
         if length.isdecimal() and len(length) < 20 and int(length) > limit:
             raise BodyTooLarge(limit)
-        return quota
 
     def _max_bytes(self, scope: Scope) -> int:
         return self._config.max_upload_bytes if get_path(scope) == UPLOAD_PATH else self._config.max_body_bytes
-
-
-def _with_headers(quota: NoQuota, anthropic: bool, send: Send) -> Send:
-    """Return a `send` that adds what is left of the limits to the response's headers."""
-
-    async def with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(quota.headers(anthropic=anthropic))
-        await send(message)
-
-    return with_headers
 
 
 class _BodyLimit:

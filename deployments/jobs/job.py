@@ -12,8 +12,8 @@ import msgspec
 
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
+from deployments.frontend.observers import SequenceObserver, SequenceView
 from deployments.frontend.sequence_context import SequenceContext
-from deployments.frontend.sequence_observer import SequenceObserver, SequenceView
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
 from deployments.jobs.errors import AnswerNotReproducible, IdempotencyKeyInUse, LeaseLost
 from deployments.jobs.event_ids import NoEventIds

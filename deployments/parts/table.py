@@ -22,6 +22,7 @@ from deployments.parts.images.image_inputs import ImageInputs
 from deployments.parts.keys.routes import KeyRoutes
 from deployments.parts.operators.routes import OperatorRoutes
 from deployments.parts.prediction.prediction import Predictions
+from deployments.parts.quotas.quota_part import QuotaChecks, QuotaEdge
 from deployments.parts.sdc_check.sdc_check import SdcCheck
 from deployments.parts.thinking_budget.thinking_budget import ThinkingBudgets
 from deployments.quotas.quotas import Quotas
@@ -86,6 +87,10 @@ def _images(setup: ModelSetup) -> ModelPart:
     return ImageInputs(info.name, info.max_model_len, setup.images)
 
 
+def _quotas(setup: ModelSetup) -> ModelPart:
+    return QuotaChecks(has_priorities=setup.model.info.has_priorities)
+
+
 def _prediction(setup: ModelSetup) -> ModelPart:
     info = setup.model.info
     return Predictions(setup.model.tokenizer, info.max_model_len, drafts=info.drafts)
@@ -102,6 +107,7 @@ def _sdc_check(setup: ModelSetup) -> ModelPart | None:
 PARTS = (
     PartSpec("adapters", edge=_adapters),
     PartSpec("keys", edge=_keys),
+    PartSpec("quotas", edge=lambda setup: QuotaEdge(setup.quotas), model=_quotas),
     PartSpec("images", model=_images),
     PartSpec("thinking_budget", model=lambda setup: ThinkingBudgets(setup.model.format, setup.model.markers)),
     PartSpec("prediction", model=_prediction),

@@ -7,7 +7,7 @@ import logging
 
 import msgspec
 
-from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
+from deployments.frontend.observers import Reason, SequenceObserver, SequenceView
 from deployments.poison.named import suspected
 from deployments.poison.poison import Poison
 from deployments.poison.trial import Trial

@@ -155,6 +155,7 @@ class PooledModel:
         request = self._model.new_request(context, body.priority, body.cache_salt)
         assert isinstance(context.source, LiveSource), "embeddings and scores are not kept"
         pooling = Pooling(self._model.frontend, request, context.client, context.source)
+        self._model.check_prompts(sum(len(prompt.tokens) for prompt in prompts))
         pooled = await pooling.run(prompts)
         return pooled, PoolingUsage.of(pooling.usage, with_cost=body.reports_cost)
 

@@ -16,7 +16,6 @@ from deployments.frontend.sequence import RequestUsage
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
-from deployments.quotas.key_quota import current_quota
 from engine.errors import RequestTimeout
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
@@ -53,7 +52,6 @@ class Pooling:
         Raises the first error of any prompt, and drops the others.
         """
         self.usage.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-        current_quota().check_prompt(self.usage.prompt_tokens)
         results = [b""] * len(prompts)
         slots = asyncio.Semaphore(PARTS_PER_ENGINE * max(1, self._context.admission.num_engines))
         try:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from deployments.billing.bill import Bill, Used
+from deployments.frontend.observers import GenerationObserver, RequestSize
 from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
 from deployments.quotas.limits import KeyLimits, Limit, Unit
 from deployments.quotas.shared_quota import PLACE_PAUSE_S, Charge, Needs, Proposal, SharedQuota
@@ -41,63 +41,6 @@ TTL_S = 10 * 365 * 86400.0
 """Of a key's record, at least. A file's values are gone once a clock was set ahead by more."""
 MEMORY = 64  # newest answers of a key, of which the longest bounds the next
 FADES = 0.05  # weight of a request in the means from which the next one is estimated
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSize:
-    """What is known of a request before it runs."""
-
-    prompt_tokens: int
-    sequences: int
-    max_tokens: int | None
-    """Maximum number of output tokens of each sequence; None if the request does not say."""
-    context_tokens: float = math.inf
-    """The same by the model's context."""
-    resumes: bool = False
-    """Whether another ingress had admitted it, and has charged for its prompt."""
-
-
-class NoWatch:
-    """The watch over a request that no budget ends."""
-
-    def check(self) -> None:
-        """Raise BudgetSpent if a budget is used up, and ends what runs."""
-
-
-class NoQuota:
-    """The quota of requests whose API key has no limits."""
-
-    watches_cost = False
-    """Whether engines must report what the request costs while it runs."""
-
-    def lowered(self, priority: int) -> int:
-        """Return the priority of a request that asks for this one. Smaller numbers run first."""
-        return priority
-
-    def check(self) -> None:
-        """Raise QuotaExceeded if the request would be refused. Call it before doing any work for the request."""
-
-    def check_prompt(self, tokens: int) -> None:
-        """Raise PromptExceedsLimit for a prompt that could never run."""
-
-    def charged(self, size: RequestSize, bill: Bill) -> AbstractAsyncContextManager[NoWatch]:
-        """Charge the request while it runs, and settle once its bill is known. Entering raises QuotaExceeded,
-        PromptExceedsLimit and StoreUnavailable."""
-        return nullcontext(NO_WATCH)
-
-    def headers(self, *, anthropic: bool) -> dict[str, str]:
-        """Return the headers that tell clients how much of each limit is left."""
-        return {}
-
-
-NO_WATCH = NoWatch()
-NO_QUOTA = NoQuota()
-_current: ContextVar[NoQuota] = ContextVar("quota", default=NO_QUOTA)
-
-
-def current_quota() -> NoQuota:
-    """Return the quota of the HTTP request on which the current task works."""
-    return _current.get()
 
 
 class Means:
@@ -255,7 +198,7 @@ class KeyQuota:
         return self.shared.charge(needs, self._wall())
 
     def check_prompt(self, tokens: int) -> None:
-        """See NoQuota.check_prompt."""
+        """See RequestQuota.check_prompt."""
         for limit in self._all:
             if limit.unit == "tokens" and tokens > limit.value:
                 raise PromptExceedsLimit(self.name, limit.name, limit.value, tokens)
@@ -329,7 +272,7 @@ class KeyQuota:
         return QuotaExceeded(self.name, limit.name, limit.value, wait_s, limit.is_cost)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
-        """See NoQuota.headers."""
+        """See RequestQuota.headers."""
         found: dict[str, str] = {}
         for limit in self._all:
             if limit.field not in ("rpm_limit", "tpm_limit"):
@@ -357,36 +300,36 @@ def record_key(name: str) -> str:
     return f"manta:quota:{name}"
 
 
-class BudgetWatch(NoWatch):
-    """The watch over a request that ends when a budget of its key is used up."""
-
-    def __init__(self, key: KeyQuota, charge: Charge, bill: Bill):
-        self._key, self._charge, self._bill = key, charge, bill
-
-    def check(self) -> None:
-        self._key.check_budgets(self._charge, self._bill.used())
-
-
-class RequestQuota(NoQuota):
+class RequestQuota:
     """The limits that apply to one HTTP request. It counts once, also if it is computed in several parts."""
 
     def __init__(self, key: KeyQuota):
         self.watches_cost = key.ends_running
+        """Whether engines must report what the request costs while it runs."""
         self._key, self._counted, self._num_running = key, False, 0
         self._has_slots = key.limits.max_parallel_requests is not None
         self._slot: Charge | None = None
 
     def lowered(self, priority: int) -> int:
+        """Return the priority of a request that asks for this one. Smaller numbers run first."""
         return max(priority, self._key.limits.priority) if priority else self._key.limits.priority
 
     def check(self) -> None:
+        """Raise QuotaExceeded if the request would be refused. Call it before doing any work for the request."""
         self._key.check({"requests": 1, "tokens": 1, **NO_COSTS})
 
     def check_prompt(self, tokens: int) -> None:
+        """Raise PromptExceedsLimit for a prompt that could never run."""
         self._key.check_prompt(tokens)
 
+    def check_budgets(self, charge: Charge, used: Used) -> None:
+        """Charge the request with what it has cost so far. Raises BudgetSpent if a budget is used up."""
+        self._key.check_budgets(charge, used)
+
     @asynccontextmanager
-    async def charged(self, size: RequestSize, bill: Bill) -> AsyncGenerator[NoWatch]:
+    async def charged(self, size: RequestSize, bill: Bill) -> AsyncGenerator[Charge]:
+        """Charge the request while it runs, and settle once its bill is known. Entering raises QuotaExceeded,
+        PromptExceedsLimit and StoreUnavailable."""
         if not size.resumes:
             self._key.check_prompt(size.prompt_tokens)
         counts, self._counted = not self._counted and not size.resumes, True
@@ -397,7 +340,7 @@ class RequestQuota(NoQuota):
                 self._slot = self._key.begin(PLACE) if size.resumes else await self._key.take_place()
             charge = self._key.begin({}) if size.resumes else await self._key.take(needs)
             try:
-                yield BudgetWatch(self._key, charge, bill) if self.watches_cost else NO_WATCH
+                yield charge
             finally:
                 bill.when_known(lambda: self._settle(charge, size, bill.used(), counts))
         finally:
@@ -419,4 +362,43 @@ class RequestQuota(NoQuota):
         self._key.means.observe(size, used)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
+        """Return the headers that tell clients how much of each limit is left."""
         return self._key.headers(anthropic=anthropic)
+
+    def observer(self, size: RequestSize, bill: Bill) -> GenerationObserver:
+        return (BudgetWatch if self.watches_cost else ChargedRequest)(self, size, bill)
+
+
+class ChargedRequest(GenerationObserver):
+    """Charges a key while one of its requests, or a part of it, runs."""
+
+    def __init__(self, quota: RequestQuota, size: RequestSize, bill: Bill):
+        self._quota, self._size, self._bill = quota, size, bill
+        self._charge: Charge | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        async with self._quota.charged(self._size, self._bill) as self._charge:
+            yield
+
+
+class BudgetWatch(ChargedRequest):
+    """Ends the request when a budget of its key is used up."""
+
+    def waiting(self) -> None:
+        assert self._charge is not None, "it has not been entered"
+        self._quota.check_budgets(self._charge, self._bill.used())
+
+
+_current: ContextVar[RequestQuota | None] = ContextVar("quota", default=None)
+
+
+def current_quota() -> RequestQuota | None:
+    """Return the quota of the HTTP request on which the current task works; None if its API key has no limits."""
+    return _current.get()
+
+
+def observe_generation(size: RequestSize, bill: Bill) -> GenerationObserver | None:
+    """Return what charges the HTTP request on which the current task works."""
+    quota = current_quota()
+    return None if quota is None else quota.observer(size, bill)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, RequestQuota, _current, record_key
+from deployments.quotas.key_quota import KeyQuota, RequestQuota, _current, record_key
 from deployments.quotas.limits import KeyLimits, Limit
 from deployments.quotas.record import decode
 from deployments.storage.key_value import KeyValueStore
@@ -35,10 +35,10 @@ class Quotas:
         self._used: set[KeyQuota] = set()
         self._renewal: asyncio.Task[None] | None = None
 
-    def of(self, name: str) -> NoQuota:
-        """Return the quota of one request. name: of its API key."""
+    def of(self, name: str) -> RequestQuota | None:
+        """Return the quota of one request; None without limits. name: of its API key."""
         limits = self.limits.get(name)
-        return NO_QUOTA if limits is None else RequestQuota(self._key(name, limits))
+        return None if limits is None else RequestQuota(self._key(name, limits))
 
     def models_of(self, name: str, allowed: frozenset[str] | None) -> frozenset[str] | None:
         """Return the models that the limits leave. allowed: those that the key itself allows; None for all."""
@@ -92,7 +92,7 @@ class Quotas:
 
 
 @contextmanager
-def current(quota: NoQuota) -> Iterator[None]:
+def current(quota: RequestQuota | None) -> Iterator[None]:
     """Make this the quota of the HTTP request on which the current task works."""
     token = _current.set(quota)
     try:

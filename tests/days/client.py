@@ -91,7 +91,7 @@ class Client:
     async def _listen(self, requests: list[GenerateRequest], ingress: Ingress) -> None:
         ask = self._ask
         quota = self._world.quota_of(ingress, ask)
-        if quota.watches_cost:
+        if quota is not None and quota.watches_cost:
             requests = [msgspec.structs.replace(request, report_cost=True) for request in requests]
         with current(quota):
             generation = LiveGeneration(ingress.context, [requests], ask.client)

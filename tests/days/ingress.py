@@ -18,6 +18,7 @@ from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
+from deployments.quotas.key_quota import observe_generation
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
@@ -108,6 +109,7 @@ class Ingress:
             timelines=RequestTimelines(node),
             max_replays=3,
             observers=(partial(SequenceTrial, Poison()),),
+            generation_observers=(observe_generation,),
         )
         self.jobs = Jobs(open_store(cluster, node, lambda: self.up), TTL_S)
 

@@ -14,7 +14,7 @@ from unittest import mock
 import deployments.quotas.key_quota as key_quota_module
 import deployments.quotas.quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
-from deployments.quotas.key_quota import NO_QUOTA, KeyQuota, NoQuota, record_key
+from deployments.quotas.key_quota import KeyQuota, RequestQuota, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
 from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import DEBT, decode
@@ -167,14 +167,15 @@ class QuotaPart(Part):
         ):
             world.patches.enter_context(mock.patch.object(module, name, value))
 
-    def of(self, ingress: Ingress, ask: Ask) -> NoQuota:
+    def of(self, ingress: Ingress, ask: Ask) -> RequestQuota | None:
         """Return the quota of a request, as the middleware of an ingress does."""
         if not ask.api_key:
-            return NO_QUOTA
+            return None
         if ingress not in self._quotas:
             self._quotas[ingress] = self._open(ingress)
         quota = self._quotas[ingress].of(ask.api_key)
-        quota.check()
+        if quota is not None:
+            quota.check()
         return quota
 
     def _open(self, ingress: Ingress) -> Quotas:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from deployments.jobs import job as job_module
-from deployments.quotas.key_quota import NO_QUOTA, NoQuota
+from deployments.quotas.key_quota import RequestQuota
 from engine.core.features.speculator import Speculator
 from engine.errors import ServingError
 from engine.wire import timeline
@@ -105,7 +105,7 @@ class World:
         cluster.network.late_s, cluster.network.late = day.late_s, day.late
         cluster.network.busy = day.busy
         cluster.only_losses = day.only_losses
-        self.quota_of: Callable[[Ingress, Ask], NoQuota] = lambda ingress, ask: NO_QUOTA
+        self.quota_of: Callable[[Ingress, Ask], RequestQuota | None] = lambda ingress, ask: None
         self.is_refusal: Callable[[Ask, ServingError], bool] = lambda ask, error: False
         """Checks a refusal by the limits of an API key. Returns whether the error is one."""
         self.parts = [plan.open(self) for plan in day.parts]

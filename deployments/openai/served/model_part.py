@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.frontend.sequence_observer import SequenceObserver, SequenceView
+from deployments.billing.bill import Bill
+from deployments.frontend.observers import GenerationObserver, RequestSize, SequenceObserver, SequenceView
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.formats.tool_grammar import Thinking
@@ -34,13 +35,23 @@ class Draft:
 
 
 class ModelPart:
-    """All methods do nothing by default, so that a part overrides what it needs. Only `load` and `observer` run in the
-    event loop; the others run in a thread, and may take long."""
+    """All methods do nothing by default, so that a part overrides what it needs. `expand` and `requests` run in a
+    thread, and may take long."""
 
     @property
     def input_modalities(self) -> Sequence[str]:
         """Kinds of input that the part adds to text, in OpenRouter's terms."""
         return ()
+
+    def check(self) -> None:
+        """Raise an error for an HTTP request that would be refused, before any work is done for it."""
+
+    def check_prompts(self, num_tokens: int) -> None:
+        """Raise an error for prompts of so many tokens together that could never run, though each of them might."""
+
+    def share(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request to use in place of this one, which has what all requests of an HTTP request share."""
+        return request
 
     async def load(self, draft: Draft) -> None:
         """Fetch what a conversation names, before it is rendered. Raises RequestError."""
@@ -56,4 +67,8 @@ class ModelPart:
 
     def observer(self, sequence: SequenceView) -> SequenceObserver | None:
         """Return what observes a sequence, or None for one that it does not observe."""
+        return None
+
+    def generation_observer(self, size: RequestSize, bill: Bill) -> GenerationObserver | None:
+        """Return what observes the sequences of an HTTP request, or None for one that it does not observe."""
         return None

@@ -39,7 +39,6 @@ from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
-from deployments.quotas.key_quota import current_quota
 from deployments.replicas.pools import EnginePool
 from engine.errors import (
     EngineUnavailable,
@@ -167,7 +166,15 @@ class ServedModel:
         self.poison = Poison()
         self._parts = parts(self)
         observe = [part.observer for part in self._parts if type(part).observer is not ModelPart.observer]
-        self.frontend = replace(self.frontend, observers=(partial(SequenceTrial, self.poison), *observe))
+        self.frontend = replace(
+            self.frontend,
+            observers=(partial(SequenceTrial, self.poison), *observe),
+            generation_observers=tuple(
+                part.generation_observer
+                for part in self._parts
+                if type(part).generation_observer is not ModelPart.generation_observer
+            ),
+        )
 
     def adapted(self, adapter: Adapter) -> ServedModel:
         """Return the model with this adapter, which shares everything with the model itself."""
@@ -201,21 +208,23 @@ class ServedModel:
 
         priority: priority that the client asks for. A background request gets a priority below all others.
         """
-        limit_s, quota = self.info.request_timeout_s, current_quota()
-        return GenerateRequest(
+        limit_s = self.info.request_timeout_s
+        request = GenerateRequest(
             # clients may reuse an id, but engines must never see two live requests with the same id
             request_id=f"{context.response_id}-{secrets.token_hex(4)}",
             prompt=[],
             reply_to=self.frontend.channel.address,
             client=context.client,
             timeout_s=min(context.timeout_s or limit_s, limit_s),
-            priority=0 if not self.info.has_priorities else INT32 if context.background else quota.lowered(priority),
+            priority=0 if not self.info.has_priorities else INT32 if context.background else priority,
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
             lora=None if self.info.adapter is None else self.info.adapter.lora,
-            report_cost=quota.watches_cost,
         )
+        for part in self._parts:
+            request = part.share(request)
+        return request
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
@@ -253,7 +262,8 @@ class ServedModel:
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Start a completion. Raises RequestError, and Overloaded before any work is done."""
         self.check_admission(context)
-        requests, texts = await self.in_thread(self._prepare_completion, body, context)
+        draft = self._draft(body, context)
+        requests, texts = await self.in_thread(self._prepare_completion, body, context, draft)
         prompts = [sequences[0].prompt for sequences in requests]
         generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
         info = self.info
@@ -266,7 +276,7 @@ class ServedModel:
             self.tokenizer,
             prompts,
             texts,
-            ignored=self._ignored(body),
+            ignored=[*self._ignored(body), *draft.ignored],
             service_tier=self._served_tier(body),
         )
 
@@ -274,8 +284,14 @@ class ServedModel:
         """Raise Overloaded if admission or a limit of the API key would refuse the request, unless it was admitted
         before."""
         if not context.source.admitted:
-            current_quota().check()
+            for part in self._parts:
+                part.check()
             self.admission.check(context.client)
+
+    def check_prompts(self, num_tokens: int) -> None:
+        """Raise an error for prompts of so many tokens together that could never run."""
+        for part in self._parts:
+            part.check_prompts(num_tokens)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Return the tokens of a text or a conversation. Raises RequestError."""
@@ -307,12 +323,12 @@ class ServedModel:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _prepare_completion(
-        self, body: CompletionBody, context: RequestContext
+        self, body: CompletionBody, context: RequestContext, draft: Draft
     ) -> tuple[list[list[GenerateRequest]], list[str]]:
         """Return the requests of each prompt, and the texts for `echo`. Run it in a thread, since it can take long."""
         params = self._params(body)
         prompts, texts = self._tokenize_prompts(body)
-        return self._requests(prompts, params, body, context, self._draft(body, context)), texts
+        return self._requests(prompts, params, body, context, draft), texts
 
     def _prepare_chat(
         self, body: ChatBody, context: RequestContext, draft: Draft

@@ -20,8 +20,8 @@ import msgspec
 
 from deployments.frontend.admission import Admission
 from deployments.frontend.inboxes import Inboxes
+from deployments.frontend.observers import Reason, SequenceObserver, SequenceView
 from deployments.frontend.retry import signed
-from deployments.frontend.sequence_observer import Reason, SequenceObserver, SequenceView
 from deployments.observability.stats import ModelStats
 from deployments.openai.served.model_part import ModelPart
 from deployments.replicas.pools import EnginePool

@@ -12,11 +12,12 @@ import pytest
 
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.api_keys import key_line
+from deployments.frontend.observers import RequestSize
 from deployments.http.middleware import AuthConfig
 from deployments.quotas import key_quota
 from deployments.quotas import quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
-from deployments.quotas.key_quota import KeyQuota, RequestQuota, RequestSize, record_key
+from deployments.quotas.key_quota import KeyQuota, RequestQuota, record_key
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import decode
@@ -368,13 +369,14 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
         key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
         bill = Bill(lambda: Used(True, 5, 5, 0.0, spent))
         (limit,) = limits.all()
-        async with RequestQuota(key).charged(RequestSize(5, 1, None), bill) as watch:
+        watch = RequestQuota(key).observer(RequestSize(5, 1, None), bill)
+        async with watch.running():
             for spent in (2.0, 4.0, 4.0, 9.0):
-                watch.check()
+                watch.waiting()
                 assert key.shared.remaining(limit) == pytest.approx(10.0 - spent)
             spent = 12.0
             with pytest.raises(BudgetSpent, match="has used up its max_budget/1d of 10"):
-                watch.check()
+                watch.waiting()
             spent = 13.0
         await key.sync()
         (used,) = decode(await key._store.get(record_key("small")) or b"").windows.values()

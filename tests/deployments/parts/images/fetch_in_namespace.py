@@ -1,8 +1,8 @@
 """Fetches images in a network namespace of its own, whose loopback has public and other addresses. Prints what came.
 
 python -m tests.deployments.parts.images.fetch_in_namespace PUBLIC OTHER...: adds these addresses, serves images at
-each, and for each OTHER asks for it directly and by a redirect of PUBLIC's server. The output is one JSON line for each:
-[address, how, the refusal or "loaded", whether its server was reached].
+each, and for each OTHER asks for it directly and by a redirect of PUBLIC's server. The output is one JSON line for
+each: [address, how, the refusal or "loaded", whether its server was reached].
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""What parts of the HTTP edge hear of one sequence."""
+"""What parts of the HTTP edge hear of one sequence, and of all sequences of one HTTP request."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from deployments.billing.bill import Bill
 from deployments.frontend.retry import RetryState
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.token_delta import SequenceCost, TokenDelta
@@ -96,3 +100,33 @@ class Observers:
 
 Observe = Callable[[SequenceView], SequenceObserver | None]
 """Returns what observes a sequence, or None for a sequence that it does not observe."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """What is known of a request before it runs."""
+
+    prompt_tokens: int
+    sequences: int
+    max_tokens: int | None
+    """Maximum number of output tokens of each sequence; None if the request does not say."""
+    context_tokens: float = math.inf
+    """The same by the model's context."""
+    resumes: bool = False
+    """Whether another ingress had admitted it, and has charged for its prompt."""
+
+
+class GenerationObserver:
+    """All methods do nothing by default."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Return a block in which the request waits for admission and runs. Entering it may raise an error, which
+        refuses the request."""
+        return nullcontext()
+
+    def waiting(self) -> None:
+        """The request is about to wait for more deltas. May raise an error, which ends it."""
+
+
+ObserveGeneration = Callable[[RequestSize, Bill], GenerationObserver | None]
+"""Returns what observes the sequences of an HTTP request, or None for one that it does not observe."""
