@@ -111,6 +111,7 @@ class FakeApi:
     channel: TokenChannel
     telemetry: Telemetry
     pool: LocalPool
+    images: ImageLoader | None
 
     async def post(self, route: str, **body: Any) -> httpx.Response:
         return await self.client.post(f"/v1/{route}", json=body)
@@ -178,7 +179,7 @@ async def fake_api(
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://fake") as client,
         ):
-            yield FakeApi(app, client, model, engine, replica, channel, telemetry, pool)
+            yield FakeApi(app, client, model, engine, replica, channel, telemetry, pool, images)
     finally:
         engine.stop()
         for task in tasks:

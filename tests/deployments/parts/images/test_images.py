@@ -333,7 +333,7 @@ def test_images_leave_memory_with_the_answer_without_a_garbage_collection(tmp_pa
             body = {"messages": user(image_part(data_url(IMAGE))), "max_tokens": 2}
             answer = await api.client.post("/v1/chat/completions", json=body, headers=headers)
             assert answer.status_code == 200
-            await until(lambda: api.model.images.memory.used == 0)
+            await until(lambda: api.images.memory.used == 0)
 
     gc.disable()
     try:
@@ -364,7 +364,7 @@ def test_processed_images_fit_the_memory_until_the_answers_about_them_have_ended
             answers = [api.post("chat/completions", messages=user(*parts), max_tokens=2, n=2) for parts in asked]
             statuses = [answer.status_code for answer in await asyncio.gather(*answers)]
             assert statuses == [*[200] * 7, 400, 200, 200]
-            memory = api.model.images.memory
+            memory = api.images.memory
             await until(lambda: memory.used == 0)
 
     asyncio.run(scenario())
