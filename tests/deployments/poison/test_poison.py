@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,9 +15,10 @@ import zmq.asyncio
 from deployments.frontend import retry
 from deployments.poison.named import suspected
 from deployments.poison.poison import POISON_S, Poison
+from deployments.poison.sequence_trial import SequenceTrial
 from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, PoisonRequest, ServingError
-from engine.wire.generate_request import TRIAL_TOKENS, GenerateRequest
+from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -174,6 +176,23 @@ async def test_one_suspect_at_a_time_is_tried():
             tokens(outcome)
         assert engines.num_ended == 1 and most == 1
         engines.close()
+
+
+async def test_a_suspect_that_ends_before_it_is_cleared_leaves_its_turn_to_the_next():
+    """A stop string ends an answer before its engine does."""
+    bad, now = request("bad"), asyncio.get_running_loop().time()
+    memory = Poison()
+    named = suspected(bad, "bad", [ended_key("a"), compute_key("bad")], began=False)
+    assert named is not None and memory.blame(named, [ended_key("a")], False, now) is None
+    view: Any = SimpleNamespace(retry=retry.RetryState(bad, 3, now))
+    first, second = SequenceTrial(memory, view), SequenceTrial(memory, view)
+    await first.attempting()
+    waits = asyncio.create_task(second.attempting())
+    await asyncio.wait([waits], timeout=0.05)
+    assert not waits.done() and second.sending(bad).on_trial
+    first.ended("stop", None)
+    await asyncio.wait_for(waits, TRIAL_S / 2)
+    second.ended("stop", None)
 
 
 def remembered(bad: GenerateRequest, now: float) -> Poison:
