@@ -1,8 +1,8 @@
 """Microseconds that bills and limits add to a decode step and to a request: `python -m benchmarks.bills`.
 
-There is no switch that turns bills off. So the engine is compared with one whose ledger and block usage do nothing, on
-a device that computes nothing, and the ingress with one that counts no costs, before an engine that only answers. They
-take turns. CPU time of the thread, so that other processes do not count.
+There is no switch that turns bills off. So the engine is compared with one whose ledger does nothing and whose blocks
+nobody observes, on a device that computes nothing, and the ingress with one that counts no costs, before an engine that
+only answers. They take turns. CPU time of the thread, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deployments.frontend.sequence import Sequence
 from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.http.middleware import AuthConfig
 from deployments.quotas.limits import BudgetLimit, KeyLimits
-from engine.core.block_usage import BlockUsage
+from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
@@ -73,17 +73,12 @@ class NoLedger(CostLedger):
         return events
 
 
-class NoUsage(BlockUsage):
-    """The usage of blocks that nobody pays for."""
-
-    divide = taken = returned = nothing  # type: ignore[assignment]
-
-
 def cores(sequences: int, stack: ExitStack) -> tuple[EngineCore, EngineCore]:
     """Return two engines with so many sequences, without bills and with them."""
     off, on = (decoding_core("greedy", sequences) for _ in range(2))
     off.ledger = NoLedger(off.step_times, [], [], 0.0)
-    off.scheduler.kv_cache.pools[0].usage = NoUsage(off.scheduler.kv_cache.pools[0].num_blocks)
+    for pool in off.scheduler.kv_cache.pools:
+        pool.observers = [observer for observer in pool.observers if not isinstance(observer, BlockUsage)]
     for core in (off, on):
         stack.enter_context(idle_compute(core))
         stack.callback(core.close)

@@ -240,8 +240,9 @@ class PrefillHarness(Harness):
         request = self.scheduler.queue.live[report.handoff_id]
         assert report.cost.compute_ns == self.ledger.of(request)
         if report.at_ns == self.ledger.wall_ns:  # the start of this engine is 0
-            pools = [manager.pool for manager in self.scheduler.kv_cache.groups]
             held = [table.held for table in request.tables] + [request.states.held]
-            exact = sum(pool.block_time(request.cost.blocks[i], held[i]) for i, pool in enumerate(pools))
+            exact = sum(
+                usage.block_time(request.cost.blocks[i], held[i]) for i, usage in enumerate(self.ledger.block_usages)
+            )
             fractions = sum(map(len, held))  # of a nanosecond, which a block owes to whom it leaves last
             assert abs(report.cost.byte_ns / 2**30 - exact) <= fractions, report.cost.byte_ns / 2**30 - exact

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.door.kernel import ModelLimits
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
+from engine.core.features.holds.hold_table import HoldTable
 from engine.core.features.holds.holds import Holds
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
@@ -322,7 +324,7 @@ class Harness:
             config = SpeculativeConfig(method="ngram")
             bound = BoundOfChunk(chunk) if chunk else any_number
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
-        offloading = self.make_offloading(kv_cache)
+        offloading, usages = self.make_offloading(kv_cache), observe_usage(kv_cache)
         self.scheduler = Scheduler(
             self.config,
             kv_cache,
@@ -338,6 +340,7 @@ class Harness:
             holds=Holds(
                 kv_cache,
                 offloading,
+                usages,
                 max_model_len=max_model_len,
                 max_share=held_share,
                 max_share_per_client=held_share_per_client,
@@ -360,9 +363,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.now = 0.0
         self.clock = 0.0  # of the ledger alone
-        pools = [group.pool for group in kv_cache.groups]
         tiers = [usage for tier in self.scheduler.offloading.tiers for usage in tier.usages]
-        self.ledger = CostLedger(StepTimes(), pools, [2**30] * len(pools), self.clock, tiers)
+        self.ledger = CostLedger(StepTimes(), usages, [2**30] * len(usages), self.clock, tiers)
         self.seen: set[Request] = set()
 
     def add(
@@ -472,24 +474,26 @@ class Harness:
         wasted = sum(request.cost.wasted_ns for request in self.seen)
         assert wasted == sum(self.ledger.ns[line] for line in ("preemption", "replay", "handoff"))
         for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
-            pool.usage.settle(pool.ref_counts())
+            usage = self.ledger.block_usages[group]
             tables = {r: r.tables[group].held if len(r.tables) > group else r.states.held for r in self.seen}
             charged = [
-                pool.usage.of(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
+                usage.block_time(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
             ]
-            charged += self._charged_to_holds(group, pool)
-            charged.append(pool.usage.of(pool.shared, pool.pinned.elements()))
+            copied = pool.pinned
+            if isinstance(holds := self.scheduler.holds, Holds):
+                charged += self._charged_to_holds(holds.table, group)
+                copied = copied - holds.table.pinned[group]
+            charged.append(usage.block_time(usage.shared, copied.elements()))
             assert min(charged) >= 0, "who takes a reference gives it back"
-            assert sum(charged) + pool.usage.carried_ns == pool.usage.used_ns
+            assert sum(charged) + usage.carried_ns == usage.used_ns
         for tier in self.scheduler.offloading.tiers:
             self._check_tier(tier)
 
-    def _charged_to_holds(self, group: int, pool: BlockPool) -> list[int]:
+    def _charged_to_holds(self, table: HoldTable, group: int) -> list[int]:
         """What live holds have to pay for their blocks in a pool, and what nobody pays."""
-        if not isinstance(holds := self.scheduler.holds, Holds):
-            return []
-        live = [pool.usage.of(hold.accounts[group], hold.blocks[group]) for hold in holds.table.by_end.values()]
-        return [*live, holds.table.unused.blocks[group].block_ns]
+        usage, holds = self.ledger.block_usages[group], table.by_end.values()
+        live = [usage.block_time(hold.cost.blocks[group], hold.blocks[group]) for hold in holds]
+        return [*live, table.unused.blocks[group].block_ns]
 
     def _check_tier(self, tier: Tier) -> None:
         holds = self.scheduler.holds
@@ -497,7 +501,7 @@ class Harness:
         if isinstance(holds, Holds):
             charged.append(holds.table.unused.tiers[tier.name].block_ns)
             for hold in holds.table.by_end.values():
-                account = hold.accounts_below[tier.name]
+                account = hold.cost.tiers[tier.name]
                 charged.append(tier.byte_time(hold.keys, account) if tier in hold.tiers else account.block_ns)
         assert min(charged, default=0) >= 0
         for usage in tier.usages:

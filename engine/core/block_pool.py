@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-from engine.core.block_usage import BlockAccount, BlockUsage
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from engine.core.request import Request
+    from engine.core.request_cost import RequestCost
+
+
+class BlockHolder(Protocol):
+    """Something with references to blocks that is charged for them: a request, or a hold."""
+
+    cost: RequestCost
 
 
 class BlockObserver:
-    """Sees how the prefix cache of a pool changes. A subclass overrides the methods for the changes that it records."""
+    """Sees how the references and the prefix cache of a pool change. A subclass overrides the methods for the changes
+    that it records."""
+
+    def taken(self, blocks: Sequence[int], holder: BlockHolder | None) -> None:
+        """Record that a holder has one more reference to each of these blocks. holder: None for a copy to or from a
+        tier or another engine."""
+
+    def returned(self, blocks: Sequence[int], holder: BlockHolder | None) -> None:
+        """Record that a holder has one reference less to each of these blocks."""
 
     def describe(self, request: Request, first: int, end: int) -> None:
         """Record that the blocks [first, end) of a request hold its tokens. Called before they enter the prefix
@@ -86,14 +99,9 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._invalid: set[int] = set()
         self._doubtful: set[int] = set()
-        #: References of blocks that are copied to or from a tier below.
+        #: References that are not of requests, by block.
         self.pinned: Counter[int] = Counter()
-        #: References of blocks that holds keep in the prefix cache.
-        self.held: Counter[int] = Counter()
         self.observers: list[BlockObserver] = []
-        self.usage = BlockUsage(num_blocks)
-        #: Pays for the references that neither a request nor a hold has: those of copies to and from tiers and engines.
-        self.shared = BlockAccount()
 
     @property
     def num_free(self) -> int:
@@ -119,21 +127,9 @@ class BlockPool:
         """Reference count of every block."""
         return list(self._ref_counts)
 
-    def block_time(self, account: BlockAccount, held: Iterable[int]) -> int:
-        """Return the block time of a holder until now (BlockUsage). held: the blocks to which it has references."""
-        blocks = list(held)
-        for block in blocks:
-            self.usage.divide(block, self._ref_counts[block])
-        return self.usage.of(account, blocks)
-
-    def share(self, held: Iterable[int]) -> float:
-        """Return how many of the pool's blocks a holder uses, if each is divided among all who hold it."""
-        return sum(1 / self._ref_counts[block] for block in held)
-
-    def num_unshared(self, *tables: list[int]) -> int:
-        """Return how many blocks are held only by the owners of these tables. Releasing all tables frees that many."""
-        held = Counter(block for blocks in tables for block in blocks)
-        return sum(self._ref_counts[block] == count for block, count in held.items())
+    def num_unshared(self, references: Mapping[int, int]) -> int:
+        """Return how many blocks have only these references, given by block. Releasing them all frees that many."""
+        return sum(self._ref_counts[block] == count for block, count in references.items())
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the longest run of blocks, from the first hash on, that are cached or in use. Takes no references."""
@@ -145,61 +141,35 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def match_all(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of these hashes, all of which the prefix cache has."""
-        return [self._by_hash[block_hash] for block_hash in hashes]
-
-    def find(self, block_hash: bytes) -> int | None:
-        """Return the block of a hash, if the prefix cache has one."""
-        return self._by_hash.get(block_hash)
-
     def has(self, block_hash: bytes) -> bool:
         """Return whether the prefix cache has a block of this hash."""
         return block_hash in self._by_hash
 
-    def pin(self, matched: list[int], num_new: int = 0) -> list[int] | None:
-        """Reserve blocks for a copy to or from a tier below, with the arguments and result of `reserve`."""
-        blocks = self.reserve(matched, num_new)
+    def pin(self, matched: list[int], num_new: int = 0, holder: BlockHolder | None = None) -> list[int] | None:
+        """Take references that are not of a request, with the arguments and result of `reserve`."""
+        blocks = self.reserve(matched, num_new, holder=holder)
         self.pinned.update(blocks or ())
         return blocks
 
-    def unpin(self, block: int, loaded_hash: bytes | None = None) -> None:
-        """Release a pinned block. loaded_hash: hash under which to cache the block, if a tier has filled it."""
+    def unpin(self, block: int, loaded_hash: bytes | None = None, holder: BlockHolder | None = None) -> None:
+        """Release a pinned block. loaded_hash: hash under which to cache the block, if a copy has filled it."""
         self.pinned[block] -= 1
         if not self.pinned[block]:
             del self.pinned[block]
-        self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash)])
-
-    def hold(self, blocks: list[int], account: BlockAccount) -> None:
-        """Keep blocks of the prefix cache from being evicted, until `unhold`. account: pays for that."""
-        self.reserve(blocks, 0, account=account)
-        self.held.update(blocks)
-
-    def unhold(self, blocks: list[int], account: BlockAccount) -> None:
-        for block in blocks:
-            self.held[block] -= 1
-            if not self.held[block]:
-                del self.held[block]
-        self.release(blocks, account)
-
-    @property
-    def num_only_held(self) -> int:
-        """Number of blocks kept by holds alone: no sequence has a reference to them."""
-        return sum(self._ref_counts[block] == count for block, count in self.held.items())
+        self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash, holder)], holder)
 
     def reserve(
-        self, matched: list[int], num_new: int, watermark: int = 0, account: BlockAccount | None = None
+        self, matched: list[int], num_new: int, watermark: int = 0, holder: BlockHolder | None = None
     ) -> list[int] | None:
         """Take references to the `matched` blocks and to `num_new` new ones. Returns None, and takes nothing, if fewer
-        than `watermark` blocks would stay available. account: pays for the references; `shared` by default.
+        than `watermark` blocks would stay available. holder: who has the references, for the observers.
 
         One call does both, so that allocating new blocks can never evict the matched ones.
         """
         if not self.can_reserve(matched, num_new, watermark):
             return None
-        for block in matched:
-            self._refer(block, account)
-        blocks = self.allocate(num_new, account)
+        self._refer(matched, holder)
+        blocks = self.allocate(num_new, holder)
         assert blocks is not None
         return matched + blocks
 
@@ -208,10 +178,10 @@ class BlockPool:
         idle = sum(self._ref_counts[block] == 0 for block in matched)
         return num_new + watermark <= self.num_available - idle
 
-    def allocate(self, count: int, account: BlockAccount | None = None) -> list[int] | None:
+    def allocate(self, count: int, holder: BlockHolder | None = None) -> list[int] | None:
         """Return `count` blocks with a reference count of 1, or None if there are not that many.
 
-        Evicts cached blocks, least recently used first. account: as for `reserve`.
+        Evicts cached blocks, least recently used first. holder: as for `reserve`.
         """
         if count > self.num_available:
             return None
@@ -219,29 +189,30 @@ class BlockPool:
             self._evict()
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
-            self.usage.divide(block, 0)
-            self.usage.taken(account or self.shared, block, 0)
             self._ref_counts[block] = 1
+        for observer in self.observers:
+            observer.taken(blocks, holder)
         return blocks
 
-    def _refer(self, block: int, account: BlockAccount | None) -> None:
-        """Take a reference to a block that is cached or used."""
-        references = self._ref_counts[block]
-        if references == 0:
-            del self._cached[block]
-        self.usage.divide(block, references)
-        self.usage.taken(account or self.shared, block, references)
-        self._ref_counts[block] = references + 1
+    def _refer(self, blocks: list[int], holder: BlockHolder | None) -> None:
+        """Take a reference to each of these blocks, which are cached or used."""
+        for block in blocks:
+            references = self._ref_counts[block]
+            if references == 0:
+                del self._cached[block]
+            self._ref_counts[block] = references + 1
+        for observer in self.observers:
+            observer.taken(blocks, holder)
 
-    def release(self, blocks: list[int], account: BlockAccount | None = None) -> None:
-        """Drop one reference to each block. A block that has a hash stays cached. account: the one that pays for these
-        references."""
+    def release(self, blocks: list[int], holder: BlockHolder | None = None) -> None:
+        """Drop one reference to each block. A block that has a hash stays cached. holder: whose references they
+        are, for the observers."""
+        for observer in self.observers:
+            observer.returned(blocks, holder)
         # tail first, so that eviction shortens a chain from its end and keeps shared prefixes
         for block in reversed(blocks):
             references = self._ref_counts[block]
             assert references > 0, f"block {block} released more often than allocated"
-            self.usage.divide(block, references)
-            self.usage.returned(account or self.shared, block, references - 1)
             self._ref_counts[block] = references - 1
             if references == 1:
                 if self._hash[block] is None:
@@ -249,11 +220,11 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def cache_block(self, block: int, block_hash: bytes, account: BlockAccount | None = None) -> int:
+    def cache_block(self, block: int, block_hash: bytes, holder: BlockHolder | None = None) -> int:
         """Enter a full, computed block into the prefix cache, and return the block to use from now on.
 
         Two sequences can compute one prefix at the same time. If the cache already has a block of this hash, the
-        caller's reference moves to that block, and the caller's copy is freed. account: as for `release`.
+        caller's reference moves to that block, and the caller's copy is freed. holder: as for `release`.
         """
         if not self.enable_prefix_caching:
             return block
@@ -267,8 +238,8 @@ class BlockPool:
                 observer.stored(block_hash)
             return block
         if duplicate != block:
-            self._refer(duplicate, account)
-            self.release([block], account)
+            self._refer([duplicate], holder)
+            self.release([block], holder)
         return duplicate
 
     def block_hashes(self) -> list[bytes]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.block_pool import BlockPool
+from engine.core.costs.block_usage import BlockUsage, observe_usage
 from engine.core.costs.cost_ledger import CostLedger, nanoseconds
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
@@ -111,6 +112,7 @@ def build_engine(
         make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
     )
     kv_cache, limits_of_groups = make_kv_cache(loaded)
+    usages = observe_usage(kv_cache)
     step_times = StepTimes()
     offloading = make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff = loaded.config.handoff
@@ -125,7 +127,7 @@ def build_engine(
         handoffs=handoffs,
         offloading=offloading,
         fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
-        holds=make_holds(loaded, kv_cache, offloading, clock),
+        holds=make_holds(loaded, kv_cache, offloading, usages, clock),
         parts=[
             *limits_of_groups,
             *make_micro_batches(loaded),
@@ -145,7 +147,7 @@ def build_engine(
         step_times=step_times,
         ledger=CostLedger(
             step_times,
-            [manager.pool for manager in kv_cache.groups],
+            usages,
             block_bytes(loaded),
             clock.monotonic(),
             [usage for tier in offloading.tiers for usage in tier.usages],
@@ -369,7 +371,11 @@ def make_offloading(
 
 
 def make_holds(
-    loaded: Loaded, kv_cache: KVCacheManager, offloading: KVOffloading | NoOffloading, clock: Clock
+    loaded: Loaded,
+    kv_cache: KVCacheManager,
+    offloading: KVOffloading | NoOffloading,
+    usages: list[BlockUsage],
+    clock: Clock,
 ) -> Holds | NoHolds:
     config = loaded.config
     if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
@@ -377,6 +383,7 @@ def make_holds(
     holds = Holds(
         kv_cache,
         offloading,
+        usages,
         max_model_len=loaded.runner.max_model_len,
         max_share=config.max_held_share,
         max_share_per_client=config.max_held_share_per_client,

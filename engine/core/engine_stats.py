@@ -14,8 +14,9 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
     # Blocks kept by holds alone are left out, as if absent: no step reads them, and new requests cannot have them.
-    held = pool.num_only_held
-    used = max((other.num_used - other.num_only_held) / other.num_blocks for other in scheduler.kv_cache.pools)
+    pools = scheduler.kv_cache.pools
+    held = [scheduler.holds.num_only_held(group) for group in range(len(pools))]
+    used = max((own.num_used - own_held) / own.num_blocks for own, own_held in zip(pools, held, strict=True))
     as_full_as_the_fullest = round(used * pool.num_blocks)
     fields = dict[str, Any]()
     for load in scheduler.parts.load:
@@ -23,9 +24,9 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     return EngineLoad(
         sequences=len(queue.running) + scheduler.num_waiting + len(scheduler.handoffs.receiving),
         queued_tokens=queue.queued_tokens,
-        blocks_used=max(pool.num_used - held, as_full_as_the_fullest),
+        blocks_used=max(pool.num_used - held[0], as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
-        blocks_total=pool.num_blocks - held,
+        blocks_total=pool.num_blocks - held[0],
         **fields,
     )
 

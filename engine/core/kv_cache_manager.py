@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -162,7 +163,7 @@ class KVCacheManager:
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         """Carry out a `plan` for which `can_reserve` is true."""
-        blocks = self.pool.reserve(table.held, missing, account=request.cost.blocks[self._group])
+        blocks = self.pool.reserve(table.held, missing, holder=request)
         assert blocks is not None
         table.blocks[table.num_released :] = blocks
         request.tables.append(table)
@@ -182,7 +183,7 @@ class KVCacheManager:
         missing = self.pool.blocks_for(tokens) - len(blocks)
         if missing <= 0:
             return True
-        new = self.pool.allocate(missing, request.cost.blocks[self._group])
+        new = self.pool.allocate(missing, request)
         if new is None:
             return False
         blocks += new
@@ -208,7 +209,7 @@ class KVCacheManager:
         self.pool.describe(request, first, full)
         for index in range(first, full):
             own = table.blocks[index]
-            block = self.pool.cache_block(own, hashes[index], request.cost.blocks[self._group])
+            block = self.pool.cache_block(own, hashes[index], request)
             if block != own:  # another request computed the same prefix: share its copy
                 table.blocks[index] = block
                 if request.slot >= 0:
@@ -231,7 +232,8 @@ class KVCacheManager:
 
     def num_unshared(self, *requests: Request) -> int:
         """Return how many blocks would become free if these requests released theirs."""
-        return self.pool.num_unshared(*[request.tables[self._group].held for request in requests if request.tables])
+        tables = [request.tables[self._group].held for request in requests if request.tables]
+        return self.pool.num_unshared(Counter(chain(*tables)))
 
     def release(self, request: Request) -> None:
         if request.tables:
@@ -246,7 +248,7 @@ class KVCacheManager:
             manager.pool.doubt(table.blocks[max(table.num_released, request.finite // self.pool.block_size) :])
 
     def give_back(self, request: Request) -> None:
-        self.pool.release(request.tables[self._group].held, request.cost.blocks[self._group])
+        self.pool.release(request.tables[self._group].held, request)
 
     def take_changes(self) -> list[BlockChange]:
         """Return the block table changes since the last call, oldest first."""
@@ -266,7 +268,7 @@ class KVCacheManager:
         self.pool.check()
         tables = [request.tables[self._group].held for request in holders if request.tables]
         ref_counts = self.pool.ref_counts()
-        for block in chain(*tables, self.pool.pinned.elements(), self.pool.held.elements()):
+        for block in chain(*tables, self.pool.pinned.elements()):
             ref_counts[block] -= 1
         assert not any(ref_counts), "blocks are lost"
 

@@ -1,17 +1,38 @@
-"""What one request has cost. Pure Python."""
+"""What requests and holds have cost. Pure Python."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from engine.core.block_usage import BlockAccount, KVCost
 from engine.wire.handoff import NO_COST, PromptCost
 
 
 @dataclass(slots=True)
+class BlockAccount:
+    """Block time of one holder of references."""
+
+    block_ns: int = 0
+    """Blocks times nanoseconds. While the holder has references, BlockUsage.block_time gives the value instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCost:
+    """What the KV blocks of a request had cost when it was summed the last time."""
+
+    byte_ns: float = 0.0
+    """Bytes times nanoseconds."""
+    num_bytes: float = 0.0
+    """Bytes that it used then; of a shared block, its share."""
+    at_ns: int = 0
+    """When that was."""
+    next_sum: int = 0
+    """Number of its tokens from which on it is summed again."""
+
+
+@dataclass(slots=True)
 class RequestCost:
-    """What one request has cost this engine (CostLedger, BlockUsage)."""
+    """What one request, or one hold, has cost this engine (CostLedger, BlockUsage)."""
 
     compute_ns: int = 0
     """Its share of the steps' time."""
@@ -36,7 +57,7 @@ class RequestCost:
     kv: KVCost = field(default_factory=KVCost)
     """The same in bytes, as it was reported."""
     tiers: dict[str, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
-    """Bytes times nanoseconds of its client's holds in tiers, by tier (HoldTable)."""
+    """Bytes times nanoseconds of holds in tiers, by tier (HoldTable)."""
 
     def told(self) -> tuple[PromptCost, float, int]:
         """Return what the engine that asked for the prompt is told: the last fields of ReportProgress."""

@@ -15,7 +15,8 @@ def test_one_engine_accounts_for_its_time_and_the_other_for_nothing():
             for _ in range(4):
                 step(core)
         assert sum(off.ledger.ns.values()) == 0 < on.ledger.ns["requests"]
-        assert off.scheduler.kv_cache.pools[0].usage.used_ns == 0 < on.scheduler.kv_cache.pools[0].usage.used_ns
+        assert off.ledger.kv_gib_s == 0 < on.ledger.kv_gib_s
+        assert not off.scheduler.kv_cache.pools[0].observers
 
 
 def test_each_kind_of_work_is_measured_both_ways():

@@ -15,6 +15,7 @@ import msgspec
 from engine.clock import Clock
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.block_pool import BlockObserver, BlockPool
+from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
@@ -199,7 +200,7 @@ class Engine:
             step_times=times,
             ledger=CostLedger(
                 times,
-                [kv_cache.pool],
+                observe_usage(kv_cache),
                 [size * 1000],
                 clock.monotonic(),
                 [usage for tier in offloading.tiers for usage in tier.usages],

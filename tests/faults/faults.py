@@ -22,8 +22,8 @@ CORE = [
     Fault(
         "a block that another request computed too is not freed",
         "engine/core/block_pool.py",
-        "            self._refer(duplicate, account)\n            self.release([block], account)",
-        "            self._refer(duplicate, account)",
+        "            self._refer([duplicate], holder)\n            self.release([block], holder)",
+        "            self._refer([duplicate], holder)",
         ("tests/engine/core/test_block_pool.py", "tests/engine/core/test_scheduler.py"),
     ),
     Fault(

@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-from engine.core.block_pool import BlockPool
-from engine.core.block_usage import BlockUsage, KVCost
+from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.costs.tier_usage import TierUsage
 from engine.core.output import Event
 from engine.core.request import Request
+from engine.core.request_cost import KVCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import NOBODY
 from engine.wire.token_delta import SequenceCost
@@ -44,16 +44,16 @@ class CostLedger:
     def __init__(
         self,
         times: StepTimes,
-        pools: Sequence[BlockPool],
+        usages: Sequence[BlockUsage],
         block_bytes: Sequence[int],
         now: float,
         tiers: Sequence[TierUsage] = (),
     ):
-        """pools: the pool of each KV cache group. block_bytes: bytes of a block of each group, on all ranks together.
-        now: seconds, as in all other methods. tiers: the usage of the tiers below. The time of blocks is measured by
-        the same clock: it is that of the newest call of `spent` or `step`."""
-        self._times, self._pools, self.block_bytes = times, pools, block_bytes
-        self._usages: list[BlockUsage | TierUsage] = [*(pool.usage for pool in pools), *tiers]
+        """usages: of the pool of each KV cache group. block_bytes: bytes of a block of each group, on all ranks
+        together. now: seconds, as in all other methods. tiers: the usage of the tiers below. The time of blocks is
+        measured by the same clock: it is that of the newest call of `spent` or `step`."""
+        self._times, self.block_usages, self.block_bytes = times, usages, block_bytes
+        self._usages: list[BlockUsage | TierUsage] = [*usages, *tiers]
         self._started_ns = self._mark_ns = nanoseconds(now)
         self.ns: dict[CostLine, int] = dict.fromkeys(get_args(CostLine), 0)
         self._decodes: list[Request] | None = None  # of the newest step, unless one has left them
@@ -107,7 +107,7 @@ class CostLedger:
     @property
     def kv_gib_s(self) -> float:
         """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
-        return sum(pool.usage.used_ns * size for pool, size in zip(self._pools, self.block_bytes, strict=True)) / GIB_NS
+        return sum(use.used_ns * size for use, size in zip(self.block_usages, self.block_bytes, strict=True)) / GIB_NS
 
     def of(self, request: Request) -> int:
         """Return the steps' time that a request has been charged with, in nanoseconds."""
@@ -157,9 +157,9 @@ class CostLedger:
         num_blocks = 0
         for group, account in request.cost.blocks.items():
             held = request.tables[group].held if group < len(request.tables) else request.states.held
-            pool = self._pools[group]
-            byte_ns += self.block_bytes[group] * pool.block_time(account, held)
-            num_bytes += self.block_bytes[group] * pool.share(held)
+            usage = self.block_usages[group]
+            byte_ns += self.block_bytes[group] * usage.block_time(account, held)
+            num_bytes += self.block_bytes[group] * usage.share(held)
             num_blocks += len(held)
         next_sum = len(request.tokens) + 1 + num_blocks // SUMS
         request.cost.kv = KVCost(byte_ns, num_bytes, self._kv_ns, next_sum)

@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.config_sections import HandoffConfig, SpeculativeConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.block_pool import BlockPool
-from engine.core.block_usage import BlockAccount, BlockUsage, KVCost
 from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
@@ -60,7 +59,7 @@ from engine.core.request import (
     StateSnapshot,
 )
 from engine.core.request_checks import RequestChecks
-from engine.core.request_cost import RequestCost
+from engine.core.request_cost import BlockAccount, KVCost, RequestCost
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
 from engine.core.stats import RequestMetrics, SchedulerStats
@@ -118,7 +117,7 @@ from engine.wire.token_delta import HoldOutcome
 
 KINDS = Kinds()
 KINDS.add_objects(
-    AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlockUsage, BlocksAsked,
+    AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
     CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
@@ -171,17 +170,8 @@ def of_drafts(drafts: SequenceDrafts) -> dict[str, Any]:
     return {"prediction": [ORDINARY] if drafts.prediction else [], "proposed": proposed}
 
 
-def of_hold(hold: Hold) -> dict[str, Any]:
-    return {"accounts": [BlockAccount() for _ in hold.needed]}
-
-
 def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:
     return {"tokens": Zeros(len(prompt.tokens), packed=True), "cache_salt": ""}
-
-
-def of_pool(pool: BlockPool) -> dict[str, Any]:
-    usage = BlockUsage(len(pool.ref_counts()), pool.usage.now_ns, pool.num_used)
-    return {"usage": usage, "shared": BlockAccount(), "observers": []}
 
 
 def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
@@ -193,9 +183,10 @@ CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
     Scheduler: lambda _: {"journal": NOBODY_LISTENS},
     Request: of_request,
     SequenceDrafts: of_drafts,
-    Hold: of_hold,
+    Hold: lambda _: {"cost": RequestCost()},
     PromptOfHold: of_prompt,
-    BlockPool: of_pool,
+    HoldTable: lambda _: {"_usages": []},
+    BlockPool: lambda _: {"observers": []},
     ImageHandoffs: of_image_handoffs,
     PrefixUse: lambda _: {"hashes": [], "salt": ""},
     Outputs: lambda _: {"events": [], "_posted": {}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.kv_cache_manager import KVCacheManager
@@ -41,7 +42,7 @@ class EngineMeter(NoMeter):
 
     def __init__(self, times: StepTimes, kv_cache: KVCacheManager, block_bytes: Sequence[int], now: float):
         """times: step times that the engine learns. block_bytes: bytes of a block of each KV cache group."""
-        self.ledger = CostLedger(times, [manager.pool for manager in kv_cache.groups], block_bytes, now)
+        self.ledger = CostLedger(times, observe_usage(kv_cache), block_bytes, now)
         self.kv_gib_s = 0.0  # of requests that have ended, and of prompts that other engines have read
         self._prompt_ns = 0
         self._first: list[Request] = []  # that get their first token in the newest step

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from engine.core.block_usage import BlockAccount
+from engine.core.costs.block_usage import BlockUsage
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request_cost import RequestCost
+from engine.core.request_cost import BlockAccount, RequestCost
 from engine.wire.generate_request import HoldMark
 from engine.wire.lora import LoRARequest
 from engine.wire.stats.engine_stats import HoldEnd, HoldStats
@@ -63,13 +63,8 @@ class Hold:
     saved_at: float = float("-inf")
     """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True
-    accounts: list[BlockAccount] = field(init=False)
-    """What the blocks on the device have cost since a request last paid for them, by KV cache group."""
-    accounts_below: dict[str, BlockAccount] = field(default_factory=lambda: defaultdict(BlockAccount))
-    """The same for the blocks in tiers, by tier, in bytes times nanoseconds."""
-
-    def __post_init__(self) -> None:
-        self.accounts = [BlockAccount() for _ in self.needed]
+    cost: RequestCost = field(default_factory=RequestCost)
+    """What its blocks, on the device and in tiers, have cost since a request last paid for them."""
 
     @property
     def end(self) -> tuple[str, bytes]:
@@ -97,18 +92,21 @@ class HoldTable:
         self,
         kv_cache: KVCacheManager,
         tiers: Sequence[Tier],
+        usages: Sequence[BlockUsage],
         *,
         max_model_len: int,
         max_share: float,
         max_share_per_client: float,
     ):
-        """max_share, max_share_per_client: as for Holds."""
-        self._kv_cache, self._tiers = kv_cache, tiers
+        """usages, max_share, max_share_per_client: as for Holds."""
+        self._kv_cache, self._tiers, self._usages = kv_cache, tiers, usages
         self._share, self._share_per_client = max_share, max_share_per_client
         self.num_groups = len(kv_cache.groups)
         self._room = [max(0, group.pool.num_blocks - group.least(max_model_len)) for group in kv_cache.groups]
         #: Live holds by their ends.
         self.by_end: dict[tuple[str, bytes], Hold] = {}
+        #: Pins on the device, by KV cache group and block.
+        self.pinned: list[Counter[int]] = [Counter() for _ in kv_cache.groups]
         self._kept: list[Counter[bytes]] = [Counter() for _ in kv_cache.groups]  # hashes by group
         self._clients: dict[str, list[Counter[bytes]]] = {}  # the same by client
         self._num_of: Counter[str] = Counter()  # holds by client
@@ -149,8 +147,8 @@ class HoldTable:
                     what = "snapshots" if group.kind == "mamba" else "blocks"
                     reason = f"{whose} would keep {count} {what}, the limit is {limit}"
                     return refused(mark, refusal, reason)  # type: ignore[arg-type]
-        for group, blocks, room in zip(self._kv_cache.groups, hold.blocks, self._limits(self._share), strict=True):
-            count = len(group.pool.held) + _growth(group.pool.held, blocks, [])
+        for pinned, blocks, room in zip(self.pinned, hold.blocks, self._limits(self._share), strict=True):
+            count = len(pinned) + _growth(pinned, blocks, [])
             if self._tiers and count > room:
                 reason = f"{count} blocks would wait on the device to be copied to a tier, the limit is {room}"
                 return refused(mark, "full", reason)
@@ -175,7 +173,8 @@ class HoldTable:
         """Add a hold, and pin its blocks on the device."""
         own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
         for group, manager in enumerate(self._kv_cache.groups):
-            manager.pool.hold(hold.blocks[group], hold.accounts[group])
+            manager.pool.pin(hold.blocks[group], holder=hold)
+            self.pinned[group].update(hold.blocks[group])
             self._kept[group].update(hold.needed[group])
             own[group].update(hold.needed[group])
         self.by_end[hold.end] = hold
@@ -187,19 +186,20 @@ class HoldTable:
         self._unpin(hold)
         hold.tiers += tiers
         for tier in tiers:
-            tier.hold(hold.keys, hold.accounts_below[tier.name])
+            tier.hold(hold.keys, hold.cost.tiers[tier.name])
 
     def leave(self, hold: Hold, tier: Tier) -> None:
         """Keep the blocks of a hold no longer in a tier."""
         hold.tiers.remove(tier)
-        tier.unhold(hold.keys, hold.accounts_below[tier.name])
+        tier.unhold(hold.keys, hold.cost.tiers[tier.name])
 
     def pay(self, hold: Hold, cost: RequestCost) -> None:
         """Charge a request with what the blocks of a live hold have cost since a request last paid for them."""
-        for group, (manager, account) in enumerate(zip(self._kv_cache.groups, hold.accounts, strict=True)):
-            charge(cost.blocks[group], account, manager.pool.block_time(account, hold.blocks[group]))
+        for group, usage in enumerate(self._usages):
+            account = hold.cost.blocks[group]
+            charge(cost.blocks[group], account, usage.block_time(account, hold.blocks[group]))
         for tier in hold.tiers:
-            account = hold.accounts_below[tier.name]
+            account = hold.cost.tiers[tier.name]
             charge(cost.tiers[tier.name], account, tier.byte_time(hold.keys, account))
 
     def end(self, hold: Hold, why: HoldEnd | None, cost: RequestCost | None = None) -> None:
@@ -209,11 +209,11 @@ class HoldTable:
         del self.by_end[hold.end]
         self._unpin(hold)
         for tier in hold.tiers:
-            tier.unhold(hold.keys, hold.accounts_below[tier.name])
+            tier.unhold(hold.keys, hold.cost.tiers[tier.name])
         payer = cost or self.unused
-        for group, account in enumerate(hold.accounts):
+        for group, account in hold.cost.blocks.items():
             charge(payer.blocks[group], account, account.block_ns)
-        for name, account in hold.accounts_below.items():
+        for name, account in hold.cost.tiers.items():
             charge(payer.tiers[name], account, account.block_ns)
         own = self._clients[hold.client]
         for group, hashes in enumerate(hold.needed):
@@ -241,11 +241,18 @@ class HoldTable:
         heapq.heappush(self._deadlines, (hold.expires_at, self._number, hold))
 
     def _unpin(self, hold: Hold) -> None:
-        for manager, blocks, account in zip(self._kv_cache.groups, hold.blocks, hold.accounts, strict=True):
-            manager.pool.unhold(blocks, account)
+        for manager, pinned, blocks in zip(self._kv_cache.groups, self.pinned, hold.blocks, strict=True):
+            for block in reversed(blocks):  # tail first, so that eviction shortens a chain from its end
+                manager.pool.unpin(block, holder=hold)
+            drop(pinned, blocks)
         hold.blocks = [[] for _ in hold.blocks]
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def num_only_held(self, group: int) -> int:
+        """Return how many blocks of a KV cache group are on the device for holds alone: no request has a reference to
+        them."""
+        return self._kv_cache.groups[group].pool.num_unshared(self.pinned[group])
 
     @property
     def stats(self) -> HoldStats:
@@ -253,7 +260,7 @@ class HoldTable:
             holds=len(self.by_end),
             clients=len(self._clients),
             blocks=len(self._kept[0]),
-            device_blocks=len(self._kv_cache.pool.held),
+            device_blocks=len(self.pinned[0]),
             max_blocks=None if self._tiers else self._limits(self._share)[0],
             granted=self.granted,
             restored=self.restored,
@@ -265,10 +272,10 @@ class HoldTable:
     def check(self) -> None:
         """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""
         holds = list(self.by_end.values())
-        for group, manager in enumerate(self._kv_cache.groups):
-            pool = manager.pool
-            assert pool.held == Counter(b for hold in holds for b in hold.blocks[group]), "a held block is lost"
-            assert len(pool.held) <= self._limits(self._share)[group], "too many blocks are held"
+        for group, (manager, pinned) in enumerate(zip(self._kv_cache.groups, self.pinned, strict=True)):
+            assert pinned == Counter(b for hold in holds for b in hold.blocks[group]), "a held block is lost"
+            assert pinned <= manager.pool.pinned, "a held block is not pinned"
+            assert len(pinned) <= self._limits(self._share)[group], "too many blocks are held"
             assert self._kept[group] == Counter(h for hold in holds for h in hold.needed[group]), "a hold is lost"
             for client, counters in self._clients.items():
                 own = Counter(h for hold in holds if hold.client == client for h in hold.needed[group])

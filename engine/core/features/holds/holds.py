@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from engine.core.costs.block_usage import BlockUsage
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
@@ -50,6 +51,9 @@ class NoHolds:
     def clear(self) -> None:
         pass
 
+    def num_only_held(self, group: int) -> int:
+        return 0
+
     def check(self) -> None:
         pass
 
@@ -77,19 +81,22 @@ class Holds:
         self,
         kv_cache: KVCacheManager,
         offloading: KVOffloading | NoOffloading | None = None,
+        usages: Sequence[BlockUsage] = (),
         *,
         max_model_len: int,
         max_share: float,
         max_share_per_client: float,
         max_ttl_s: float,
     ):
-        """max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for the holds
+        """usages: of the pool of each KV cache group, by which requests pay for holds; empty if nobody pays.
+        max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for the holds
         of one client. max_ttl_s: longest time of a hold, in seconds."""
         self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoOffloading(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
         self.table = HoldTable(
             kv_cache,
             self._below.tiers,
+            usages,
             max_model_len=max_model_len,
             max_share=max_share,
             max_share_per_client=max_share_per_client,
@@ -139,7 +146,7 @@ class Holds:
                 same.response_id = ""
             return HoldOutcome(tokens=len(hashes) * size, ttl_s=same.ttl_s)
         needed = [list(group.needed(hashes)) for group in self._kv_cache.groups]
-        blocks = [g.pool.match_all(some) for g, some in zip(self._kv_cache.groups, needed, strict=True)]
+        blocks = [g.pool.match(some) for g, some in zip(self._kv_cache.groups, needed, strict=True)]
         hold = Hold(
             asked.client,
             asked.name,
@@ -269,6 +276,10 @@ class Holds:
         self._records.drop(hold, why)
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def num_only_held(self, group: int) -> int:
+        """Return how many blocks of a KV cache group are on the device for holds alone."""
+        return self.table.num_only_held(group)
 
     @property
     def stats(self) -> HoldStats:

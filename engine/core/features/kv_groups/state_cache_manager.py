@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.core.block_usage import BlockAccount
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
@@ -39,7 +38,7 @@ class StateCacheManager(KVCacheManager):
         self._kv_cache, self._interval = kv_cache, interval
         self._kv_size = kv_cache.pool.block_size
         self._restored: list[StateRestore] = []
-        self._read: list[tuple[int, BlockAccount]] = []  # snapshots that are held until the step is planned
+        self._read: list[tuple[int, Request]] = []  # snapshots that are held until the step is planned
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -98,7 +97,7 @@ class StateCacheManager(KVCacheManager):
         return self.pool.can_reserve(table.blocks, missing)
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
-        snapshots = self.pool.reserve(table.blocks, missing, account=self._account(request))
+        snapshots = self.pool.reserve(table.blocks, missing, holder=request)
         assert snapshots is not None
         position, last = table.num_cached * self._kv_size, self._last_border(request)
         states = request.states = RequestStates(handed_over=[[]])
@@ -135,14 +134,14 @@ class StateCacheManager(KVCacheManager):
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
-            self._read.append((source.snapshot, self._account(request)))
+            self._read.append((source.snapshot, request))
 
     def received(self, request: Request) -> int:
         states = request.states
         if states.saves:
             position, snapshot = states.saves.popleft()
             states.source = StateSnapshot(position, self._cache(request, position, snapshot))
-            self.pool.release(states.handed_over.pop(), self._account(request))
+            self.pool.release(states.handed_over.pop(), request)
         position = 0 if states.source is None else states.source.position
         states.wanted = []
         self._set_next(states, position)
@@ -157,7 +156,7 @@ class StateCacheManager(KVCacheManager):
         while states.saves and states.saves[0].position <= known:
             position, snapshot = states.saves.popleft()
             name = self._hash(request, position)
-            self.pool.release([self._cache(request, position, snapshot)], self._account(request))
+            self.pool.release([self._cache(request, position, snapshot)], request)
             self.pool.discard(states.newest)
             passing = position > states.last_wanted and not (self._interval and position % self._interval == 0)
             states.newest = name if passing else b""
@@ -180,7 +179,7 @@ class StateCacheManager(KVCacheManager):
         return 0
 
     def give_back(self, request: Request) -> None:
-        self.pool.release(request.states.held, self._account(request))
+        self.pool.release(request.states.held, request)
         request.states = RequestStates()
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -188,8 +187,8 @@ class StateCacheManager(KVCacheManager):
     def take_states(self, requests: list[Request]) -> StateChanges:
         # Not when the sequence was added: another engine might have been told to write the snapshot before this step
         # has read it. What this step saves, and what later ones do, follows the read.
-        for snapshot, account in self._read:
-            self.pool.release([snapshot], account)
+        for snapshot, request in self._read:
+            self.pool.release([snapshot], request)
         restored, self._restored, self._read = self._restored, [], []
         saved = [
             save
@@ -208,7 +207,7 @@ class StateCacheManager(KVCacheManager):
         if any(states.handed_over) and position == self._last_border(request):
             found: list[int] | None = [self._share(request, states.handed_over[0][0])]
         else:
-            found = self.pool.allocate(1, self._account(request))
+            found = self.pool.allocate(1, request)
         if found is None:
             return None
         states.saves.append(StateSnapshot(position, found[0]))
@@ -225,7 +224,7 @@ class StateCacheManager(KVCacheManager):
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
         self.pool.check()
         held = Counter(snapshot for request in holders for snapshot in request.states.held) + self.pool.pinned
-        held += self.pool.held + Counter(snapshot for snapshot, _ in self._read)
+        held += Counter(snapshot for snapshot, _ in self._read)
         assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
 
     def _last_border(self, request: Request) -> int:
@@ -239,15 +238,12 @@ class StateCacheManager(KVCacheManager):
         """Enter a snapshot into the prefix cache, and return the one to use from now on."""
         end = position // self.pool.block_size
         self.pool.describe(request, end - 1, end)
-        return self.pool.cache_block(snapshot, self._hash(request, position), self._account(request))
+        return self.pool.cache_block(snapshot, self._hash(request, position), request)
 
     def _share(self, request: Request, snapshot: int) -> int:
         """Take one more reference to a snapshot for a request, and return the snapshot."""
-        self.pool.reserve([snapshot], 0, account=self._account(request))
+        self.pool.reserve([snapshot], 0, holder=request)
         return snapshot
-
-    def _account(self, request: Request) -> BlockAccount:
-        return request.cost.blocks[self._group]
 
 
 class OneSnapshot(Part):

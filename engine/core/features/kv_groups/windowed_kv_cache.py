@@ -83,7 +83,7 @@ class WindowedKVCacheManager(KVCacheManager):
         if released > table.num_released:
             first, table.num_released = table.num_released, released
             self.pool.doubt(table.blocks[max(first, request.finite // self.pool.block_size) : released])
-            self.pool.release(table.blocks[first:released], request.cost.blocks[self._group])
+            self.pool.release(table.blocks[first:released], request)
             table.blocks[first:released] = nulls = [0] * (released - first)
             if request.slot >= 0:
                 self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))

@@ -128,8 +128,7 @@ class TierWriter:
         if slot < 0 and not on_disk and not in_store:
             return None
         self._hashes.add(group, name, block_hash)
-        block = pool.find(block_hash)
-        assert block is not None
+        (block,) = pool.match([block_hash])
         pool.pin([block])
         return TierBlock(group, block, name, slot, on_disk, in_store)
 

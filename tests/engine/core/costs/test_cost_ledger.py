@@ -6,11 +6,12 @@ import pytest
 
 from engine.config import HandoffConfig
 from engine.core.block_pool import BlockPool
-from engine.core.block_usage import BlockAccount
+from engine.core.costs.block_usage import BlockUsage, observe_usage
 from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import CacheCleared, MovesAsked
 from engine.core.features.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
@@ -104,19 +105,34 @@ def test_what_a_step_computes_for_a_request_that_had_ended_is_overhead():
 
 
 def test_a_block_in_use_is_divided_among_those_who_hold_it_to_the_nanosecond():
-    pool, first, second, third = BlockPool(4, 16), BlockAccount(), BlockAccount(), BlockAccount()
+    first, second, third = (finished_request(RequestMetrics()) for _ in range(3))
+    pool = BlockPool(4, 16)
+    (usage,) = observe_usage(KVCacheManager(pool))
     (block,) = pool.allocate(1, first)
-    pool.usage.now_ns = 10
-    pool.reserve([block], 0, account=second)
-    pool.reserve([block], 0, account=third)
-    pool.usage.now_ns = 20  # 10 ns among three
+    usage.now_ns = 10
+    pool.reserve([block], 0, holder=second)
+    pool.reserve([block], 0, holder=third)
+    usage.now_ns = 20  # 10 ns among three
     pool.release([block], second)
-    pool.usage.now_ns = 31
+    usage.now_ns = 31
     pool.release([block], third)
     pool.release([block], first)
-    assert second.block_ns == 3
-    assert sorted([first.block_ns, third.block_ns]) == [9, 19]
-    assert first.block_ns + second.block_ns + third.block_ns == pool.usage.used_ns == 31
+    paid = [request.cost.blocks[0].block_ns for request in (first, second, third)]
+    assert paid[1] == 3
+    assert sorted([paid[0], paid[2]]) == [9, 19]
+    assert sum(paid) == usage.used_ns == 31
+
+
+def test_a_reference_that_nobody_has_is_paid_by_nobody():
+    pool = BlockPool(4, 16)
+    (usage,) = observe_usage(KVCacheManager(pool))
+    (block,) = pool.pin([], 1)
+    usage.now_ns = 10
+    pool.reserve([block], 0, holder=(request := finished_request(RequestMetrics())))
+    usage.now_ns = 30
+    pool.unpin(block)
+    assert usage.shared.block_ns == 20
+    assert usage.block_time(request.cost.blocks[0], [block]) == 10
 
 
 def test_a_prompt_that_is_cached_costs_what_is_left_of_it():
@@ -172,8 +188,8 @@ def test_a_prompt_for_another_engine_uses_kv_until_that_has_read_it():
     released = Envelope(harness.remote_requests["read"].decode, 1, Release("read", 1))
     for at in (harness.clock + 5.0, harness.clock + 6.0):  # the answer to the first one is lost
         protocol.receive(released, at)
-        assert protocol.out.messages[-1][1] == Released("read", 1, True, harness.pool.usage.used_ns * 2**30)
-    assert harness.pool.usage.used_ns > 3 * 5.0e9
+        assert protocol.out.messages[-1][1] == Released("read", 1, True, harness.ledger.block_usages[0].used_ns * 2**30)
+    assert harness.ledger.block_usages[0].used_ns > 3 * 5.0e9
 
 
 def test_a_client_that_leaves_pays_for_what_the_other_engine_has_told():
@@ -250,8 +266,8 @@ def test_kv_memory_counts_while_it_is_used_and_not_only_once_it_is_free():
 
 def test_telling_the_cost_with_every_token_does_not_sum_all_blocks_with_every_token(monkeypatch):
     summed = []
-    block_time = BlockPool.block_time
-    monkeypatch.setattr(BlockPool, "block_time", lambda *args: summed.append(len(args[2])) or block_time(*args))
+    share = BlockUsage.share
+    monkeypatch.setattr(BlockUsage, "share", lambda usage, held: summed.append(len(held)) or share(usage, held))
     harness = Harness(num_blocks=128, max_model_len=512, max_num_batched_tokens=512)
     harness.add("told", [i % 40 + 1 for i in range(300)], max_tokens=100)
     (request,) = harness.scheduler.queue.live.values()

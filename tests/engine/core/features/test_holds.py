@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -9,6 +11,7 @@ from hypothesis.stateful import precondition, rule
 
 from engine.core.door.inputs import CacheCleared
 from engine.core.features.holds import hold_table
+from engine.core.features.holds.holds import Holds
 from engine.core.features.part_inputs import HoldsGiven, HoldsReleased
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
@@ -37,6 +40,16 @@ def held(harness: Harness, name: str, prompt: list[int] = PROMPT, ttl_s: float =
     serve(harness, name, prompt, hold=[(len(prompt), ttl_s)], **options)
     (outcome,) = outcomes(harness, name)
     return outcome
+
+
+def table_of(harness: Harness) -> hold_table.HoldTable:
+    assert isinstance(harness.scheduler.holds, Holds)
+    return harness.scheduler.holds.table
+
+
+def on_device(harness: Harness) -> Counter[int]:
+    """How many holds have each block of the first group on the device."""
+    return table_of(harness).pinned[0]
 
 
 def serve(harness: Harness, name: str, prompt: list[int], max_tokens: int = 2, **options) -> None:
@@ -195,7 +208,7 @@ def test_refused_hold_says_why_and_keeps_nothing(options, mark, refusal, reason)
     serve(harness, "refused", PROMPT, hold=[mark])
     expected = HoldOutcome(tokens=mark[0], ttl_s=mark[1], refusal=refusal, reason=reason)
     assert outcomes(harness, "refused") == [expected]
-    assert not harness.pool.held and harness.pool.num_used == 0
+    assert not harness.pool.pinned and harness.pool.num_used == 0
     harness.run()
 
 
@@ -206,7 +219,7 @@ def test_growing_conversation_has_one_hold():
         assert held(harness, f"turn {turn}", list(talk), client="alice").refusal is None
         talk += [40 + turn] * 4
     assert harness.scheduler.holds.stats.holds == 1
-    assert max(harness.pool.held.values()) == 1
+    assert max(on_device(harness).values()) == 1
     flood(harness)
     assert cached(harness, talk) == 20
     harness.run()
@@ -313,7 +326,7 @@ def test_engine_with_windows_holds_the_windows_before_the_mark():
     harness = make(num_blocks=0, windows=(None, 5), blocks=[16, 16], step_tokens=8, max_num_batched_tokens=8)
     serve(harness, "held", PROMPT, hold=[(12, 10.0)])
     assert outcomes(harness, "held") == [HoldOutcome(tokens=12, ttl_s=10.0)]
-    assert [len(pool.held) for pool in harness.pools] == [3, 1]
+    assert [len(pinned) for pinned in table_of(harness).pinned] == [3, 1]
     flood(harness)
     assert cached(harness) == 12
     harness.run()
@@ -359,7 +372,7 @@ def moved_down(harness: TierHarness) -> None:
     for _ in range(3):
         harness.step()
         harness.drain()
-    assert not harness.pool.held
+    assert not on_device(harness)
 
 
 def fill_tier(harness: TierHarness) -> None:
@@ -455,7 +468,7 @@ def test_device_keeps_a_hold_while_no_tier_can():
         harness.progress(number, failing=lambda count: range(count))
     harness.take_answers()
     flood(harness)
-    assert len(harness.pool.held) == 5 and cached(harness) == 20
+    assert len(on_device(harness)) == 5 and cached(harness) == 20
     harness.run()
 
 
@@ -637,7 +650,7 @@ def test_hold_is_written_only_where_it_survives_and_waits_for_that_tier():
             if moving.copies is None or not moving.command.blocks[0].in_store:
                 harness.progress(number)
         harness.step()
-    assert len(harness.host) == 5 and len(harness.pool.held) == 5
+    assert len(harness.host) == 5 and len(on_device(harness)) == 5
     moved_down(harness)
     assert len(harness.holds[True]) == 1
     harness.run()
