@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
@@ -59,7 +58,7 @@ class CacheHarness(Harness):
             handoffs,
             offloading,
             peer=HERE,
-            times=StepTimes(),
+            times=self.step_times,
             timeout_s=TIMEOUT_S,
             block_bytes=[2**20] * len(kv_cache.groups),
             min_tokens=self._min_tokens,

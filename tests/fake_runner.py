@@ -324,6 +324,7 @@ class Harness:
             config = SpeculativeConfig(method="ngram")
             bound = BoundOfChunk(chunk) if chunk else any_number
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
+        self.step_times = StepTimes()
         offloading, usages = self.make_offloading(kv_cache), observe_usage(kv_cache)
         self.scheduler = Scheduler(
             self.config,
@@ -335,6 +336,7 @@ class Harness:
                 *([MicroBatches(stages)] if stages > 1 else []),
                 *(part for part in (speculator, adapters) if part is not None),
             ],
+            step_times=self.step_times,
             fetching=self.make_fetching(kv_cache, handoffs, offloading),
             offloading=offloading,
             holds=Holds(

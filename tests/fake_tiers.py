@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import HashChanges
-from engine.core.costs.step_cost import StepTimes
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import TiersAnswered, TimePassed
 from engine.core.features.tiers.tier import Tier
@@ -112,7 +111,7 @@ class TierHarness(Harness):
             kv_cache,
             tiers,
             name_of=name_of,
-            times=StepTimes(),
+            times=self.step_times,
             timeout_s=TIMEOUT_S,
             block_bytes=[1] * groups,
             min_tokens=self._min_tokens,

@@ -164,6 +164,7 @@ OTHER_MODELS = """
     core/features/kv_fetching.py core/features/kv_loading.py core/features/prefix_pins.py
     core/features/part_inputs.py core/mail/part_mail.py core/mail/compilations.py
     core/features/speculator.py core/features/images/encoder_cache_manager.py core/features/images/image_handoffs.py
+    core/features/offers.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/costs/block_usage.py core/request_cost.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py

@@ -135,6 +135,7 @@ def build_engine(
             *make_speculation(loaded, step_times),
             *make_adapters(loaded),
         ],
+        step_times=step_times,
     )
     tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
     return EngineCore(

@@ -191,12 +191,6 @@ class KVCacheManager:
         self._send(request, len(blocks) - missing)
         return True
 
-    def extra(self, request: Request, tokens: int, wanted: int) -> int:
-        """Try to give a running request blocks for `wanted` tokens beyond the first `tokens`. Returns how many of these
-        fit into its blocks now."""
-        self.grow(request, tokens + wanted)
-        return request.capacity - tokens
-
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the full blocks of the first `computed` tokens into the prefix cache, as far as the tokens are
         known."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
+from engine.core.costs.step_cost import StepTimes
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.door.kernel import ModelLimits
@@ -22,6 +23,7 @@ from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_loading import KVLoading
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
+from engine.core.features.offers import Offers
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event, StopConditions, last_delta, tokens_delta
 from engine.core.request import Request, State
@@ -76,9 +78,10 @@ class Scheduler:
         fetching: KVFetching | NoFetching | None = None,
         holds: Holds | NoHolds | None = None,
         parts: Sequence[Part] = (),
+        step_times: StepTimes | None = None,
     ):
-        """parts: in the order in which they are asked. The KV cache must have room for one request of
-        `max_model_len`."""
+        """parts: in the order in which they are asked. step_times: learned costs of computing here, which decide among
+        offers. The KV cache must have room for one request of `max_model_len`."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
         self.queue = RequestQueue(config.max_num_seqs)
@@ -86,6 +89,8 @@ class Scheduler:
         self.parts = Parts(parts)
         self.offloading = offloading or NoOffloading()
         self.fetching = fetching or NoFetching()
+        sources, times = [self.offloading, self.fetching], step_times or StepTimes()
+        self.offers = Offers(sources, self.handoffs, times, self.block_size)
         self.loading = KVLoading(self.queue, self.offloading, self.fetching)
         self.holds = holds or NoHolds()
         self._checks = RequestChecks(limits, self.handoffs, self.parts)
@@ -321,10 +326,12 @@ class Scheduler:
         matched = self.kv_cache.match(request, self._shorten)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        if self.loading.load(request, matched, self._shorten, self._blocks.watermark, now):
+        cached, running = matched * self.block_size, self.queue.running
+        decision = self.handoffs.decide(request, cached, running)
+        offer = self.offers.take(request, matched, decision, running, self._shorten, self._blocks.watermark, now)
+        if offer is not None and not offer.keeps_blocks:
+            self.loading.begin(request)
             return True
-        cached = matched * self.block_size
-        decision = self.handoffs.decide(request, cached, self.queue.running)
         # the first token arrives with remote KV: reserve for it too, so that the request lacks nothing in its slot
         tokens, start = len(request.tokens) + decision.remote, len(request.tokens) if decision.remote else cached
         if not (startable or decision.remote) or not self._blocks.reserve(request, matched, start, tokens):
@@ -333,14 +340,13 @@ class Scheduler:
         self.totals.observe_scheduled(request, cached, now)
         self.holds.used(request, matched, now)
         request.note(f"{decision}; {cached} of {len(request.tokens)} tokens are cached")
-        if decision.remote:
-            self.queue.remove(request)
-            request.state = State.WAITING_FOR_REMOTE_KV
-            request.remote.handoff_at = (now, now)
-            self.handoffs.open(request, cached, now, self.block_size)
-        else:
+        if offer is None:
             request.computed = cached
-        return True
+            return True
+        self.queue.remove(request)
+        request.state = State.WAITING_FOR_REMOTE_KV
+        request.remote.handoff_at = (now, now)
+        return offer.start(now)
 
     def _start(self, request: Request, budget: int) -> int:
         """Move a request that holds its blocks into a slot and plan its first tokens. Returns how many are planned."""

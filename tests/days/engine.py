@@ -188,6 +188,7 @@ class Engine:
                 *self.make_images(config, clock),
                 *speculation,
             ],
+            step_times=times,
         )
         kv_cache.pool.observers.append(Names(self.named_kv, size, self.kv_of))
         self.core = EngineCore(

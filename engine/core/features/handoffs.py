@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -93,22 +94,25 @@ class HandoffManager:
         """Return whether this engine can get the KV of a request from another engine."""
         return self.policy is not None or self._moves_here(request)
 
-    def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
+    def decide(self, request: Request, cached: int, running: Sequence[Request]) -> PrefillDecision:
         """Decide where to compute the prompt of a waiting request. cached: number of leading tokens whose KV this
         engine has."""
         if self._moves_here(request):
             return PrefillDecision(True, MOVED)
         if self.policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
-        load = LocalLoad(
+        local_only = self._local_only(request)
+        if request.remote.where == "remote" and not local_only:
+            return PrefillDecision(True, ASKED)
+        return self.policy.decide(PendingPrompt(len(request.tokens), cached, local_only), self.load(running))
+
+    def load(self, running: Sequence[Request]) -> LocalLoad:
+        """Return the load of this engine."""
+        return LocalLoad(
             queued=sum(r.queued_tokens for r in running),
             receiving=sum(len(r.tokens) for r in self.receiving.values()),
             decoding=sum(r.pending <= 1 for r in running),
         )
-        local_only = self._local_only(request)
-        if request.remote.where == "remote" and not local_only:
-            return PrefillDecision(True, ASKED)
-        return self.policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
     def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
         """Return the error that ends a request after a failed handoff; None if its prompt can still be computed, here

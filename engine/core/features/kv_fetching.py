@@ -19,6 +19,7 @@ from functools import partial
 from engine.core.costs.step_cost import LinearCost, StepTimes
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.offers import Offer
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
@@ -59,8 +60,8 @@ class NoFetching:
     def __init__(self) -> None:
         self.resting: list[str] = []
 
-    def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        return False
+    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
+        return None
 
     def owns(self, event: HandoffEvent) -> bool:
         return False
@@ -73,6 +74,23 @@ class NoFetching:
 
     def clear(self) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """What another engine is asked for."""
+
+    holder: KVHolder
+    needed: Sequence[Sequence[bytes]]
+    """Hashes of the blocks of each KV cache group that the prefix consists of."""
+    skip: int
+    """Leading tokens that are cached here."""
+    upto: int
+    """Leading tokens of the prefix."""
+    expected_s: float
+    """Time that the fetch is expected to take."""
+    times: str
+    """That time and what computing takes, as a sentence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +111,8 @@ class PendingFetch:
     upto: int
     """Leading tokens that this engine has after it, if all blocks arrive."""
     started_at: float
+    expected_at: float
+    """Time at which it is expected to end."""
     deadline_at: float
     requests: list[Request] = field(default_factory=list)
     """Requests that wait for it."""
@@ -146,45 +166,63 @@ class KVFetching:
 
     # -- blocks of other engines ---------------------------------------------------------------------------
 
-    def fetch(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request has to wait for blocks of another engine, after asking for them if that saves time.
-        The first `matched` blocks of the request are cached.
-
-        watermark: blocks that must stay available.
-        """
+    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
+        """Return what the cache of another engine offers a waiting request, as OfferSource.offer does."""
         holder, size, whole = request.remote.holder, self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:  # it moves here, with all of its KV
-            return False
+            return None
         if holder is None or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
-            return False
+            return None
         held = set(request.hashes(min(holder.num_tokens, whole - 1) // size, size))
         hit = self._kv_cache.match(request, shorten, lambda group, block_hash: block_hash in held)
         needed = [group.needed(request.hashes(hit, size)) for group in self._kv_cache.groups]
+        tokens = (hit - matched) * size
         for key in ((group, each) for group, hashes in enumerate(needed) for each in hashes):
             if fetch := self._coming.get(key):
-                fetch.requests.append(request)
-                return True
+                return Offer(tokens, max(0.0, fetch.expected_at - now), partial(self._join, fetch, request))
+        size_mib = self._missing_bytes(needed) / MIB
+        expected_s, compute_s = self.link_cost.of(size_mib), self._times.prompt_token_s * tokens
+        times = f"fetching {size_mib:.1f} MiB takes about {expected_s:.3g} s, computing {compute_s:.3g} s"
+        if not self._may_ask(holder, tokens):
+            request.remote.holder = None
+            return None
+        if compute_s and expected_s >= compute_s:
+            request.remote.holder = None
+            self.fetches["costs_more"] += 1
+            self.link_cost.forget(FORGET)
+            request.note(f"{tokens} tokens of {holder.engine.engine_id} to be computed here: {times}")
+            return None
+        wanted = WantedPrefix(holder, needed, matched * size, hit * size, expected_s, times)
+        return Offer(tokens, expected_s, partial(self._fetch, request, wanted, watermark))
+
+    def _join(self, fetch: PendingFetch, request: Request, now: float) -> bool:
+        fetch.requests.append(request)
+        return True
+
+    def _fetch(self, request: Request, wanted: WantedPrefix, watermark: int, now: float) -> bool:
+        """Ask another engine for blocks. Returns False, and asks for nothing, if too few blocks are available, or none
+        is missing."""
         request.remote.holder = None  # it is asked once
-        tokens = (hit - matched) * size
-        if not self._may_ask(holder, tokens) or not self._pays(request, holder, needed, tokens):
-            return False
-        pinned = pin_prefix(self._kv_cache, needed, watermark)
+        pinned = pin_prefix(self._kv_cache, wanted.needed, watermark)
         if pinned is None:
             return False
         there, blocks = pinned
         if not blocks:
             unpin(self._kv_cache, there)
             return False
-        handoff_id = self._open(request, holder, blocks, matched * size, hit * size)
+        engine_id = wanted.holder.engine.engine_id
+        request.note(f"{wanted.upto - wanted.skip} tokens of {engine_id} to be fetched: {wanted.times}")
+        handoff_id = self._open(request, wanted, blocks)
         fetch = self._fetches[handoff_id] = PendingFetch(
             handoff_id,
-            holder.engine.engine_id,
+            engine_id,
             request,
             blocks,
             there,
-            skip=matched * size,
-            upto=hit * size,
+            skip=wanted.skip,
+            upto=wanted.upto,
             started_at=now,
+            expected_at=now + wanted.expected_s,
             deadline_at=now + self._timeout_s,
             requests=[request],
         )
@@ -195,36 +233,20 @@ class KVFetching:
         engine = holder.engine
         return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self.resting
 
-    def _pays(self, request: Request, holder: KVHolder, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether fetching the blocks is expected to be faster than computing these tokens. While a rate is
-        unknown, returns True."""
-        missing = [
-            self._bytes[group]
-            for group, hashes in enumerate(needed)
-            for each in hashes
-            if not self._kv_cache.groups[group].pool.has(each)
-        ]
-        compute_s = self._times.prompt_token_s * tokens
-        fetch_s = self.link_cost.of(sum(missing) / MIB)
-        pays = not compute_s or fetch_s < compute_s
-        if not pays:
-            self.fetches["costs_more"] += 1
-            self.link_cost.forget(FORGET)
-        request.note(
-            f"{tokens} tokens of {holder.engine.engine_id} to be {'fetched' if pays else 'computed here'}: "
-            f"fetching {sum(missing) / MIB:.1f} MiB takes about {fetch_s:.3g} s, computing {compute_s:.3g} s"
+    def _missing_bytes(self, needed: Sequence[Sequence[bytes]]) -> int:
+        """Return the bytes of those of these blocks that this engine lacks."""
+        pools = [manager.pool for manager in self._kv_cache.groups]
+        return sum(
+            self._bytes[group] for group, hashes in enumerate(needed) for each in hashes if not pools[group].has(each)
         )
-        return pays
 
-    def _open(
-        self, request: Request, holder: KVHolder, blocks: Sequence[tuple[int, int, bytes]], skip: int, tokens: int
-    ) -> str:
+    def _open(self, request: Request, wanted: WantedPrefix, blocks: Sequence[tuple[int, int, bytes]]) -> str:
         """Ask for the blocks. Returns the id of the handoff."""
         groups = range(len(self._kv_cache.groups))
         local = [[block for of, block, _ in blocks if of == group] for group in groups]
         names = [b"".join(each for of, _, each in blocks if of == group) for group in groups]
-        remote_request = self._handoffs.fetch(request, skip, tokens, self._timeout_s)
-        self._handoffs.ask(OpenHandoff(remote_request, local[0], local[1:], holder.engine, names))
+        remote_request = self._handoffs.fetch(request, wanted.skip, wanted.upto, self._timeout_s)
+        self._handoffs.ask(OpenHandoff(remote_request, local[0], local[1:], wanted.holder.engine, names))
         return remote_request.handoff_id
 
     def update(self, now: float) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.kv_cache_manager import Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.wire.handoff import HandoffEvent
@@ -14,8 +13,8 @@ from engine.wire.kv_offload import StoreListing, TierAnswer
 
 
 class KVLoading:
-    """Asks the tiers below the cache, and then other engines, for KV of a waiting request. Meanwhile the request is in
-    the state LOADING_KV: it is not in the queue, and holds no blocks."""
+    """Requests whose KV comes into the prefix cache, from a tier or another engine. Meanwhile such a request is in the
+    state LOADING_KV: it is not in the queue, and holds no blocks."""
 
     def __init__(self, queue: RequestQueue, offloading: KVOffloading | NoOffloading, fetching: KVFetching | NoFetching):
         self._queue, self._offloading, self._fetching = queue, offloading, fetching
@@ -25,15 +24,10 @@ class KVLoading:
         """Live requests that wait for KV."""
         return [*self._offloading.loading, *self._fetching.waiting]
 
-    def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request has to wait for KV from a tier or another engine, with the arguments of
-        KVOffloading.load. Takes such a request out of the queue."""
-        wanted = (request, matched, shorten, watermark, now)
-        if not (self._offloading.load(*wanted) or self._fetching.fetch(*wanted)):
-            return False
+    def begin(self, request: Request) -> None:
+        """Take a request out of the queue, since its KV is on its way."""
         self._queue.remove(request)
         request.state = State.LOADING_KV
-        return True
 
     def update(self, now: float) -> None:
         """Go on with what takes time. Requests that have waited long enough are queued again."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.outputs import Outputs
+from engine.core.features.offers import Offer
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import SavedHolds
@@ -55,8 +57,8 @@ class NoOffloading:
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
 
-    def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        return False
+    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
+        return None
 
     def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
         return False
@@ -98,6 +100,8 @@ class BlockLoad:
     pinned: list[tuple[int, int]]
     """(group, block) of each block of the hit that was on the device already."""
     started_at: float
+    expected_at: float
+    """Time at which it is expected to end."""
     deadline_at: float
     requests: list[Request] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
@@ -207,35 +211,46 @@ class KVOffloading:
 
     # -- up ------------------------------------------------------------------------------------------------
 
-    def load(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> bool:
-        """Return whether a request has to wait for blocks from a tier, after starting to load them if that saves time.
-        The first `matched` blocks of the request are cached.
-
-        watermark: blocks that must stay available.
-        """
+    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
+        """Return what the tiers offer a waiting request, as OfferSource.offer does. What holds keep is offered even if
+        computing it is expected to be faster."""
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:
-            return False  # an engine holds all of its KV, but not for long
+            return None  # an engine holds all of its KV, but not for long
         if request.prefix.looked_below or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
-            return False
+            return None
         hit = self._kv_cache.match(request, shorten, self._has)
         needed = [group.needed(request.hashes(hit, size)) for group in self._kv_cache.groups]
+        tokens = (hit - matched) * size
         for key in ((group, each) for group, hashes in enumerate(needed) for each in hashes):
             if load := self._coming.get(key):
-                return self._join(load, request)
-        request.prefix.looked_below = True
-        self._queried_tokens += max(0, request.num_prompt - matched * size)
-        tokens = (hit - matched) * size
-        worth_it = tokens >= self._min_tokens and self._pays(needed, tokens)
+                left_s = max(0.0, load.expected_at - now)
+                return None if load.is_stopped else Offer(tokens, left_s, partial(self._join, load, request))
+        sizes = self._sizes(needed) if tokens else Counter()
+        worth_it = tokens >= self._min_tokens and self._pays(sizes, tokens)
         if not tokens or not (worth_it or self._promised(needed)):
-            return False
+            self._look(request, matched)
+            return None
+        start = partial(self._load, request, matched, needed, tokens, watermark)
+        return Offer(tokens, self._expected_s(sizes) if worth_it else None, start)
+
+    def _look(self, request: Request, matched: int) -> None:
+        """Record that it is decided whether a request waits for the tiers."""
+        request.prefix.looked_below = True
+        self._queried_tokens += max(0, request.num_prompt - matched * self._kv_cache.pool.block_size)
+
+    def _load(
+        self, request: Request, matched: int, needed: Sequence[Sequence[bytes]], tokens: int, watermark: int, now: float
+    ) -> bool:
+        """Start to load blocks for a request. Returns False, and loads nothing, if too few blocks are available."""
+        self._look(request, matched)
         load = self._start(request, needed, watermark, now, self._timeout_s)
         if load is None:
             return False
         load.tokens = tokens
         names = " and ".join(tier.name for tier in tiers_of(self.tiers, load.blocks))
         request.note(f"waits for {tokens} tokens of KV from {names}")
-        return self._join(load, request)
+        return self._join(load, request, now)
 
     def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
         """Load the blocks that the device lacks and a tier has, up to the first gap of each group, because another
@@ -268,8 +283,9 @@ class KVOffloading:
         if found is None:
             return None
         there, new = found
-        sources = [self._source(*each) for each in new]
-        load = BlockLoad(request, sources, [block_hash for _, _, block_hash in new], there, now, now + timeout_s)
+        sources, ends_at = [self._source(*each) for each in new], now + self._expected_s(self._sizes(needed))
+        hashes = [block_hash for _, _, block_hash in new]
+        load = BlockLoad(request, sources, hashes, there, now, ends_at, now + timeout_s)
         for source, block_hash in zip(load.blocks, load.hashes, strict=True):
             self._coming[source.group, block_hash] = load
             self._tier(source).index(source.group).begin_read(source.name)
@@ -278,9 +294,7 @@ class KVOffloading:
         self._commands.add(LoadBlocks(number, load.blocks))
         return load
 
-    def _join(self, load: BlockLoad, request: Request) -> bool:
-        if load.is_stopped:
-            return False
+    def _join(self, load: BlockLoad, request: Request, now: float) -> bool:
         load.requests.append(request)
         return True
 
@@ -288,19 +302,27 @@ class KVOffloading:
         name = self.name_of(group, block_hash)
         return any(tier.has(group, name) for tier in self.tiers) or (group, block_hash) in self._coming
 
-    def _pays(self, needed: Sequence[Sequence[bytes]], tokens: int) -> bool:
-        """Return whether loading the blocks is expected to be faster than computing these tokens. While a rate is
-        unknown, returns True."""
+    def _sizes(self, needed: Sequence[Sequence[bytes]]) -> Counter[str]:
+        """Return the bytes to load of these blocks, by tier."""
         sizes: Counter[str] = Counter()
         for group, hashes in enumerate(needed):
             missing = [each for each in hashes if not self._kv_cache.groups[group].pool.has(each)]
             for name in (self.name_of(group, each) for each in missing):
                 sizes[self._fastest(group, name).name] += self._bytes[group]
-        tiers = [tier for tier in self.tiers if sizes[tier.name]]
+        return sizes
+
+    def _expected_s(self, sizes: Counter[str]) -> float:
+        """Return the seconds that loading so many bytes of each tier is expected to take; 0 while that is unknown."""
+        return sum(tier.cost.of(sizes[tier.name] / MIB) for tier in self.tiers if sizes[tier.name])
+
+    def _pays(self, sizes: Counter[str], tokens: int) -> bool:
+        """Return whether loading is expected to be faster than computing these tokens. While a rate is unknown, returns
+        True."""
         compute_s = self._times.prompt_token_s * tokens
-        pays = not compute_s or sum(tier.cost.of(sizes[tier.name] / MIB) for tier in tiers) < compute_s
-        for tier in [] if pays else tiers:
-            tier.cost.forget(FORGET)
+        pays = not compute_s or self._expected_s(sizes) < compute_s
+        for tier in self.tiers:
+            if sizes[tier.name] and not pays:
+                tier.cost.forget(FORGET)
         return pays
 
     def _promised(self, needed: Sequence[Sequence[bytes]]) -> bool:

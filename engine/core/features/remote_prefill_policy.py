@@ -21,6 +21,8 @@ SWITCH_GAIN = 0.1  # fraction by which the other side must be better, so that th
 class PrefillDecision:
     remote: bool
     reason: str
+    seconds: float | None = None
+    """Time that another engine is expected to take; None if the decision does not depend on it."""
 
     def __str__(self) -> str:
         if self.reason == MOVED:
@@ -84,7 +86,7 @@ class RemotePrefillPolicy:
     def _weigh(self, prompt: PendingPrompt, load: LocalLoad, replicas: list[PrefillReplica]) -> PrefillDecision:
         missing = prompt.tokens - prompt.cached
         fixed, per_token = self.step_cost.coefficients
-        local_s = fixed + per_token * (load.queued + missing * (1 + load.decoding))
+        local_s = self.local_s(missing, load)
         queued = max(min(r.queued_tokens for r in replicas), load.receiving / len(replicas))
         rates = [r.seconds_per_token or per_token for r in replicas]
         rate, start_s = sum(rates) / len(rates), max(r.seconds_per_step for r in replicas) or fixed
@@ -95,7 +97,12 @@ class RemotePrefillPolicy:
         remote_s = queue_s + compute_s + self.link_cost.of(missing)
         gain = 1 + SWITCH_GAIN if self._last_remote else 1 - SWITCH_GAIN
         remote = remote_s < local_s * gain
-        return PrefillDecision(remote, "cheaper_remote" if remote else "cheaper_local")
+        return PrefillDecision(True, "cheaper_remote", remote_s) if remote else PrefillDecision(False, "cheaper_local")
+
+    def local_s(self, tokens: int, load: LocalLoad) -> float:
+        """Return what computing so many tokens of a prompt here is expected to cost all requests, in seconds."""
+        fixed, per_token = self.step_cost.coefficients
+        return fixed + per_token * (load.queued + tokens * (1 + load.decoding))
 
     def count(self, decision: PrefillDecision) -> None:
         self.decisions["remote" if decision.remote else "local", decision.reason] += 1

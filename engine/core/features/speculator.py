@@ -128,7 +128,8 @@ class Speculator(Part):
             return drafts
         tokens = request.computed + count
         wanted = min(len(drafts) + self.lookahead, self._max_model_len - tokens)
-        drafts = drafts[: self._kv_cache.extra(request, tokens, wanted)]
+        self._kv_cache.grow(request, tokens + wanted)  # or as many as there are blocks for
+        drafts = drafts[: request.capacity - tokens]
         self.verifies(request, len(drafts))
         return drafts
 

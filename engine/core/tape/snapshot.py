@@ -39,6 +39,7 @@ from engine.core.features.kv_loading import KVLoading
 from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.moves import Moves
+from engine.core.features.offers import Offers
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.features.tiers.command_queue import CommandQueue
@@ -122,9 +123,9 @@ KINDS.add_objects(
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
     NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoUsage,
-    OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy, RemotePrompt,
-    Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue, RequestStates,
-    SavedHolds,
+    Offers, OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
+    RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
+    RequestStates, SavedHolds,
     Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
     StepPlanBuilder, StepTimes, StopConditions, Store, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
     TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
