@@ -12,10 +12,10 @@ from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.fingerprint import fingerprint
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.places import place_of
 from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served.served_model import ModelInfo
+from deployments.parts.adapters.places import place_of
 from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
 from engine.lora.bucket import SCHEMES, is_bucket
 from engine.model.checkpoint import folder as model_folder

@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
@@ -33,6 +32,7 @@ from deployments.openai.routes import OpenAIRoutes
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
+from deployments.parts.adapters.table import AdapterTable, MemoryTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.table import EdgeSetup, edge_parts
 from deployments.pooling.routes import PoolingRoutes
@@ -58,7 +58,7 @@ def http_app(
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api_keys = auth.keys()
-    served, values = ServedModels(models, tables), open_store(store)
+    served, values = ServedModels(models), open_store(store)
     telemetry.stats.store_errors = values.errors
     jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
@@ -73,8 +73,10 @@ def http_app(
             quotas=quotas,
             store=values,
             console=console,
+            tables=tables,
         )
     )
+    served.further += [found for part in parts if (found := part.further_models()) is not None]
     routes = [
         *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
         *PoolingRoutes(served, auth.unknown_fields).routes(),

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from starlette.middleware import Middleware
 
 from deployments.http.route import Route
+from deployments.openai.served.served_models import FurtherModels
 
 
 class EdgePart:
@@ -15,6 +16,10 @@ class EdgePart:
 
     def routes(self) -> Sequence[Route]:
         return ()
+
+    def further_models(self) -> FurtherModels | None:
+        """Return models that requests may name besides those of the configuration."""
+        return None
 
     def middleware(self) -> Sequence[Middleware]:
         """Return ASGI middleware that sees a request after its API key was checked."""

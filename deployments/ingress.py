@@ -24,8 +24,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
-from deployments.adapters.gcs_table import GcsTable
-from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend.token_channel import TokenChannel
@@ -36,6 +34,8 @@ from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.parts.adapters.gcs_table import GcsTable
+from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.images.config import ImageConfig
 from deployments.parts.table import model_parts

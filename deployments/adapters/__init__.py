@@ -1,1 +1,1 @@
-"""The LoRA adapters of a model, each served under its own name."""
+"""A LoRA adapter as requests name it, and the configuration of a model's adapters."""

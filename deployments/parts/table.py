@@ -11,9 +11,11 @@ from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.model_part import ModelPart
-from deployments.openai.served.served_model import ServedModel
+from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
+from deployments.parts.adapters.adapter_models import AdapterModels
 from deployments.parts.adapters.routes import AdapterRoutes
+from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
 from deployments.parts.holds.hold_requests import HoldRequests
@@ -44,6 +46,8 @@ class EdgeSetup:
     quotas: Quotas
     store: KeyValueStore
     console: ConsoleConfig
+    tables: Callable[[ModelInfo], AdapterTable]
+    """Returns the table of a model's adapters, which ingresses share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,9 @@ class PartSpec:
     model: Callable[[ModelSetup], ModelPart | None] = lambda setup: None
 
 
-def _adapters(setup: EdgeSetup) -> EdgePart | None:
-    auth = setup.auth
-    return AdapterRoutes(setup.models, auth.unknown_fields) if auth.allow_runtime_lora_updating else None
+def _adapters(setup: EdgeSetup) -> EdgePart:
+    models, auth = AdapterModels(setup.models, setup.tables), setup.auth
+    return AdapterRoutes(setup.models, models, auth.unknown_fields, may_change=auth.allow_runtime_lora_updating)
 
 
 def _keys(setup: EdgeSetup) -> EdgePart | None:

@@ -7,14 +7,15 @@ from typing import Annotated
 from fastapi import Request, Response
 from pydantic import Field
 
-from deployments.adapters.errors import AdapterNotLoaded
-from deployments.adapters.registry import AdapterRegistry
 from deployments.edge_part import EdgePart
 from deployments.http.body import RequestBody
 from deployments.http.json_body import read_body
 from deployments.http.route import ADMIN, Route
 from deployments.http.validation import UnknownFields
 from deployments.openai.served.served_models import ServedModels
+from deployments.parts.adapters.adapter_models import AdapterModels
+from deployments.parts.adapters.errors import AdapterNotLoaded
+from deployments.parts.adapters.registry import AdapterRegistry
 from engine.errors import InvalidParameter, RequestError
 
 MAX_NAME = 256
@@ -41,10 +42,19 @@ class UnloadAdapterBody(RequestBody):
 
 
 class AdapterRoutes(EdgePart):
-    def __init__(self, models: ServedModels, unknown_fields: UnknownFields):
-        self._models, self._unknown_fields = models, unknown_fields
+    def __init__(
+        self, models: ServedModels, adapters: AdapterModels, unknown_fields: UnknownFields, *, may_change: bool
+    ):
+        """may_change: whether requests may load and unload adapters."""
+        self._models, self._adapters, self._unknown_fields = models, adapters, unknown_fields
+        self._may_change = may_change
+
+    def further_models(self) -> AdapterModels:
+        return self._adapters
 
     def routes(self) -> list[Route]:
+        if not self._may_change:
+            return []
         load, unload = "Serve a LoRA adapter.", "Stop serving a LoRA adapter."
         text = "text/plain"
         return [
@@ -75,9 +85,7 @@ class AdapterRoutes(EdgePart):
         if not body.lora_name or not body.lora_path:
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.")
         registry = self._registry(body.base_model_name)
-        if body.lora_name in self._models and not any(
-            body.lora_name in one for one in self._models.registries.values()
-        ):
+        if body.lora_name in self._models and body.lora_name not in self._adapters:
             raise InvalidParameter("lora_name", body.lora_name, "a name that no model has")
         await registry.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
         return _success(body.lora_name, "added")
@@ -86,13 +94,13 @@ class AdapterRoutes(EdgePart):
         body = await read_body(request, UnloadAdapterBody, self._unknown_fields)
         if not body.lora_name:
             raise RequestError("either 'lora_name' and 'lora_int_id' needs to be provided.")
-        for registry in self._models.registries.values():
+        for registry in self._adapters.registries.values():
             if await registry.unload(body.lora_name):
                 return _success(body.lora_name, "removed")
         raise AdapterNotLoaded(body.lora_name)
 
     def _registry(self, base: str | None) -> AdapterRegistry:
-        registries = self._models.registries
+        registries = self._adapters.registries
         if base is None and len(registries) == 1:
             return next(iter(registries.values()))
         if base not in registries:

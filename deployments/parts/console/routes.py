@@ -162,7 +162,7 @@ class ConsoleRoutes(EdgePart):
                 generates="generate" in model.info.supported_tasks,
                 input_modalities=model.input_modalities,
                 default_sampling=dict(model.info.default_sampling),
-                adapters=await self._models.adapters_of(model.info.name),
+                adapters=await self._models.further_of(model.info.name),
             )
             for model in self._models.values()
         ]

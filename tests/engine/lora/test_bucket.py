@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from deployments.adapters import dynamic_folder, places
-from deployments.adapters.dynamic_folder import DynamicFolder
+from deployments.parts.adapters import dynamic_folder, places
+from deployments.parts.adapters.dynamic_folder import DynamicFolder
 from engine.errors import AdapterError, AdapterNotFound
 from engine.lora import bucket
 from engine.lora.adapter_files import open_adapter

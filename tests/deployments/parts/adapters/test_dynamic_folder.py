@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deployments.adapters import dynamic_folder
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.dynamic_folder import DynamicFolder
+from deployments.parts.adapters import dynamic_folder
+from deployments.parts.adapters.dynamic_folder import DynamicFolder
 from engine.errors import AdapterError
 from tests.adapter_folders import write_adapter
 

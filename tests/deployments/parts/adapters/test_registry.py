@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from deployments.adapters import registry as registry_module
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.errors import AdapterAlreadyLoaded
-from deployments.adapters.registry import AdapterRegistry
 from deployments.adapters.sources import AdapterSources
-from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence import ReportedError
+from deployments.parts.adapters import registry as registry_module
+from deployments.parts.adapters.errors import AdapterAlreadyLoaded
+from deployments.parts.adapters.registry import AdapterRegistry
+from deployments.parts.adapters.table import MemoryTable
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import ended_key, read_key

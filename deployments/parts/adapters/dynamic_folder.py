@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 
 from deployments.adapters.adapter import Adapter
-from deployments.adapters.places import Version, place_of
+from deployments.parts.adapters.places import Version, place_of
 from engine.errors import AdapterError
 
 MISSING_S = 5.0
