@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import Linear
@@ -22,7 +22,7 @@ READS = 8
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> float:
     """Return the bytes of weights that a step of `batch_size` tokens reads: only the tokens' rows of an embedding,
     unless the head shares its matrix, and as many experts as an even choice would pick."""
-    model = build_model(config, TPGroup.single(), dtype, "meta")  # shapes only; loaded weights may be packed by now
+    model = build_model(config, ShardPlan(), dtype, "meta")  # shapes only; loaded weights may be packed by now
     total = float(sum(p.nbytes for p in model.parameters()))  # a shared matrix once
     for layer in model.modules():
         if isinstance(layer, VocabEmbedding) and layer.weight is not model.lm_head.weight:

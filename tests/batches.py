@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
 from engine.model.fixed_order import pad_layers
@@ -23,7 +23,9 @@ SLOTS = 16  # sequences in a model with recurrent layers
 class ByHand:
     """Sequences with a paged cache of their own; what the runner does, without its bookkeeping."""
 
-    def __init__(self, model: nn.Module, cfg: ModelConfig, *, num_blocks: int = 128, block_size: int = 4, tp: TPGroup):
+    def __init__(
+        self, model: nn.Module, cfg: ModelConfig, *, num_blocks: int = 128, block_size: int = 4, tp: ShardPlan
+    ):
         self.model = model
         self.block_size = block_size
         # NaN where nothing was written: whatever reads it shows
@@ -107,14 +109,14 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def load_by_hand(
-    folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32, quantization: str | None = None
+    folder: Path, tp: ShardPlan | None = None, dtype: torch.dtype = torch.float32, quantization: str | None = None
 ) -> ByHand:
     """The model of a folder, or this rank's part of it."""
-    tp = tp or TPGroup.single()
+    tp = tp or ShardPlan()
     cfg = ModelConfig.from_folder(folder, quantization)
     model = build_model(cfg, tp, dtype, "cpu")
     if tp.fixed_order:
         pad_layers(model)
-    load_weights(model, folder, tp)
+    load_weights(model, folder, tp.ranks)
     pack_weights(model)
     return ByHand(model, cfg, tp=tp)

@@ -11,7 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
+from engine.model.fixed_order import in_fixed_order
 from tests.batches import load_by_hand
 
 T = TypeVar("T")
@@ -53,17 +55,23 @@ class ThreadGroup(TPGroup):
         return values
 
 
-def make_ranks(size: int, *, enable_expert_parallel: bool = False) -> list[TPGroup]:
+def make_ranks(size: int) -> list[TPGroup]:
     if size == 1:
         return [TPGroup.single()]
     barrier, values = Barrier(size), [torch.empty(0)] * size
-    ranks: list[TPGroup] = [ThreadGroup(rank, size, barrier, values) for rank in range(size)]
-    for rank in ranks:
-        rank.enable_expert_parallel = enable_expert_parallel
-    return ranks
+    return [ThreadGroup(rank, size, barrier, values) for rank in range(size)]
 
 
-def on_all(ranks: list[TPGroup], function: Callable[[int], T]) -> list[T]:
+def plans_of(ranks: Sequence[TPGroup], *, expert_parallel: bool = False, fixed_order: bool = False) -> list[ShardPlan]:
+    plans = [ShardPlan(rank, expert_parallel) for rank in ranks]
+    return [in_fixed_order(plan) for plan in plans] if fixed_order else plans
+
+
+def make_plans(size: int, *, expert_parallel: bool = False, fixed_order: bool = False) -> list[ShardPlan]:
+    return plans_of(make_ranks(size), expert_parallel=expert_parallel, fixed_order=fixed_order)
+
+
+def on_all(ranks: Sequence[object], function: Callable[[int], T]) -> list[T]:
     """`function(rank)` on every rank at once; results in rank order."""
 
     def run(rank: int) -> T:
@@ -74,12 +82,12 @@ def on_all(ranks: list[TPGroup], function: Callable[[int], T]) -> list[T]:
         return list(pool.map(run, range(len(ranks))))
 
 
-def check_ranks(folder: Path, size: int, *, enable_expert_parallel: bool = False) -> None:
+def check_ranks(folder: Path, size: int, *, expert_parallel: bool = False) -> None:
     """Assert that each of `size` ranks has the logits of the whole model, for chunks and single tokens."""
     steps = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
     whole = load_by_hand(folder)
     expected = [whole.step(tokens) for tokens in steps]
-    ranks = make_ranks(size, enable_expert_parallel=enable_expert_parallel)
-    parts = [load_by_hand(folder, tp) for tp in ranks]
-    for logits in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in steps]):
+    plans = make_plans(size, expert_parallel=expert_parallel)
+    parts = [load_by_hand(folder, plan) for plan in plans]
+    for logits in on_all(plans, lambda rank: [parts[rank].step(tokens) for tokens in steps]):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -290,11 +290,11 @@ def test_no_file_of_the_engine_names_ray():
     [
         pytest.param(
             "import torch, engine.offline.llm, engine.core.server\n"
-            "from engine.distributed.tp_group import TPGroup\n"
             "from engine.model.config import ModelConfig\n"
             "from engine.model.models.registry import build_model\n"
+            "from engine.distributed.shard_plan import ShardPlan\n"
             "from engine.pocket import PATH\n"
-            "build_model(ModelConfig.from_folder(PATH), TPGroup.single(), torch.float32, 'meta')",
+            "build_model(ModelConfig.from_folder(PATH), ShardPlan(), torch.float32, 'meta')",
             {"ray", "transformers"},
             id="the engine without Ray, and a native model without transformers",
         ),

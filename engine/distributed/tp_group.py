@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from engine.device import is_gpu, numba_found
+from engine.distributed import symmetric_memory
 from engine.distributed.collectives import Collectives
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
@@ -54,25 +56,16 @@ class TPGroup:
 
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: address at which the other ranks reach this one
-    fixed_order = False  #: whether sums have the same bits with any number of ranks
-    parts = 1  #: addends of each sum that every rank computes
-    vocab_multiple = 1  #: divisor of the number of vocabulary rows on a rank
-    link_copies = 0.0  #: hidden states of whole steps that a link to another stage keeps at a time
-    enable_expert_parallel = False  #: whether each rank has some whole experts, instead of a slice of every expert
-    redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
-    stage, stages = 0, 1  #: number of this pipeline stage, and how many there are
-    #: What spreads the experts over the ranks of several engines; None for an engine with all experts.
-    expert_exchange: ExpertExchange | None = None
+    stage = 0  #: number of their pipeline stage
+    link_copies = 0.0  #: hidden states of whole steps that their links to other stages keep at a time
+    expert_exchange: ExpertExchange | None = None  #: with the ranks of other engines that share experts
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: cluster key of this engine's sockets, which other engines must have; None admits all peers."""
         self.rank, self.size, self.key = rank, size, key
-        #: The ranks of all stages.
-        self.all_ranks: TPGroup = self
-        #: The ranks of all engines that share experts.
-        self.all_engines: TPGroup = self
-        #: Those that have the experts of this rank's layers.
-        self.expert_ranks: TPGroup = self
+        self.all_ranks: TPGroup = self  #: the ranks of all stages
+        self.all_engines: TPGroup = self  #: those of all engines that share experts
+        self.expert_ranks: TPGroup = self  #: those that have the experts of this rank's layers
 
     @staticmethod
     def single(key: ClusterKey | None = None) -> TPGroup:
@@ -89,16 +82,14 @@ class TPGroup:
         port = listener.getsockname()[1]
         file = listener.detach()
         store = dist.TCPStore(host, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=file)
-        return ConnectedGroup(0, size, store, host, f"{host}:{port}", **options)
+        return ConnectedGroup(0, size, store, host, f"{host}:{port}", GroupOptions(**options))
 
     @staticmethod
     def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
-        options: `device` is `auto` (the default), `cpu` or `cuda`; `shared_memory=False` uses only gloo or NCCL even on
-        one machine; `collectives=False` connects nothing but the store, for ranks that then form a group per stage
-        (stages/); `key` is the cluster key, the same on all ranks. Raises RendezvousTimeout, which names the
-        missing ranks, or StartupError if another rank failed.
+        options: fields of GroupOptions. Raises RendezvousTimeout, which names the missing ranks, or StartupError if
+        another rank failed.
         """
         deadline = time.monotonic() + timeout_s
         group = TPGroup.reach(rank, size, address, timeout_s, **options)
@@ -122,14 +113,14 @@ class TPGroup:
                 time.sleep(POLL_INTERVAL_S)
         with _lost_rank_0():
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        return ConnectedGroup(rank, size, store, own_host, address, **options)
+        return ConnectedGroup(rank, size, store, own_host, address, GroupOptions(**options))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on every rank. May overwrite `x`."""
         return x
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all parts of all ranks. Each rank has `self.parts` parts. May overwrite them."""
+        """Return the sum of all parts of all ranks, which have as many each. May overwrite them."""
         (part,) = parts
         return self.all_reduce(part)
 
@@ -178,6 +169,16 @@ class TPGroup:
         """Release connections and memory, without notifying the other ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How ranks connect."""
+
+    device: str = "auto"  #: `auto`, `cpu` or `cuda`
+    shared_memory: bool = True  #: False uses only gloo or NCCL, even on one machine
+    collectives: bool = True  #: False connects only the store, for ranks that then form a group per stage (stages/)
+    key: ClusterKey | None = None  #: cluster key, the same on all ranks
+
+
 class ConnectedGroup(TPGroup):
     """Several ranks, each in its own process.
 
@@ -193,21 +194,17 @@ class ConnectedGroup(TPGroup):
         store: dist.Store,
         host: str,
         address: str,
-        device: str = "auto",
-        shared_memory: bool = True,
-        collectives: bool = True,
-        key: ClusterKey | None = None,
+        options: GroupOptions,
         parent: ConnectedGroup | None = None,
     ):
         """parent: the group of which this is a part; a failure to join also ends the parent's start."""
-        super().__init__(rank, size, key)
-        self.host, self.address = host, address
+        super().__init__(rank, size, options.key)
+        self.host, self.address, self._options = host, address, options
         self._store: dist.Store | None = store
         self._failures: dist.Store = store if parent is None else parent._failures
-        self._cuda, self._connects = is_gpu(device), collectives
+        self._cuda = is_gpu(options.device)
         self._aborts: list[Callable[[str], None]] = []
         self._parts: list[ConnectedGroup] = []
-        self._shared_memory = shared_memory
         self._collectives: Collectives | None = None
         self._releases: list[Callable[[], None]] = []
         self._exchanges = 0
@@ -217,7 +214,7 @@ class ConnectedGroup(TPGroup):
     @property
     def options(self) -> dict[str, Any]:
         """The options of `connect` for a group like this one."""
-        return {"device": "cuda" if self._cuda else "cpu", "shared_memory": self._shared_memory, "key": self.key}
+        return {"device": self._options.device, "shared_memory": self._options.shared_memory, "key": self.key}
 
     def join(self, timeout_s: float) -> None:
         """Wait for all ranks and connect to them. Raises RendezvousTimeout, or another rank's StartupError."""
@@ -228,7 +225,7 @@ class ConnectedGroup(TPGroup):
             if set(sizes) != {self.size}:
                 raise StartupError(f"the ranks were given different group sizes: {sizes}")
             self.local_size = machines.count(_machine())
-            if self.size > 1 and self._connects:
+            if self.size > 1 and self._options.collectives:
                 self._collectives = self._connect(list(pids), deadline)
                 self._check_sum()
         logger.info(
@@ -298,7 +295,7 @@ class ConnectedGroup(TPGroup):
         act on the new one too. Raises StartupError if this group has been left."""
         store = dist.PrefixStore(name, self._open_store())
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
-        group = ConnectedGroup(rank, size, store, self.host, address, parent=self, **{**self.options, **options})
+        group = ConnectedGroup(rank, size, store, self.host, address, GroupOptions(**{**self.options, **options}), self)
         self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)
@@ -378,55 +375,27 @@ class ConnectedGroup(TPGroup):
         return self._collectives
 
     def _connect(self, pids: list[int], deadline: float) -> Collectives:
-        if not self._cuda and self._shared_memory and self.local_size == self.size and numba_found():
+        if not self._cuda and self._options.shared_memory and self.local_size == self.size and numba_found():
             shared = self._share_memory(pids)
             if shared is not None:
                 return shared
         timeout_s = max(1.0, deadline - time.monotonic())
         group = self._process_group("collectives", timeout_s, nccl if self._cuda else gloo)
         plain = ProcessGroup(group, self.size)
-        if self._cuda and self._shared_memory and self.local_size == self.size and self.size in SIZES:
+        if self._cuda and self._options.shared_memory and self.local_size == self.size and self.size in SIZES:
             return self._share_gpu_memory(plain, group)
         return plain
 
     def _share_gpu_memory(self, plain: ProcessGroup, group: Any) -> Collectives:
         """Return collectives over symmetric memory if it works on all ranks, else `plain`."""
         store, name = dist.PrefixStore("symmetric memory", self._open_store()), f"manta {self.address}"
-        shared: SymmetricMemory | None = None
-        try:
-            shared = open_symmetric_memory(plain, group, store, self.rank, self.size, name)
-            problem = ""
-        except Exception as error:  # noqa: BLE001 - any error that torch raises where there is none
-            problem = str(error)
-        # agree that all ranks have mapped it before running kernels, which wait on the device for ranks that do not
-        if self._all_can(problem) and shared is not None and self._all_can(self._check_shared(shared)):
-            return shared
-        if shared is not None:
-            shared.release()
-        return plain
+        opened = partial(open_symmetric_memory, plain, group, store, self.rank, self.size, name)
+        return symmetric_memory.share_if_all_can(plain, opened, self._all_can, self._check_shared)
 
     def _check_shared(self, shared: SymmetricMemory) -> str:
-        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting. The check runs
-        in a thread that is never joined, since its wait cannot be ended."""
-        found: Future[str] = Future()
-
-        def check() -> None:
-            try:
-                found.set_result(shared.check(self.rank))
-            except BaseException as error:  # noqa: BLE001 - raised by result()
-                found.set_exception(error)
-
-        threading.Thread(target=check, name="check sums", daemon=True).start()
-        deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting."""
         with _lost_rank_0():
-            while not wait([found], POLL_INTERVAL_S).done:
-                self._check_others()
-                if time.monotonic() > deadline:
-                    limit = (
-                        f"had not ended after {COLLECTIVE_TIMEOUT_S:.0f} s; set disable_custom_all_reduce to avoid it"
-                    )
-                    raise StartupError(f"a sum over memory that the GPUs share {limit}")
-        return found.result()
+            return symmetric_memory.check_in_thread(shared, self.rank, self._check_others, COLLECTIVE_TIMEOUT_S)
 
     def _all_can(self, problem: str) -> bool:
         """Return whether no rank reports a problem with shared memory. problem: this rank's, or ""."""

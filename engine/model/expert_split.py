@@ -25,7 +25,7 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.exchange.members import PER_RANK, Counts, Ranks
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.expert_parallel import check_count, check_shared, choose_backend
 
@@ -166,10 +166,10 @@ class SlicedExperts:
     shared = False  #: whether this rank computes its experts for tokens of other engines too
     load: ExpertLoad = NoLoad()
 
-    def __init__(self, num_experts: int, tp: TPGroup):
+    def __init__(self, num_experts: int, tp: ShardPlan):
         self.own = range(num_experts)  #: the experts of this rank when it starts, whole or sliced
         self.num_slots = num_experts  #: experts for which this rank has room
-        self.slices = tp  #: the group whose ranks have the slices of each of these experts
+        self.slices = tp  #: over which ranks each of these experts is sliced
 
     def count(self, experts: Tensor) -> None:
         """Count the tokens of a step. experts: of each token, [tokens, k]."""
@@ -186,13 +186,12 @@ class SpreadExperts(SlicedExperts):
 
     spread = True
 
-    def __init__(self, num_experts: int, tp: TPGroup, spread_over: Ranks | None = None):
+    def __init__(self, num_experts: int, tp: ShardPlan, spread_over: Ranks | None = None):
         """spread_over: the ranks that have the experts; those of `tp` by default."""
         super().__init__(num_experts, tp)
-        self.tp, ranks = tp, spread_over or tp
+        self.tp, ranks = tp, spread_over or tp.ranks
         self.own = first_experts(num_experts, ranks.rank, ranks.size)
-        self.slices = TPGroup.single()
-        self.slices.parts = tp.parts * tp.size
+        self.slices = ShardPlan(parts=tp.parts * tp.size)
         self.slots = ExpertSlots(num_experts, ranks)
         if tp.redundant_experts is not None:
             self.slots = MovableSlots(num_experts, ranks, tp.redundant_experts)
@@ -219,7 +218,7 @@ class ExchangedExperts(SpreadExperts):
         ranks, parts, sums = range(self.tp.size), self.tp.parts, []
         for i in range(parts):
             rows = torch.stack([layer.pair_rows(rank * parts + i, x, local) for rank in ranks])
-            sums.append(layer.combine_rows(self.tp.reduce_scatter(rows), experts, weights))
+            sums.append(layer.combine_rows(self.tp.ranks.reduce_scatter(rows), experts, weights))
         return sums
 
 
@@ -230,7 +229,7 @@ class MovingExperts(ExchangedExperts):
 
     def _partials(self, layer: Products, x: Tensor, experts: Tensor, local: Tensor, weights: Tensor) -> list[Tensor]:
         rows = layer.pair_rows(0, x, local)
-        columns = self.tp.reduce_scatter(torch.stack(rows.chunk(self.tp.size, dim=-1)))
+        columns = self.tp.ranks.reduce_scatter(torch.stack(rows.chunk(self.tp.size, dim=-1)))
         out = rows.new_zeros(len(x), x.shape[1])
         out.chunk(self.tp.size, dim=-1)[self.tp.rank].copy_(layer.combine_rows(columns, experts, weights))
         return [out]
@@ -243,7 +242,7 @@ class SharedExperts(SpreadExperts):
     shared = True
     at_once = sys.maxsize  #: tokens of an exchange
 
-    def __init__(self, num_experts: int, tp: TPGroup, exchange: ExpertExchange):
+    def __init__(self, num_experts: int, tp: ShardPlan, exchange: ExpertExchange):
         super().__init__(num_experts, tp, exchange.members.ranks)
         self.exchange = exchange
 
@@ -296,7 +295,7 @@ class MovingSharedExperts(SharedExperts):
         return [out]
 
 
-def row_bytes(tp: TPGroup, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
+def row_bytes(tp: ShardPlan, experts_per_token: int, hidden_size: int, item_bytes: int) -> int:
     """Return the bytes that a rank sends for each token and layer in an exchange of rows."""
     return (tp.size - 1) * tp.parts * experts_per_token * hidden_size * item_bytes
 
@@ -309,7 +308,7 @@ def choose_exchange(config: EngineConfig, exchange: ExpertExchange, *, on_gpu: b
     logger.info("experts exchanged by all2all_backend=%s ranks=%d, because %s", backend, ranks, why)
 
 
-def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExperts:
+def split_experts(num_experts: int, hidden_size: int, tp: ShardPlan) -> SlicedExperts:
     """Raises ConfigError if the experts cannot be spread over the ranks."""
     moves_on_cpu = tp.redundant_experts is not None and torch.get_default_device().type == "cpu"
     if moves_on_cpu and not tp.fixed_order and hidden_size % tp.size:
@@ -320,7 +319,7 @@ def split_experts(num_experts: int, hidden_size: int, tp: TPGroup) -> SlicedExpe
         if tp.fixed_order:
             return SharedExpertsInOrder(num_experts, tp, exchange)
         return (MovingSharedExperts if moves_on_cpu else SharedExperts)(num_experts, tp, exchange)
-    if not tp.enable_expert_parallel or tp.size == 1:
+    if not tp.expert_parallel or tp.size == 1:
         return SlicedExperts(num_experts, tp)
     check_count(num_experts, tp.size, tp.redundant_experts)
     if tp.fixed_order:

@@ -12,11 +12,13 @@ so there this mode is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
@@ -60,18 +62,20 @@ def pad_layers(model: nn.Module) -> None:
             layer.outputs_multiple = OUTPUTS_MULTIPLE if layer.dtype == torch.bfloat16 else LEAST_OUTPUTS
 
 
-class FixedOrder(TPGroup):
-    """A group whose sums run over PARTS parts in a fixed order."""
+def in_fixed_order(plan: ShardPlan) -> ShardPlan:
+    """Return the plan with sums over PARTS parts in a fixed order. Raises ConfigError if the number of ranks does not
+    divide PARTS."""
+    if PARTS % plan.size:
+        raise ConfigError("tensor_parallel_size", plan.size, f"1, 2, 4 or {PARTS} with determinism: strict")
+    ranks, parts = RanksInOrder(plan.ranks), PARTS // plan.size
+    return replace(plan, ranks=ranks, fixed_order=True, parts=parts, vocab_multiple=OUTPUTS_MULTIPLE)
 
-    fixed_order = True
+
+class RanksInOrder(TPGroup):
+    """Ranks whose sums run over all their parts in a fixed order."""
 
     def __init__(self, tp: TPGroup):
-        """Raises ConfigError if the number of ranks does not divide PARTS."""
-        if PARTS % tp.size:
-            raise ConfigError("tensor_parallel_size", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
-        self.parts, self.vocab_multiple = PARTS // tp.size, OUTPUTS_MULTIPLE
-        self.expert_exchange = tp.expert_exchange
         self._tp = tp
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:

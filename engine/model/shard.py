@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
@@ -37,7 +37,7 @@ class Shard:
     """Of the first dimension, the part that this rank holds; None for all of it."""
 
     @classmethod
-    def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
+    def of_rank(cls, shape: tuple[int, ...], dim: int, tp: ShardPlan, what: str) -> Shard:
         """Return this rank's slice of a tensor that is split evenly along `dim`. what: name of the dimension in error
         messages. Raises ConfigError if the dimension cannot be split evenly."""
         size, rest = divmod(shape[dim], tp.size)

@@ -24,6 +24,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.batch import Batch
@@ -160,7 +161,7 @@ def compile_layer(layer: Any) -> None:
 
 def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
     """Replace ops that Inductor can fuse by plain operations, and code that it must not trace by opaque calls."""
-    sums = tp if tp.size == 1 else OpaqueSums(tp)
+    sums = ShardPlan(tp if tp.size == 1 else OpaqueSums(tp))
     if isinstance(layer.mlp, MixtureOfExperts):
         layer.mlp = OpaqueCall(layer.mlp)
     for module in layer.modules():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.device import Device
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.lora.model_adapters import ModelAdapters
 from engine.model import fused_rows
@@ -99,7 +100,7 @@ class WeightlessModel:
     def __post_init__(self) -> None:
         with as_on_a_gpu(self.capability):
             self.tp: TPGroup = RankOf(self.ranks, self.launched)
-            self.model = build_model(self.config, self.tp, self.dtype, META)
+            self.model = build_model(self.config, ShardPlan(self.tp), self.dtype, META)
             pack_weights(self.model)
             if self.adapters is None:
                 fused_rows.fuse(self.model)

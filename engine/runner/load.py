@@ -33,14 +33,10 @@ logger = logging.getLogger(__name__)
 def load_model(setup: RankSetup) -> Model:
     """Return this rank's shard of the model, with its weights. Raises StartupError."""
     started = time.perf_counter()
-    config, device, group = setup.config, setup.torch_device, setup.tp
-    if config.determinism == "strict":
-        fixed_order.check(config, setup.model, device)
-        group = fixed_order.FixedOrder(setup.tp)
-    group.enable_expert_parallel, group.redundant_experts = config.enable_expert_parallel, config.redundant_experts
-    if group.expert_exchange is not None:
-        choose_exchange(config, group.expert_exchange, on_gpu=device.type == "cuda")
-    model = build_model(setup.model, group, setup.dtype, device)
+    config, device, plan = setup.config, setup.torch_device, setup.plan
+    if plan.expert_exchange is not None:
+        choose_exchange(config, plan.expert_exchange, on_gpu=device.type == "cuda")
+    model = build_model(setup.model, plan, setup.dtype, device)
     if (
         config.enable_expert_parallel
         and setup.model.transformers
@@ -49,7 +45,7 @@ def load_model(setup: RankSetup) -> Model:
         raise ConfigError(
             "enable_expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts"
         )
-    if isinstance(group, fixed_order.FixedOrder):
+    if plan.fixed_order:
         fixed_order.pad_layers(model)
     if (vision := setup.model.vision) is not None and setup.model.stage.is_first:
         from engine.model.transformers_backend.vision import VisionEncoder

@@ -9,8 +9,10 @@ import torch
 
 from engine.config import BLOCK_SIZES, EngineConfig
 from engine.device import Device, open_device
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.ops import dispatch
@@ -27,6 +29,7 @@ class RankSetup:
     model: ModelConfig
     folder: Path
     tp: TPGroup
+    plan: ShardPlan
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -56,6 +59,7 @@ class RankSetup:
             model=model,
             folder=folder,
             tp=tp,
+            plan=shard_plan(config, model, tp, device.torch_device),
             device=device,
             dtype=dtype,
             kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
@@ -73,6 +77,15 @@ class RankSetup:
     @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
+
+
+def shard_plan(config: EngineConfig, model: ModelConfig, tp: TPGroup, device: torch.device) -> ShardPlan:
+    """Return how the model is divided over the ranks. Raises ConfigError."""
+    plan = ShardPlan(tp, config.enable_expert_parallel, config.redundant_experts, tp.expert_exchange)
+    if config.determinism == "strict":
+        fixed_order.check(config, model, device)
+        plan = fixed_order.in_fixed_order(plan)
+    return plan
 
 
 def check_tested(config: EngineConfig, model: ModelConfig) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.device import copy_to
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
@@ -35,7 +35,7 @@ class DraftModel(CachedDrafter):
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
         cfg = replace(cfg, max_position_embeddings=longest, keeps_all_kv=True)
         super().__init__(cfg, target)
-        self._model = build_model(cfg, TPGroup.single(), target.dtype, target.device)
+        self._model = build_model(cfg, ShardPlan(), target.dtype, target.device)
         target.load(self._model, folder)
         self._budget = max_num_batched_tokens
         self._computed: dict[int, int] = {}  # computed tokens by slot; the newest may be rejected drafts

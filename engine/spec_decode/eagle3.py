@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.checkpoint.fields import Fields, reading
@@ -102,7 +102,7 @@ def read_aux_layers(folder: Path, count: int) -> tuple[int, ...]:
 class Eagle3Attention(LlamaAttention):
     """Attention over embeddings and hidden states side by side: [tokens, 2 * hidden] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.qkv_proj = QKVLinear(replace(cfg, hidden_size=2 * cfg.hidden_size), tp, f"layers.{layer}.self_attn")
 
@@ -112,7 +112,7 @@ class Eagle3Layer(LlamaLayer):
 
     attention_type = Eagle3Attention
 
-    def __init__(self, cfg: Eagle3Config, tp: TPGroup):
+    def __init__(self, cfg: Eagle3Config, tp: ShardPlan):
         super().__init__(cfg.layers, tp, 0)
         self.norm_before_residual = cfg.norm_before_residual
         self.hidden_norm = RMSNorm(cfg.layers.hidden_size, cfg.layers.rms_norm_eps)
@@ -145,7 +145,7 @@ class Eagle3Head(NativeNames, nn.Module):
     def __init__(self, cfg: Eagle3Config, stored: set[str]):
         """stored: names of the checkpoint's tensors. An embedding or an output layer may be missing."""
         super().__init__()
-        layers, single = cfg.layers, TPGroup.single()
+        layers, single = cfg.layers, ShardPlan()
         size, vocab_size = layers.hidden_size, layers.vocab_size
         names = {self.canonical_name(name) for name in stored}
         self.fc = ReplicatedLinear(len(cfg.aux_layers) * cfg.target_hidden_size, size, bias=False)

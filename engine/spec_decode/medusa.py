@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.folder import read_json
@@ -43,7 +43,7 @@ class MedusaHeads(nn.Module):
         self.blocks: Any = nn.ModuleList(
             nn.ModuleList(ReplicatedLinear(hidden_size, hidden_size, bias) for _ in range(1, num_layers)) for _ in heads
         )
-        single = TPGroup.single()
+        single = ShardPlan()
         self.lm_heads: Any = nn.ModuleList(LMHead(vocab_size, hidden_size, single) for _ in heads if vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -46,7 +46,7 @@ class MTPLayer(NativeNames, nn.Module):
     def __init__(self, cfg: ModelConfig, layer_type: type[nn.Module], number: int):
         """cfg: the target's configuration, including this layer. number: index of this layer."""
         super().__init__()
-        self.block = layer_type(cfg, TPGroup.single(), number)
+        self.block = layer_type(cfg, ShardPlan(), number)
         for module in self.block.modules():
             if isinstance(module, Attention | LatentAttention):
                 module.group = module.layer = 0  # the only layer of the drafter's cache

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
@@ -70,7 +71,7 @@ class WholeVocabulary(NativeNames, nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        single = TPGroup.single()
+        single = ShardPlan()
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, single)
         self.lm_head: LMHead | None = LMHead(cfg.vocab_size, cfg.hidden_size, single)
         if cfg.tie_word_embeddings:

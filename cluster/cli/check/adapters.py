@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.config.model_section import ModelSection
 from cluster.serve_config import ours
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError, StartupError
 from engine.lora.adapter_files import open_adapter
@@ -40,10 +42,11 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
-    tp = TPGroup(0, engine.tensor_parallel_size)
+    plan = ShardPlan(TPGroup(0, engine.tensor_parallel_size))
     if engine.data_parallel_size > 1:
-        tp.expert_exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=tp.size)
-    built = build_model(shape, tp, dtype, "meta")
+        exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=plan.size)
+        plan = replace(plan, expert_exchange=exchange)
+    built = build_model(shape, plan, dtype, "meta")
     slots, rank = engine.lora_slots, engine.max_lora_rank
     return ModelAdapters(built, slots, rank, 1, torch.device("meta"), for_gpu=model.on_gpu(role))
 

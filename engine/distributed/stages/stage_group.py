@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
-from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup
+from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
 from engine.errors import EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -27,17 +27,21 @@ class StageGroup(PartGroup):
     """The ranks of this rank's stage, for layers. Calls that concern all ranks (`exchange`, `starting`, `abort`) go to
     the group of all ranks."""
 
-    def __init__(self, all_ranks: ConnectedGroup, stages: int):
-        """Connect the ranks of each stage, and neighbouring stages. Every rank has to call this within
+    def __init__(self, all_ranks: ConnectedGroup, stages: int, engine: TPGroup | None = None, states: int = 1):
+        """Connect the ranks of each stage, and neighbouring stages. engine: the same ranks as one of several engines
+        that share experts. states: hidden states that a link carries for each token. Every rank has to call this within
         `all_ranks.starting()`. Raises StartupError."""
         size = all_ranks.size // stages
         super().__init__(all_ranks, size)
         self.stage, self.stages, self.all_ranks, self.local_size = self.number, stages, all_ranks, all_ranks.local_size
+        if engine is not None and engine.expert_exchange is not None:
+            self.all_engines, self.expert_ranks = engine.all_engines, engine.expert_ranks
+            self.expert_exchange = engine.expert_exchange
         self.connect_own(f"stage {self.stage}")
         if self.own.local_size < size and self.rank == 0:
             logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
         # those that it sends, its share of those that it receives, and these gathered
-        self.link_copies = (stages + 2) / size + 1
+        self.link_copies = states * ((stages + 2) / size + 1)
         self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
         all_ranks.on_abort(self.link.abort)
 

@@ -1,1 +1,1 @@
-"""Parallel layers, which model files are built from. Each takes a TPGroup and holds its rank's shards."""
+"""Parallel layers, which model files are built from. Each takes a ShardPlan and holds its rank's shards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.layers.linear import packed
 from engine.model.ops import argmax, linear, quantized_linear
 from engine.model.quantization.online import Online
@@ -19,7 +19,7 @@ class VocabParallel(Sharded):
     stays uninitialised: no id points to it, and its logits are cut off.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
@@ -41,7 +41,7 @@ class VocabEmbedding(VocabParallel):
             return linear.rows_of(self.weight, ids)
         elsewhere = (ids < self.start) | (ids >= self.stop)
         rows = linear.rows_of(self.weight, (ids - self.start).masked_fill(elsewhere, 0))
-        return self.tp.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+        return self.tp.ranks.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
 
 
 class LMHead(VocabParallel):
@@ -52,13 +52,13 @@ class LMHead(VocabParallel):
 
     kernel: quantized_linear.Multiply | None = None
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, format: Online | None = None):
         super().__init__(vocab_size, hidden_size, tp)
         self.format = format
         self.argmax = argmax.select(self.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.tp.all_gather(self.multiply(hidden))
+        logits = self.tp.ranks.all_gather(self.multiply(hidden))
         return logits[:, : self.vocab_size].contiguous()  # softmax would sum strided rows in another order
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class LMHead(VocabParallel):
             own = own.new_full((len(hidden), 1), -torch.inf)
         values, ids = self.argmax(own)
         pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
-        values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
+        values, ids = self.tp.ranks.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
         values, rank = values.max(-1)  # among equals the first rank, which has the lowest ids
         return values, ids.gather(1, rank[:, None]).squeeze(1).long()
 

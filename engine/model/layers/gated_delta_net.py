@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -30,7 +30,7 @@ class GatedDeltaNet(Sharded):
     input projections as `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
     """
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
         self.index, self.cfg, r = cfg.recurrent.layers.index(layer), cfg.recurrent, cfg.recurrent
@@ -48,7 +48,7 @@ class GatedDeltaNet(Sharded):
         format = cfg.weight_format(prefix, "out_proj")
         self.out_proj = RowParallelLinear(r.heads * r.value_dim, cfg.hidden_size, tp, format=format)
 
-    def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
+    def make_projections(self, cfg: ModelConfig, tp: ShardPlan, prefix: str) -> None:
         outputs = {f"qkv_{name}": section for name, section in self.sections.items()} | {"z": self.value}
         format = cfg.weight_format(prefix, "in_proj_qkv", "in_proj_z")
         self.in_proj: ColumnParallelLinear = ColumnParallelLinear(cfg.hidden_size, outputs, format=format)
@@ -109,7 +109,7 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
     """Gated DeltaNet of a checkpoint with `in_proj_qkvz` and `in_proj_ba`. Their outputs are grouped by key head: each
     group has a query, a key, and the values and gates of the value heads that use them."""
 
-    def make_projections(self, cfg: ModelConfig, tp: TPGroup, prefix: str) -> None:
+    def make_projections(self, cfg: ModelConfig, tp: ShardPlan, prefix: str) -> None:
         r = self.cfg
         if r.key_heads % tp.size:
             raise ConfigError("tensor_parallel_size", tp.size, f"a divisor of the {r.key_heads} key heads")
@@ -123,7 +123,7 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         self.gate_proj = GroupedLinear(cfg.hidden_size, ba, (share, share), self.key_heads)
 
 
-def head_shard(heads: int, size: int, tp: TPGroup) -> Shard:
+def head_shard(heads: int, size: int, tp: ShardPlan) -> Shard:
     """Return this rank's slice of `heads` heads of `size` values. With more ranks than heads, ranks share them."""
     count, first = max(1, heads // tp.size), tp.rank * heads // tp.size
     return Shard((heads * size,), 0, first * size, count * size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
@@ -31,7 +31,7 @@ class KimiDeltaAttention(Sharded):
     decay per channel of a key instead of one per head. Decays and the output's gate are projected from small latents.
     """
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
         self.index, r, prefix = cfg.recurrent.layers.index(layer), cfg.recurrent, f"layers.{layer}.self_attn"

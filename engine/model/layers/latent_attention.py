@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -32,7 +32,7 @@ NORM_EPS = 1e-6  # for the norms of latents
 class LatentAttention(nn.Module):
     """Latent attention over this rank's heads: [tokens, hidden] -> [tokens, hidden]. All ranks hold the whole cache."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         latent, prefix = cfg.latent, f"layers.{layer}.self_attn"
         assert latent is not None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.lora import Adapted
 from engine.model.ops import linear, quantized_linear
@@ -144,7 +144,7 @@ class QKVLinear(ColumnParallelLinear):
 
     query_parts: ClassVar[int] = 1  #: 2 if each query head is followed by its gate, as one more head
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", parts: str = "qkv"):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = "", parts: str = "qkv"):
         self.head_dim = cfg.head_dim
         self.kv_heads = cfg.kv_heads_per_rank(tp.size)
         self.heads = cfg.num_heads // tp.size
@@ -169,7 +169,9 @@ class RowParallelLinear(Linear):
     (fixed_order.py).
     """
 
-    def __init__(self, inputs: int, outputs: int, tp: TPGroup, bias: bool = False, format: WeightFormat | None = None):
+    def __init__(
+        self, inputs: int, outputs: int, tp: ShardPlan, bias: bool = False, format: WeightFormat | None = None
+    ):
         super().__init__({"": Shard.of_rank((outputs, inputs), INPUTS, tp, "input size")}, format)
         self.tp = tp
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
@@ -178,7 +180,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None and self.tp.size == 1 and not self.pieces:
             return self.multiply(x, self.bias)
-        out = self.tp.sum(self.partials(x))
+        out = self.tp.ranks.sum(self.partials(x))
         return out if self.bias is None else out + self.bias  # after the sum: once, not once per rank
 
     def partials(self, x: Tensor) -> Sequence[Tensor]:

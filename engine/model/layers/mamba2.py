@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -32,7 +32,7 @@ class Mamba2(Sharded):
     """
 
     def __init__(
-        self, cfg: ModelConfig, tp: TPGroup, layer: int, prefix: str = "mamba", multipliers: Sequence[float] = ()
+        self, cfg: ModelConfig, tp: ShardPlan, layer: int, prefix: str = "mamba", multipliers: Sequence[float] = ()
     ):
         super().__init__()
         assert cfg.recurrent is not None
@@ -82,7 +82,7 @@ class Mamba2Norm(Sharded):
     """RMSNorm of each group of this rank's values, before or after gating. A group that is split over ranks is normed
     as a whole."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, inner: Shard):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, inner: Shard):
         super().__init__()
         assert cfg.recurrent is not None
         self.tp, self.inner, self.eps, self.gate_last = tp, inner, cfg.rms_norm_eps, cfg.recurrent.norm_before_gate
@@ -106,7 +106,7 @@ class Mamba2Norm(Sharded):
         by part."""
         squares = x.square().unflatten(-1, (self.parts, -1)).sum(-1)
         if self.groups < self.tp.size:
-            squares = self.tp.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)
+            squares = self.tp.ranks.all_gather(squares).unflatten(-1, (self.groups, -1)).sum(-1)
             squares = squares[:, self.tp.rank * self.groups // self.tp.size, None]
         elif self.parts > self.groups // self.tp.size:
             squares = squares.unflatten(-1, (self.groups // self.tp.size, -1)).sum(-1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.ops import activation
@@ -19,7 +19,7 @@ class GatedMLP(nn.Module):
     prefix: the layer's name in the checkpoint (`layers.0.mlp`). size: None for the model's `intermediate_size`.
     """
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", size: int | None = None):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = "", size: int | None = None):
         super().__init__()
         size = size or cfg.intermediate_size
         outputs = Shard.of_rank((size,), 0, tp, "intermediate_size")
@@ -43,7 +43,7 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """down(act(up(x))), without a gate: [tokens, hidden] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", size: int | None = None):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = "", size: int | None = None):
         super().__init__()
         size = size or cfg.intermediate_size
         outputs = Shard.of_rank((size,), 0, tp, "intermediate_size")

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_split import split_experts
@@ -145,7 +145,7 @@ class Experts(Sharded):
     """Of `gate_up` and of `down`."""
 
     def __init__(
-        self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
+        self, hidden_size: int, moe: MoEConfig, activation: str, tp: ShardPlan, format: WeightFormat | None = None
     ):
         super().__init__()
         self.tp, self.num_experts, self.split = tp, moe.num_experts, split_experts(moe.num_experts, hidden_size, tp)
@@ -188,7 +188,7 @@ class Experts(Sharded):
         return not self.split.shared and (bool(self.kernels) or self.device.type == "meta")
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return self.tp.sum(self.partials(x, experts, weights))
+        return self.tp.ranks.sum(self.partials(x, experts, weights))
 
     def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         """Return this rank's summands of the result. The result is the sum of all ranks' summands."""
@@ -316,7 +316,7 @@ class MixtureOfExperts(nn.Module):
     """A sparse layer: [tokens, hidden] -> [tokens, hidden]. As in Qwen 3, arXiv:2505.09388. It may have an expert
     shared by all tokens (DeepSeekMoE, arXiv:2401.06066), which may have a gate (Qwen 2 MoE)."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = ""):
         super().__init__()
         moe = cfg.moe
         assert moe is not None
@@ -342,4 +342,4 @@ class MixtureOfExperts(nn.Module):
             gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
             shared = self.shared_expert.partials(x)
             parts = [self.add_shared(mixed, more, gate) for mixed, more in zip(parts, shared, strict=True)]
-        return self.tp.sum(parts)
+        return self.tp.ranks.sum(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.causal_conv import CausalConv
@@ -19,7 +19,7 @@ SHORT_CONV = {f"in_proj.{name}": "in_proj" for name in ("B", "C", "x")}
 class ShortConv(nn.Module):
     """C * conv(B * x), where B, C and x are projections of each token: [tokens, hidden] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         assert cfg.recurrent is not None
         self.index, r = cfg.recurrent.layers.index(layer), cfg.recurrent

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.latent_attention import NORM_EPS, LatentAttention, projection, rotate
@@ -63,7 +63,7 @@ class Indexer(nn.Module):
 class SparseLatentAttention(LatentAttention):
     """Latent attention to the tokens that an indexer selects: [tokens, hidden] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         assert self.cfg.index is not None
         self.index_dim = self.cfg.index.dim

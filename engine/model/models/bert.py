@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -26,7 +26,7 @@ class Encoder(NativeNames, nn.Module):
     unused: ClassVar[tuple[str, ...]] = ("model.pooler.", "cls.", "lm_head.", "head.", "decoder.")
     lm_head: ClassVar[None] = None
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
         if tp.size > 1:
             raise ConfigError("tensor_parallel_size", tp.size, "1 for an encoder")
@@ -39,7 +39,7 @@ class Encoder(NativeNames, nn.Module):
 class BertEmbeddings(nn.Module):
     """The sum of a token's embeddings by id, position and type (text of a pair): [tokens] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
         assert cfg.encoder is not None
         self.first_position = cfg.encoder.first_position
@@ -137,7 +137,7 @@ class BertPooler(nn.Module):
 class BertModel(Encoder):
     packed: ClassVar[dict[str, str]] = {f"qkv.{name}": f"self.{name}" for name in ("query", "key", "value")}
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.embeddings = BertEmbeddings(cfg, tp)
         self.encoder = BertEncoder(cfg)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.models.gemma3 import Gemma3ForCausalLM, Gemma3Layer
 from engine.model.models.llama import LlamaAttention
@@ -21,7 +21,7 @@ class Gemma2Layer(Gemma3Layer):
 class Gemma2ForCausalLM(Gemma3ForCausalLM):
     layer_type: ClassVar[type[nn.Module]] = Gemma2Layer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.cap = cfg.final_logit_softcapping
 

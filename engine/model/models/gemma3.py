@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
@@ -32,7 +32,7 @@ class Gemma3Layer(LlamaLayer):
     attention_type: ClassVar[type[LlamaAttention]] = Gemma3Attention
     norm_type: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.pre_feedforward_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
@@ -47,7 +47,7 @@ class Gemma3Layer(LlamaLayer):
 class Gemma3ForCausalLM(LlamaForCausalLM):
     layer_type: ClassVar[type[nn.Module]] = Gemma3Layer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.norm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         # rounded to the model's dtype, as in training: sqrt(3072) is 55.5 in bfloat16

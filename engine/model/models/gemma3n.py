@@ -12,7 +12,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
@@ -30,13 +30,13 @@ class SparseMLP(GatedMLP):
     """A gated MLP whose gates are reduced by a threshold and cut at 0. The threshold is the `sparsity` quantile of a
     normal distribution with the mean and standard deviation of the token's gates."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str, sparsity: float):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str, sparsity: float):
         super().__init__(cfg, tp, prefix)
         self.tp, self.deviations = tp, NormalDist().inv_cdf(sparsity)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        gates = self.tp.all_gather(gate.contiguous()) if self.tp.size > 1 else gate
+        gates = self.tp.ranks.all_gather(gate.contiguous()) if self.tp.size > 1 else gate
         mean = gates.float().mean(-1, keepdim=True)
         deviation = (gates.float() - mean).square().mean(-1, keepdim=True).sqrt()
         gate = torch.relu(gate - (mean + deviation * self.deviations).to(x.dtype))
@@ -105,7 +105,7 @@ class Gemma3nLayer(Gemma3Layer):
     attention_type = Gemma4Attention
     norm_type = RMSNorm
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         own, gemma = of_layer(cfg, layer), cfg.gemma
         assert gemma is not None
         super().__init__(own, tp, layer)
@@ -136,7 +136,7 @@ class Gemma3nLayer(Gemma3Layer):
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
     layer_type = Gemma3nLayer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         assert cfg.gemma is not None
         self.active_stream = cfg.gemma.active_stream

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
@@ -48,7 +48,7 @@ class Gemma4Attention(LlamaAttention):
     cfg: from `of_layer`.
     """
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         assert cfg.gemma is not None
         reads_other = isinstance(cfg.kv_specs[layer], int)
         value_is_key = cfg.gemma.value_is_key and cfg.window[layer] is None
@@ -91,7 +91,7 @@ class Gemma4Experts(nn.Module):
     """The experts beside a layer's MLP: (x before the MLP's norm, the MLP's output), both [tokens, hidden] -> the
     same."""
 
-    def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str):
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: ShardPlan, prefix: str):
         super().__init__()
         self.router = Gemma4Router(cfg, moe)
         names = [f"experts.{i}.{p}" for i in range(moe.num_experts) for p in ("gate_proj", "up_proj", "down_proj")]
@@ -125,7 +125,7 @@ class LayerEmbeddings(nn.Module):
     """Embeddings of tokens for all layers: (ids [tokens], x [tokens, hidden]) -> [tokens, layers, size]. Each is the
     sum of a learned embedding and a projection of the token's ordinary embedding x."""
 
-    def __init__(self, cfg: ModelConfig, gemma: GemmaConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, gemma: GemmaConfig, tp: ShardPlan):
         super().__init__()
         size, self.vocab_size = gemma.layer_embedding_size, gemma.layer_vocab_size
         self.shape = cfg.num_layers, size
@@ -148,7 +148,7 @@ class Gemma4Layer(Gemma3Layer, Sharded):
     attention_type = Gemma4Attention
     norm_type = RMSNorm
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(of_layer(cfg, layer), tp, layer)
         assert cfg.gemma is not None
         self.moe = None if cfg.moe is None else Gemma4Experts(cfg, cfg.moe, tp, f"layers.{layer}")
@@ -177,7 +177,7 @@ class Gemma4Layer(Gemma3Layer, Sharded):
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
     layer_type: ClassVar[type[nn.Module]] = Gemma4Layer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         assert cfg.gemma is not None
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)

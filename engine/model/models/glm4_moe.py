@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
@@ -15,7 +15,7 @@ from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, 
 
 
 class Glm4MoeAttention(LlamaAttention):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
@@ -34,7 +34,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
     packed: ClassVar[dict[str, str]] = PACKED | {"mlp.shared_expert": "mlp.shared_experts"}
     layer_type: ClassVar[type[nn.Module]] = Glm4MoeLayer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         last = cfg.num_layers + cfg.num_nextn_predict_layers
         self.unused = tuple(f"model.layers.{layer}." for layer in range(cfg.num_layers, last))

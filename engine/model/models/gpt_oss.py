@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.expert_split import split_experts
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class GptOssAttention(LlamaAttention, Sharded):
     """Llama's attention with sinks: each head has a score that takes attention weight without contributing a value."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.shard = Shard.of_rank((cfg.num_heads,), 0, tp, "heads")
         self.sinks = nn.Parameter(torch.empty(self.shard.size), requires_grad=False)
@@ -48,7 +48,7 @@ class GptOssExperts(Experts):
 
     orientation_is_known = True
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, format: WeightFormat | None):
         Sharded.__init__(self)
         assert cfg.moe is not None
         if format is not None and not isinstance(format, MXFP4):

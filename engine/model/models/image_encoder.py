@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -54,7 +54,7 @@ class ImageEncoder(NativeNames, nn.Module):
     unused: tuple[str, ...] = ()
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
         self.vision: VisionEncoder | None = None
         self._hidden_size, self._dtype = cfg.hidden_size, torch.get_default_dtype()

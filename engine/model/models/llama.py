@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
@@ -40,7 +40,7 @@ class LlamaAttention(nn.Module):
     name: ClassVar[str] = "self_attn"
     """Name of the module in the checkpoint."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int, parts: str = "qkv"):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int, parts: str = "qkv"):
         """parts: see QKVLinear."""
         super().__init__()
         prefix = f"layers.{layer}.{self.name}"
@@ -67,7 +67,7 @@ class LlamaLayer(nn.Module):
     moe_type: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
     mlp_name: ClassVar[str] = "mlp"  # in checkpoints
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.add_mixer(cfg, tp, layer)
@@ -75,7 +75,7 @@ class LlamaLayer(nn.Module):
         mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else self.mlp_type
         self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.{self.mlp_name}")
 
-    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
+    def add_mixer(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> None:
         self.self_attn = self.attention_type(cfg, tp, layer)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +102,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
     """Layers whose inputs a drafter needs, in ascending order."""
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
         self.vision: VisionEncoder | None = None
         """The vision encoder; None in a model that takes no images."""

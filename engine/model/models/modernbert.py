@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
@@ -24,7 +24,7 @@ def layer_norm(cfg: ModelConfig) -> LayerNorm:
 class ModernBertEmbeddings(nn.Module):
     """The embedding, normed: [tokens] -> [tokens, hidden]."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
         self.tok_embeddings = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
         self.norm = layer_norm(cfg)
@@ -91,7 +91,7 @@ class ModernBertHead(nn.Module):
 
 
 class ModernBertModel(Encoder):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.embeddings = ModernBertEmbeddings(cfg, tp)
         self.layers = nn.ModuleList(ModernBertLayer(cfg, i) for i in range(cfg.num_layers))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
@@ -16,7 +16,7 @@ from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLay
 class Qwen3Attention(LlamaAttention):
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.q_norm = self.norm_type(cfg.head_dim, cfg.rms_norm_eps)
         self.k_norm = self.norm_type(cfg.head_dim, cfg.rms_norm_eps)

@@ -15,7 +15,7 @@ from engine.model.models import image_encoder
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
-    from engine.distributed.tp_group import TPGroup
+    from engine.distributed.shard_plan import ShardPlan
     from engine.model.config import ModelConfig
     from engine.model.models.llama import Model
 
@@ -36,7 +36,7 @@ def model_class(architecture: str) -> type[Model]:
     return cls
 
 
-def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> Model:
+def build_model(cfg: ModelConfig, tp: ShardPlan, dtype: torch.dtype, device: torch.device | str) -> Model:
     """Build this rank's shard of the model on `device`, with parameters allocated but not initialised.
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import attention
@@ -96,7 +96,9 @@ class PagedAttention:
     other ranks.
     """
 
-    def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, call: Call, cfg: ModelConfig, tp: ShardPlan, step: Step, dtype: torch.dtype, device: torch.device
+    ):
         self.mask, self.tp, self.step = call.mask, tp, step
         self.group, self.layer = cfg.kv_place(call.layer)
         self.ops = attention.select(dtype, device)
@@ -123,7 +125,7 @@ class PagedAttention:
         scale = self.scale if scaling is None else scaling
         out = self.ops.paged_attention(q, batch, self.layer, scale, self.mask.window, **more)
         if gather:
-            out = self.tp.all_gather(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
+            out = self.tp.ranks.all_gather(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
         return out[None]
 
     def rotate_later(self, theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.integrations.moe import _default_apply_gate
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
@@ -41,14 +41,14 @@ QKV = ("q", "k", "v")
 class Column(ColumnParallelLinear):
     """A column-parallel layer: [..., inputs] -> [..., this rank's outputs], or with `gather` all outputs."""
 
-    def __init__(self, outputs: Shard, inputs: int, bias: bool, format: WeightFormat | None, gather: TPGroup | None):
+    def __init__(self, outputs: Shard, inputs: int, bias: bool, format: WeightFormat | None, gather: ShardPlan | None):
         super().__init__(inputs, {"": outputs}, bias, format)
         self.gather = gather
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x.reshape(-1, x.shape[-1]))
         if self.gather is not None:
-            out = self.gather.all_gather(out)
+            out = self.gather.ranks.all_gather(out)
         return out.view(*x.shape[:-1], -1)
 
     def shards(self) -> Shards:
@@ -121,7 +121,7 @@ class Norm(RMSNorm):
 class Embedding(VocabEmbedding):
     """The embedding, times `scale`: [1, tokens] -> [1, tokens, hidden]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, scale: float | None):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, scale: float | None):
         super().__init__(vocab_size, hidden_size, tp)
         self.scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device="cpu").item()
 
@@ -147,7 +147,7 @@ class BiasedHead(LMHead):
 
 
 class Head(BiasedHead):
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, format: Online | None = None):
         super().__init__(vocab_size, hidden_size, tp, format)
         self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
 
@@ -163,7 +163,7 @@ class TiedHead(BiasedHead, TiedLMHead):
 class LayerMaker:
     """Makes our layers for modules of transformers."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, plan: Mapping[str, str], merged: Any, experts_per_token: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, plan: Mapping[str, str], merged: Any, experts_per_token: int):
         """plan: transformers' style of parallelism by the path of a layer, with * for layer numbers.
         merged: returns whether the checkpoint stores each expert of a path separately."""
         self.cfg, self.tp, self.plan, self.merged, self.experts_per_token = cfg, tp, plan, merged, experts_per_token
@@ -274,7 +274,7 @@ class Llama4Experts(OurExperts):
 
     is_stored_transposed = True
 
-    def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup):
+    def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: ShardPlan):
         super().__init__(hidden_size, moe, activation, tp)
         self.num_experts, self.k = moe.num_experts, moe.experts_per_token
 

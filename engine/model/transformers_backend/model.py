@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, UnsupportedArchitecture
 from engine.model.auto_config import read_config
@@ -107,7 +108,7 @@ class TransformersModel(Sharded):
 
     unused: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         """Raises UnsupportedArchitecture, or ConfigError if the model cannot be split over `tp.size` ranks."""
         super().__init__()
         calls = find_calls(cfg, tp)
@@ -230,7 +231,7 @@ def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:
         return cls._from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
 
 
-def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: CheckpointNames) -> tuple[LMHead, str]:
+def replace_layers(causal: Any, cfg: ModelConfig, tp: ShardPlan, names: CheckpointNames) -> tuple[LMHead, str]:
     """Replace modules of transformers' model by our layers. Return the head, and the path where it is called."""
     embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
     if type(output) is not nn.Linear:
@@ -268,7 +269,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     return head, head_path
 
 
-def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | None:
+def ours_for_embedding(embedding: nn.Module, tp: ShardPlan) -> VocabEmbedding | None:
     """Return our embedding for a module; None unless it is a plain table, possibly scaled by one number."""
     if not isinstance(embedding, nn.Embedding):
         return None
@@ -283,21 +284,21 @@ def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | No
     return Embedding(embedding.num_embeddings, embedding.embedding_dim, tp, scale)
 
 
-def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
+def find_calls(cfg: ModelConfig, tp: ShardPlan) -> dict[str, Call]:
     """Return how each layer calls attention, by the path of its module, found in a trial without values.
 
     Raises UnsupportedArchitecture if paged attention cannot serve them, or ConfigError if the model cannot be split.
     """
-    calls = try_out(cfg, TPGroup.single())
+    calls = try_out(cfg, ShardPlan())
     if tp.size > 1:
         try:
-            try_out(cfg, ShapesOnly(tp.rank, tp.size))
+            try_out(cfg, ShardPlan(ShapesOnly(tp.rank, tp.size)))
         except UnsupportedArchitecture as e:
             raise ConfigError("tensor_parallel_size", tp.size, f"1 for {cfg.architecture}: {e.args[1]}") from e
     return calls
 
 
-def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
+def try_out(cfg: ModelConfig, tp: ShardPlan) -> dict[str, Call]:
     try:
         with torch.device("meta"), torch.no_grad():
             causal = make(cfg, TRIAL, torch.float32)
@@ -326,7 +327,7 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
     return calls
 
 
-def check(cfg: ModelConfig, calls: dict[str, Call], tp: TPGroup) -> None:
+def check(cfg: ModelConfig, calls: dict[str, Call], tp: ShardPlan) -> None:
     """Raise Unsupported unless every layer attends once, with the heads that the configuration states."""
     layers = sorted(call.layer for call in calls.values())
     if layers != list(range(cfg.num_layers)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device import DeviceEvent, copy_to
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.stages.stage_group import StageGroup
 from engine.distributed.stages.step_results import ResultReceiver, ResultSender
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
@@ -95,18 +96,14 @@ class StageRunner(ModelRunner):
         """all_ranks: of this engine. engine: the same ranks as one of several engines that share experts. Every rank
         has to call this within `all_ranks.starting()`. Raises StartupError."""
         check_stages(config, model_config)
-        self.group = group = StageGroup(all_ranks, config.pipeline_parallel_size)
-        if engine is not None and engine.expert_exchange is not None:
-            group.all_engines, group.expert_ranks = engine.all_engines, engine.expert_ranks
-            group.expert_exchange = engine.expert_exchange
+        aux_layers = target_layers(config, model_config)
+        self.group = group = StageGroup(all_ranks, config.pipeline_parallel_size, engine, 1 + len(aux_layers))
         self._layers = layers = find_layers(config, model_config, group)
         self.stage = nth_stage(group.stage, layers, model_config)
         self.layout = f" stages={','.join(map(str, layers))}"
         self.samples, self.launches_ahead, self.max_steps = group.is_last, False, 1 + group.stages
-        aux_layers = target_layers(config, model_config)
         #: Columns that earlier stages add to the hidden states, for the drafter.
         self._added_size = sum(i < self.stage.first for i in aux_layers) * model_config.hidden_size
-        group.link_copies *= 1 + len(aux_layers)
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
         self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
@@ -273,7 +270,7 @@ def divide_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
 
 def layer_bytes(model: ModelConfig) -> tuple[list[float], float]:
     """Return the bytes of weights of each layer, and of the head, over all ranks together. Loads nothing."""
-    built = build_model(model, TPGroup.single(), getattr(torch, model.dtype), "meta")
+    built = build_model(model, ShardPlan(), getattr(torch, model.dtype), "meta")
     layers, head = [0.0] * model.num_layers, 0.0
     for name, parts in checkpoint_shards(built).items():
         size = sum(target.nbytes for _, target in parts)

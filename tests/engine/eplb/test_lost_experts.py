@@ -17,12 +17,13 @@ from torch import Tensor
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import LostExperts, slots_of, spare_bytes
 from engine.errors import ExpertsDoNotFit, StartupError
 from engine.free_memory import FreeMemory
-from engine.model.fixed_order import FixedOrder
+from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
@@ -61,11 +62,8 @@ class Engines:
         self.exchanges = [ExpertExchange(rank, open_exchange=exchange) for rank in ranks]
         self.models: list[ByHand] = []
         for exchange in self.exchanges:
-            group = TPGroup.single()
-            group.expert_exchange = exchange
-            group = FixedOrder(group) if fixed_order else group
-            group.redundant_experts = redundant
-            self.models.append(load_by_hand(folder, group))
+            plan = ShardPlan(redundant_experts=redundant, expert_exchange=exchange)
+            self.models.append(load_by_hand(folder, in_fixed_order(plan) if fixed_order else plan))
             if redundant is not None:
                 add_slots(self.models[-1].model)
         self.lost = [LostExperts(model.model, folder, lambda: PLENTY) for model in self.models]
@@ -103,7 +101,7 @@ def whole(model: ByHand) -> list[list[int]]:
 @pytest.mark.parametrize("family", with_slow(MIXTURES, [name for name in MIXTURES if name not in QUICK]))
 def test_engines_that_are_left_have_all_experts_again_and_the_same_bits_in_a_fixed_order(tmp_path, family):
     folder = make_model(tmp_path, family)
-    alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single())), None, steps) for steps in STEPS]
+    alone = [take(load_by_hand(folder, in_fixed_order(ShardPlan())), None, steps) for steps in STEPS]
     with joined(4) as four, joined(3) as three, joined(1) as one:
         engines = Engines(folder, four, fixed_order=True)
         assert sum(engines.go_on([0, 2, 3], three)) > 0
@@ -133,7 +131,7 @@ def test_without_a_fixed_order_they_have_the_logits_of_the_whole_model(tmp_path,
 @pytest.mark.parametrize("exchange", [AllGather, AllToAll])
 def test_experts_with_copies_elsewhere_are_not_read_again_and_others_fill_empty_slots(tmp_path, exchange):
     folder = make_model(tmp_path, "qwen3_moe")
-    alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single())), None, steps) for steps in STEPS]
+    alone = [take(load_by_hand(folder, in_fixed_order(ShardPlan())), None, steps) for steps in STEPS]
     placement = [[0, 1, 2, -1], [2, 3, 4, 5], [4, 5, 0, -1]]  # at first, each rank had two
     with joined(3) as three, joined(2) as two, joined(1) as one:
         engines = Engines(folder, three, fixed_order=True, redundant=6, exchange=exchange)
@@ -184,7 +182,7 @@ def test_what_is_kept_free_is_enough_for_the_loss_of_any_engine(tmp_path, redund
 
 def test_an_engine_lost_while_the_others_read_leaves_them_as_they_were(tmp_path):
     folder = make_model(tmp_path, "qwen3_moe")
-    alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single())), None, steps) for steps in STEPS]
+    alone = [take(load_by_hand(folder, in_fixed_order(ShardPlan())), None, steps) for steps in STEPS]
     with joined(4) as four, joined(3) as three, joined(2) as two:
         engines = Engines(folder, four, fixed_order=True)
         before = held(engines.models[0])

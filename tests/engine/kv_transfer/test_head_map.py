@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
@@ -34,7 +35,7 @@ def assert_reads_each_head_once(kv_heads: int, source_size: int, shard: HeadShar
 def test_a_shard_holds_the_heads_whose_weights_the_layers_load(kv_heads: int, size: int) -> None:
     config = tiny_config(num_heads=8 * kv_heads, num_kv_heads=kv_heads)
     for rank in range(size):
-        weight, _ = QKVLinear(config, TPGroup(rank, size)).shards()["k.weight"]
+        weight, _ = QKVLinear(config, ShardPlan(TPGroup(rank, size))).shards()["k.weight"]
         shard = HeadShard(kv_heads, rank, size)
         assert shard.start * config.head_dim == weight.start
         assert (shard.stop - shard.start) * config.head_dim == weight.size

@@ -15,13 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, LoRARequest
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint import cache
 from engine.model.checkpoint.folder import resolve
-from engine.model.fixed_order import FixedOrder
+from engine.model.fixed_order import in_fixed_order
 from engine.model.low_rank import row_table
 from engine.wire.generate_request import GenerateRequest
 from tests.batches import ByHand, load_by_hand
@@ -34,7 +34,7 @@ from tests.engine.model.quantization.test_checkpoints import SHAPE
 from tests.gguf_files import WIDE, write_gguf
 from tests.models import make_model, with_slow
 from tests.pooling_models import EMBEDDINGS, TEXTS, Reference, make
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 from tests.transformers_models import make_transformers_model
 from tests.vision_models import expected_tokens, make_vision_model
 
@@ -90,7 +90,7 @@ def test_logits_are_those_of_peft_with_adapters_on_all_linear_layers_also_of_two
     check(found, wanted, 2e-4)
     check(found, expected(model.folder, model.adapters, merged=True), 2e-4)
     if family != WHOLE:
-        ranks = make_ranks(2)
+        ranks = make_plans(2)
         parts = [with_adapters(model.folder, model.adapters, tp) for tp in ranks]
         for found in on_all(ranks, lambda rank: step(parts[rank], 3)):
             check(found, wanted, 2e-4)
@@ -110,7 +110,7 @@ def test_experts_are_read_in_the_forms_that_other_trainers_write(form, tmp_path)
         without_version(Path(name))
         save_file(tensors if form == "down" else rewritten(tensors, form), file)
     check(step(with_adapters(folder, [lora, other]), 2), wanted)
-    ranks = make_ranks(2, enable_expert_parallel=True)
+    ranks = make_plans(2, expert_parallel=True)
     parts = [with_adapters(folder, [lora, other], rank) for rank in ranks]
     for found in on_all(ranks, lambda rank: step(parts[rank], 2)):
         check(found, wanted)
@@ -122,7 +122,7 @@ def test_an_adapter_of_an_expert_that_the_model_lacks_is_refused_by_every_rank(t
     file = Path(lora.lora_path) / "adapter_model.safetensors"
     tensors = {name.replace("experts.5.", "experts.6."): x for name, x in rewritten(load_file(file), "each").items()}
     save_file(tensors, file)
-    for rank in make_ranks(2, enable_expert_parallel=True):
+    for rank in make_plans(2, expert_parallel=True):
         with pytest.raises(AdapterError, match="without a matching layer"):
             with_adapters(folder, [lora], rank)
 
@@ -182,10 +182,8 @@ def test_the_experts_of_gpt_oss_may_have_one_size_for_both_parameters(tmp_path):
 def test_adapters_of_experts_and_heads_have_the_same_bits_with_any_number_of_ranks_if_sums_have_a_fixed_order(
     family, spread, adapted
 ):
-    model, ranks = adapted(family), [FixedOrder(rank) for rank in make_ranks(2)]
-    for rank in ranks:
-        rank.enable_expert_parallel = spread
-    alone = step(with_adapters(model.folder, model.adapters, FixedOrder(TPGroup(0, 1))), len(model.adapters))
+    model, ranks = adapted(family), make_plans(2, expert_parallel=spread, fixed_order=True)
+    alone = step(with_adapters(model.folder, model.adapters, in_fixed_order(ShardPlan())), len(model.adapters))
     check(alone, expected(model.folder, model.adapters))
     parts = [with_adapters(model.folder, model.adapters, rank) for rank in ranks]
     for found in on_all(ranks, lambda rank: step(parts[rank], len(model.adapters))):

@@ -16,13 +16,14 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
 from engine.distributed.exchange.members import PER_RANK
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts, choose_backend
 from engine.model.expert_split import split_experts
-from engine.model.fixed_order import FixedOrder
+from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
 from engine.runner.rank_setup import RankSetup
 from tests.batches import ByHand, load_by_hand
@@ -47,13 +48,14 @@ LAYOUTS = [(2, 1), (4, 1), (2, 2)]  # engines, and ranks of each
 EXCHANGES = [AllGather, AllToAll]
 
 
-def engines(size: int, fixed_order: bool, ranks: int = 1, exchange: Any = AllGather) -> list[TPGroup]:
+def engines(size: int, fixed_order: bool, ranks: int = 1, exchange: Any = AllGather) -> list[ShardPlan]:
     """All ranks of all engines."""
-    found: list[TPGroup] = []
+    found: list[ShardPlan] = []
     own = [rank for _ in range(size) for rank in make_ranks(ranks)]
     for group, everyone in zip(own, make_ranks(size * ranks), strict=True):
-        group.expert_exchange = ExpertExchange(everyone, ranks_per_engine=ranks, open_exchange=exchange)
-        found.append(FixedOrder(group) if fixed_order else group)
+        shared = ExpertExchange(everyone, ranks_per_engine=ranks, open_exchange=exchange)
+        plan = ShardPlan(group, expert_exchange=shared)
+        found.append(in_fixed_order(plan) if fixed_order else plan)
     return found
 
 
@@ -97,7 +99,7 @@ def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path,
 def test_in_a_fixed_order_they_have_the_bits_of_one_engine(tmp_path, monkeypatch, family, dtype):
     monkeypatch.setattr(expert_split.SharedExpertsInOrder, "at_once", 7)  # so that a step takes several exchanges
     folder = make_model(tmp_path, family)
-    alone = [take(load_by_hand(folder, FixedOrder(TPGroup.single()), dtype), None, steps) for steps in STEPS]
+    alone = [take(load_by_hand(folder, in_fixed_order(ShardPlan()), dtype), None, steps) for steps in STEPS]
     for (size, ranks), exchange in product(LAYOUTS, EXCHANGES):
         for i, logits in enumerate(compute(folder, size, ranks, dtype, exchange)):
             assert all(map(torch.equal, logits, alone[i // ranks])), (size, ranks, exchange)
@@ -117,12 +119,11 @@ def test_before_the_first_step_all_engines_have_equally_many_rows():
 
 
 def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_refused(tmp_path):
-    group = TPGroup.single()
-    group.expert_exchange = ExpertExchange(make_ranks(4)[0])
+    alone = ShardPlan(expert_exchange=ExpertExchange(make_ranks(4)[0]))
     with pytest.raises(ConfigError, match="data_parallel_size must be at most the model's number of experts"):
-        split_experts(3, 64, group)
-    pair = make_ranks(2)[1]
-    pair.expert_exchange = ExpertExchange(make_ranks(4)[1], ranks_per_engine=2)
+        split_experts(3, 64, alone)
+    exchange = ExpertExchange(make_ranks(4)[1], ranks_per_engine=2)
+    pair = ShardPlan(make_ranks(2)[1], expert_exchange=exchange)
     with pytest.raises(
         ConfigError, match=r"data_parallel_size \* tensor_parallel_size must be at most the model's number of exp"
     ):
@@ -180,6 +181,6 @@ def test_stages_of_engines_on_gpus_are_refused_since_they_could_wait_for_each_ot
 
 
 def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():
-    split = expert_split.SharedExperts(8, TPGroup.single(), ExpertExchange(make_ranks(2)[1]))
+    split = expert_split.SharedExperts(8, ShardPlan(), ExpertExchange(make_ranks(2)[1]))
     found = split.slots.at(torch.tensor([[-(2**31), 0, PER_RANK - 1], [PER_RANK + 3, PER_RANK + 4, 2**31 - 1]]))
     assert found.tolist() == [[4, 4, 4], [3, 4, 4]]

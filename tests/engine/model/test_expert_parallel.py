@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split, loader
@@ -15,7 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.expert_split import ExpertLoad, row_bytes, split_experts
-from engine.model.fixed_order import FixedOrder
+from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
 from engine.model.transformers_backend.layers import Llama4Experts
 from tests.batches import ByHand, load_by_hand
@@ -23,7 +24,7 @@ from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
 from tests.mxfp4_files import make_mxfp4
 from tests.products import each_once, in_turns, slow
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, make_ranks, on_all, plans_of
 
 MIXTURES = [
     name
@@ -37,14 +38,11 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
 
 
-def spread(size: int, fixed_order: bool = False) -> list[TPGroup]:
-    ranks = [FixedOrder(rank) if fixed_order else rank for rank in make_ranks(size)]
-    for rank in ranks:
-        rank.enable_expert_parallel = True
-    return ranks
+def spread(size: int, fixed_order: bool = False) -> list[ShardPlan]:
+    return make_plans(size, expert_parallel=True, fixed_order=fixed_order)
 
 
-def run(parts: list[ByHand], ranks: list[TPGroup]) -> list[list[torch.Tensor]]:
+def run(parts: list[ByHand], ranks: list[ShardPlan]) -> list[list[torch.Tensor]]:
     return on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in STEPS])
 
 
@@ -82,7 +80,7 @@ def test_experts_that_one_kernel_computes_give_the_bits_of_slices(tmp_path):
 
 
 def check_bits(folder: Path, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    alone = load_by_hand(folder, FixedOrder(TPGroup.single()), dtype)
+    alone = load_by_hand(folder, in_fixed_order(ShardPlan()), dtype)
     expected = [alone.step(tokens) for tokens in STEPS]
     for size in sizes:
         ranks = spread(size, fixed_order=True)
@@ -92,25 +90,26 @@ def check_bits(folder: Path, sizes: tuple[int, ...], dtype: torch.dtype) -> None
 
 
 def test_an_exchange_of_rows_sends_as_many_bytes_as_the_formula_says(tmp_path):
-    folder, ranks = make_model(tmp_path, "qwen3_moe"), spread(4, fixed_order=True)
+    folder, ranks = make_model(tmp_path, "qwen3_moe"), make_ranks(4)
+    plans = plans_of(ranks, expert_parallel=True, fixed_order=True)
     cfg = ModelConfig.from_folder(folder)
-    run([load_by_hand(folder, tp, torch.bfloat16) for tp in ranks], ranks)
+    run([load_by_hand(folder, tp, torch.bfloat16) for tp in plans], plans)
     tokens = sum(len(ids) for step in STEPS for ids in step.values())
-    a_token = row_bytes(ranks[0], cfg.moe.experts_per_token, cfg.hidden_size, 2)
-    assert [tp._tp.scattered_bytes for tp in ranks] == [len(cfg.moe.layers) * tokens * a_token] * 4
+    a_token = row_bytes(plans[0], cfg.moe.experts_per_token, cfg.hidden_size, 2)
+    assert [rank.scattered_bytes for rank in ranks] == [len(cfg.moe.layers) * tokens * a_token] * 4
 
 
 def test_without_a_fixed_order_ranks_exchange_only_sums(tmp_path):
     folder, ranks = make_model(tmp_path, "qwen3_moe"), spread(2)
     run([load_by_hand(folder, tp) for tp in ranks], ranks)
-    assert [tp.scattered_bytes for tp in ranks] == [0, 0]
+    assert [tp.ranks.scattered_bytes for tp in ranks] == [0, 0]
 
 
 def test_a_token_of_llama_4_counts_once_for_each_of_its_experts_and_padding_not_at_all(monkeypatch):
     moe = MoEConfig(
         num_experts=3, experts_per_token=2, intermediate_size=4, norm_topk_prob=False, layers=frozenset()
     )  # fmt: skip
-    layer, counts = Llama4Experts(8, moe, "silu", TPGroup.single()), torch.zeros(3, dtype=torch.int64)
+    layer, counts = Llama4Experts(8, moe, "silu", ShardPlan()), torch.zeros(3, dtype=torch.int64)
     layer.split.load = ExpertLoad(counts, real=torch.tensor([1, 0]))
     monkeypatch.setattr(layer.split, "partials", lambda _, x, experts, weights: [x])
     routed = torch.zeros(3, 2, 8)  # experts, tokens
@@ -130,9 +129,7 @@ def test_rows_are_exchanged_in_pieces_if_there_are_many_tokens(tmp_path, monkeyp
 
 
 def test_experts_that_do_not_divide_evenly_are_spread_all_the_same():
-    tp = [TPGroup(rank, 4) for rank in range(4)]
-    for rank in tp:
-        rank.enable_expert_parallel = True
+    tp = [ShardPlan(TPGroup(rank, 4), expert_parallel=True) for rank in range(4)]
     assert [split_experts(10, 64, rank).own for rank in tp] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size must be at most the model's number of experts \(3\)"):
         split_experts(3, 64, tp[0])

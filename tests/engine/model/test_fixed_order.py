@@ -14,17 +14,18 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
-from engine.model.fixed_order import PARTS, FixedOrder
+from engine.model.fixed_order import PARTS, in_fixed_order
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.models.registry import build
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.model_configs import tiny_config
 from tests.models import COMMON
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 from tests.transformers_models import make_transformers_model
 
 
@@ -64,12 +65,12 @@ def test_a_family_whose_bits_no_test_compares_is_refused_by_its_name(tmp_path: P
 
 def test_a_number_of_ranks_that_does_not_divide_the_parts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size.* 3"):
-        FixedOrder(TPGroup(rank=0, size=3))
+        in_fixed_order(ShardPlan(TPGroup(rank=0, size=3)))
 
 
 def test_inputs_that_cannot_be_cut_into_the_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"determinism.*intermediate_size.*12.*no multiple of 8"):
-        Shard.of_rank((6, 12), INPUTS, FixedOrder(TPGroup.single()), "intermediate_size")
+        Shard.of_rank((6, 12), INPUTS, in_fixed_order(ShardPlan()), "intermediate_size")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_linear_kernel)])
@@ -81,7 +82,7 @@ def test_a_rank_gives_the_bits_of_the_whole_layer_whatever_number_of_outputs_it_
     x = torch.randn(150, inputs, generator=generator).to(dtype)
 
     def outputs(rank: int, size: int) -> list[Tensor]:
-        tp = TPGroup(rank, size)
+        tp = ShardPlan(TPGroup(rank, size))
         parts = {name: Shard.of_rank((192,), OUTPUTS, tp, "intermediate_size") for name in ("gate", "up")}
         layer = build(lambda: ColumnParallelLinear(inputs, parts, bias), dtype, "cpu")
         fixed_order.pad_layers(layer)
@@ -102,13 +103,13 @@ def test_a_rank_gives_the_bits_of_the_whole_layer_whatever_number_of_outputs_it_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_added_up_in_one_order_whoever_holds_them(dtype: torch.dtype) -> None:
     parts = torch.randn(PARTS, 5, 24, generator=torch.Generator().manual_seed(0)).mul(1e3).to(dtype)
-    alone = FixedOrder(TPGroup.single()).sum(list(parts.clone()))
+    alone = in_fixed_order(ShardPlan()).ranks.sum(list(parts.clone()))
     a, b, c, d, e, f, g, h = parts.float()
     assert torch.equal(alone, (((a + b) + (c + d)) + ((e + f) + (g + h))).to(dtype))
     for size in (2, 4, 8):
-        groups = make_ranks(size)
+        plans = make_plans(size, fixed_order=True)
         own = parts.unflatten(0, (size, -1))
-        for total in on_all(groups, lambda rank: FixedOrder(groups[rank]).sum(list(own[rank].clone()))):  # noqa: B023
+        for total in on_all(plans, lambda rank: plans[rank].ranks.sum(list(own[rank].clone()))):  # noqa: B023
             assert torch.equal(total, alone)
 
 
@@ -122,7 +123,9 @@ def test_a_layer_split_over_eight_ranks_has_the_bits_of_one_that_is_whole(dtype:
     weight, x = torch.randn(2, 64, PARTS * 160, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def parts(rank: int, size: int) -> Sequence[Tensor]:
-        layer = build(lambda: RowParallelLinear(PARTS * 160, 64, FixedOrder(TPGroup(rank, size))), dtype, "cpu")
+        layer = build(
+            lambda: RowParallelLinear(PARTS * 160, 64, in_fixed_order(ShardPlan(TPGroup(rank, size)))), dtype, "cpu"
+        )
         ((shard, target),) = layer.shards().values()
         target.copy_(own := weight.narrow(INPUTS, shard.start, shard.size))
         layer.pack()

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model import loader
@@ -24,7 +25,7 @@ from tests.transformers_models import make_transformers_model
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """Every parameter starts as NaN, so that one that is not filled shows."""
-    model = build_model(ModelConfig.from_folder(folder), TPGroup.single(), dtype, "cpu")
+    model = build_model(ModelConfig.from_folder(folder), ShardPlan(), dtype, "cpu")
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     load_weights(model, folder, TPGroup.single())
@@ -179,7 +180,7 @@ def test_log_lines_say_how_far_loading_is_and_how_much_was_loaded(tmp_path, capl
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_need_no_files_and_fill_every_parameter(family, tmp_path):
     cfg = ModelConfig.from_folder(make_model(tmp_path, family))
-    models = [build_model(cfg, TPGroup.single(), torch.float32, "cpu") for _ in range(2)]
+    models = [build_model(cfg, ShardPlan(), torch.float32, "cpu") for _ in range(2)]
     for model in models:
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)

@@ -21,7 +21,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from engine.config import EngineConfig
 from engine.core.build import build_engine
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
@@ -34,9 +34,9 @@ from tests.engine.model.quantization.checkpoints import W8A8, quantize_folder
 from tests.gpu.engines import check_same, generate, make_core, requests, run
 from tests.late_device import LateDevice
 from tests.models import FAMILIES, make_model
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 
-ONE = TPGroup.single()
+ONE = ShardPlan()
 # chunks and single tokens, and every number of tokens only once; 48 and 64 are widths of the models
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}, {2: [3]}, {3: list(range(48))}, {4: list(range(64))}]
 
@@ -68,18 +68,18 @@ def traced(monkeypatch) -> None:
     monkeypatch.setattr("engine.model.torch_compile.torch.compile", partial(torch.compile, backend="aot_eager"))
 
 
-def load(folder: Path, tp: TPGroup = ONE) -> ByHand:
+def load(folder: Path, tp: ShardPlan = ONE) -> ByHand:
     cfg = ModelConfig.from_folder(folder)
     model = build_model(cfg, tp, torch.float32, "cpu")
-    load_weights(model, folder, tp)
+    load_weights(model, folder, tp.ranks)
     pack_weights(model)
     return ByHand(model, cfg, tp=tp)
 
 
-def load_compiled(folder: Path, tp: TPGroup = ONE) -> ByHand:
+def load_compiled(folder: Path, tp: ShardPlan = ONE) -> ByHand:
     by_hand = load(folder, tp)
     cfg = ModelConfig.from_folder(folder)
-    compile_layers(by_hand.model, cfg, tp, lambda tokens: by_hand.step({-tokens: list(range(tokens))}))
+    compile_layers(by_hand.model, cfg, tp.ranks, lambda tokens: by_hand.step({-tokens: list(range(tokens))}))
     return by_hand
 
 
@@ -119,7 +119,7 @@ def test_products_with_quantized_weights_stay_what_they_are(tmp_path):
 @pytest.mark.parametrize("backend", ["traced", "inductor"])
 def test_two_ranks_have_the_logits_of_one_also_with_experts(backend, folder_of, request):
     request.getfixturevalue(backend)
-    folder, ranks = folder_of("qwen3_moe"), make_ranks(2)
+    folder, ranks = folder_of("qwen3_moe"), make_plans(2)
     expected = logits(load(folder))
     parts = on_all(ranks, lambda rank: load_compiled(folder, ranks[rank]))
     for found in on_all(ranks, lambda rank: logits(parts[rank])):

@@ -13,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.engine import EngineCore
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model.config import ModelConfig
@@ -308,6 +309,6 @@ def test_a_stage_holds_and_loads_only_its_own_layers(folder_of):
 
 
 def load(folder, model):
-    built = build_model(model, TPGroup.single(), torch.float32, "cpu")
+    built = build_model(model, ShardPlan(), torch.float32, "cpu")
     load_weights(built, folder, TPGroup.single())
     return built

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
@@ -24,7 +25,7 @@ BLOCK, NUM_BLOCKS, MAX_LEN = 4, 40, 64
 
 def load_target(folder: Path) -> Target:
     cfg, cpu = ModelConfig.from_folder(folder), torch.device("cpu")
-    model = build_model(cfg, TPGroup.single(), torch.float32, cpu)
+    model = build_model(cfg, ShardPlan(), torch.float32, cpu)
     load_weights(model, folder, TPGroup.single())
     pack_weights(model)
     return Target(model, cfg, folder, TPGroup.single(), torch.float32, cpu, BLOCK)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.mamba2 import Mamba2
@@ -17,7 +17,7 @@ from engine.model.models.llama import LlamaAttention, LlamaLayer
 
 
 class FalconH1Attention(LlamaAttention):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.multiplier = cfg.multipliers.key
 
@@ -27,7 +27,7 @@ class FalconH1Attention(LlamaAttention):
 
 
 class FalconH1MLP(GatedMLP):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str):
         super().__init__(cfg, tp, prefix)
         self.gate, self.down = cfg.multipliers.gate, cfg.multipliers.down
 
@@ -42,7 +42,7 @@ class FalconH1Layer(LlamaLayer):
     mlp_type = FalconH1MLP
     mlp_name = "feed_forward"
 
-    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
+    def add_mixer(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> None:
         self.multipliers = cfg.multipliers
         self.recurrent = Mamba2(cfg, tp, layer, multipliers=cfg.multipliers.recurrent_parts)
         super().add_mixer(cfg, tp, layer)

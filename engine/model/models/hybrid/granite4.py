@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.mamba2 import MAMBA2, Mamba2
 from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM, ScaledLayer
@@ -33,7 +33,7 @@ class Granite4ForCausalLM(ScaledForCausalLM):
     )
     layer_type: ClassVar[type[nn.Module]] = Granite4Layer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         if cfg.moe is None:
             self.renamed = ".mlp.", ".shared_mlp."  # there is only the shared expert

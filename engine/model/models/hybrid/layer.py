@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
@@ -18,7 +18,7 @@ class HybridLayer(LlamaLayer):
 
     recurrent_type: ClassVar[type[nn.Module]]
 
-    def add_mixer(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> None:
+    def add_mixer(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> None:
         self.is_recurrent = cfg.recurrent is not None and layer in cfg.recurrent.layers
         if self.is_recurrent:
             self.recurrent = self.recurrent_type(cfg, tp, layer)
@@ -32,7 +32,7 @@ class HybridLayer(LlamaLayer):
 class ScaledLayer(LlamaLayer):
     """A layer whose outputs are scaled before they are added to the residual."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.multiplier, norm = cfg.multipliers.residual, self.input_layernorm
         self.scaled = activation.select_scaled(norm.dtype, norm.device)
@@ -48,7 +48,7 @@ class ScaledLayer(LlamaLayer):
 class ScaledForCausalLM(LlamaForCausalLM):
     """A causal language model with factors on embeddings and logits."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.multipliers = cfg.multipliers
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ReplicatedLinear
@@ -31,7 +31,7 @@ class NemotronHMoE(nn.Module):
     """Experts with DeepSeek V3's routing: [tokens, hidden] -> [tokens, hidden]. In the larger models, routed experts
     work on a smaller latent. Shared projections lead to the latent and back."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str):
         super().__init__()
         moe = cfg.moe
         assert moe is not None
@@ -58,7 +58,7 @@ class NemotronHMoE(nn.Module):
 class NemotronHLayer(nn.Module):
     """A pre-norm residual block with a single part: (x, residual), each [tokens, hidden] -> (x, residual)."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__()
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.kind, prefix = cfg.block_types[layer], f"layers.{layer}.mixer"

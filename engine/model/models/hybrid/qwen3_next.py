@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.gated_delta_net import GatedDeltaNet, GroupedGatedDeltaNet
@@ -36,7 +36,7 @@ class GatedAttention(Qwen3Attention):
     norm_type = GemmaRMSNorm
     qkv_type = GatedQKVLinear
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.open_gate = activation.select_open_gate(self.qkv_proj.dtype, self.qkv_proj.device)
 
@@ -58,7 +58,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     unused = ("mtp.",)
     layer_type: ClassVar[type[nn.Module]] = Qwen3NextLayer
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         self.norm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.shard import Sharded
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 
 
 class WholeTensor:
@@ -40,14 +40,14 @@ def load(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
 
 def run_sharded(
     size: int,
-    build: Callable[[TPGroup], nn.Module],
+    build: Callable[[ShardPlan], nn.Module],
     tensors: dict[str, Tensor],
     inputs: Callable[[int], tuple[Tensor, ...]],
 ) -> list:
     """Output of each of `size` ranks for its `inputs(rank)`."""
-    ranks = make_ranks(size)
-    layers = [load(build(tp), tensors) for tp in ranks]
-    return on_all(ranks, lambda rank: layers[rank](*inputs(rank)))
+    plans = make_plans(size)
+    layers = [load(build(plan), tensors) for plan in plans]
+    return on_all(plans, lambda rank: layers[rank](*inputs(rank)))
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.distributed.tp_group import TPGroup
-from engine.model.fixed_order import FixedOrder
+from engine.distributed.shard_plan import ShardPlan
+from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.models.registry import build
 from tests.cpu_kernels import needs_linear_kernel
@@ -72,7 +72,7 @@ def test_logits_are_not_rounded_to_the_models_dtype_and_have_the_same_bits_in_an
     hidden = torch.ones(20, inputs).bfloat16()
 
     for pack in (lambda head: None, LMHead.pack):
-        head = build(lambda: LMHead(vocab, inputs, TPGroup.single()), torch.bfloat16, "cpu")
+        head = build(lambda: LMHead(vocab, inputs, ShardPlan()), torch.bfloat16, "cpu")
         head.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
         pack(head)
         logits = head(hidden)
@@ -83,7 +83,7 @@ def test_logits_are_not_rounded_to_the_models_dtype_and_have_the_same_bits_in_an
 
 
 def test_a_tied_head_shares_the_memory_of_the_embedding():
-    embedding = VocabEmbedding(97, HIDDEN, TPGroup.single())
+    embedding = VocabEmbedding(97, HIDDEN, ShardPlan())
     head = TiedLMHead(embedding)
     assert head.weight is embedding.weight
     assert head.shards() == {}
@@ -101,7 +101,7 @@ def test_logits_of_strict_determinism_have_the_same_bits_whatever_part_of_the_vo
             return super().forward(hidden)
 
     def make(tp):
-        return build(lambda: Packed(vocab, inputs, FixedOrder(tp)), torch.bfloat16, "cpu")
+        return build(lambda: Packed(vocab, inputs, in_fixed_order(tp)), torch.bfloat16, "cpu")
 
     (alone,) = run_sharded(1, make, tensors, lambda rank: (hidden,))
     torch.testing.assert_close(alone, F.linear(hidden.float(), tensors["weight"].float()), atol=1.0, rtol=2e-2)
@@ -112,7 +112,7 @@ def test_logits_of_strict_determinism_have_the_same_bits_whatever_part_of_the_vo
 
 @needs_linear_kernel
 def test_a_tied_head_that_is_packed_is_held_once():
-    embedding = build(lambda: VocabEmbedding(128, HIDDEN, TPGroup.single()), torch.bfloat16, "cpu")
+    embedding = build(lambda: VocabEmbedding(128, HIDDEN, ShardPlan()), torch.bfloat16, "cpu")
     torch.nn.init.normal_(embedding.weight)
     ids, head = torch.tensor([127, 3, 64]), TiedLMHead(embedding)
     rows = embedding(ids)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
@@ -20,7 +21,7 @@ X = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7))
 def test_ranks_of_a_merged_column_parallel_layer_hold_every_output_once(size):
     tensors = random_tensors({"a.weight": (8, HIDDEN), "a.bias": (8,), "b.weight": (4, HIDDEN), "b.bias": (4,)})
 
-    def build(tp: TPGroup) -> ColumnParallelLinear:
+    def build(tp: ShardPlan) -> ColumnParallelLinear:
         outputs = {"a": Shard.of_rank((8,), 0, tp, "a"), "b": Shard.of_rank((4,), 0, tp, "b")}
         return ColumnParallelLinear(HIDDEN, outputs, bias=True)
 
@@ -74,9 +75,9 @@ def test_gated_mlp_is_the_same_on_any_number_of_ranks(size, activation):
 def test_a_model_whose_heads_do_not_divide_over_the_ranks_is_refused(heads, kv_heads, size):
     cfg = tiny_config(num_heads=heads, num_kv_heads=kv_heads)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        QKVLinear(cfg, TPGroup(0, size))
+        QKVLinear(cfg, ShardPlan(TPGroup(0, size)))
 
 
 def test_a_size_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match="intermediate_size"):
-        GatedMLP(tiny_config(intermediate_size=30), TPGroup(0, 4))
+        GatedMLP(tiny_config(intermediate_size=30), ShardPlan(TPGroup(0, 4)))

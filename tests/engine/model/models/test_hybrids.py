@@ -6,11 +6,10 @@ import pytest
 import torch
 import transformers
 
-from engine.model.fixed_order import FixedOrder
 from tests.batches import load_by_hand
 from tests.models import HYBRIDS, make_model, with_slow
 from tests.products import each_once
-from tests.ranks import check_ranks, make_ranks, on_all
+from tests.ranks import check_ranks, make_plans, on_all
 from tests.state_batches import same_bits
 
 TOKENS = torch.randint(97, (150,), generator=torch.Generator().manual_seed(1)).tolist()  # two borders
@@ -61,7 +60,7 @@ def test_with_strict_determinism_ranks_have_the_bits_of_one(tmp_path, family, dt
     heads = {"mamba_n_heads": 8, "mamba_d_head": 12} if family == "bamba" else {}
     folder, bits = make_model(tmp_path, family, **heads), []
     for size in (1, 2) if family == "qwen3_next" else (1, 2, 4):
-        ranks = [FixedOrder(tp) for tp in make_ranks(size)]
+        ranks = make_plans(size, fixed_order=True)
         parts = [load_by_hand(folder, tp, dtype) for tp in ranks]
         bits.append(on_all(ranks, lambda rank, parts=parts: in_parts(parts[rank]))[0])
     assert all(same_bits(bits[0], others) for others in bits[1:])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
@@ -68,12 +69,12 @@ class Pair:
         self.cfg = ModelConfig.from_folder(folder, max_model_len=max_model_len)
         self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.reference.generation_config.eos_token_id = None  # so that every generation is as long as asked for
-        self.ours = build_model(self.cfg, TPGroup.single(), dtype, "cpu")
+        self.ours = build_model(self.cfg, ShardPlan(), dtype, "cpu")
         load_weights(self.ours, folder, TPGroup.single())
         pack_weights(self.ours)
 
     def by_hand(self) -> ByHand:
-        return ByHand(self.ours, self.cfg, tp=TPGroup.single())
+        return ByHand(self.ours, self.cfg, tp=ShardPlan())
 
     def prompt(self, length: int, seed: int) -> list[int]:
         return torch.randint(self.cfg.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

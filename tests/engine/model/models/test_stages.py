@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
@@ -37,10 +38,10 @@ class Part(nn.Module):
 
 def load_stage(folder, cfg: ModelConfig, stage: int) -> ByHand:
     part = config_of(nth_stage(stage, [1] * cfg.num_layers, cfg), cfg)
-    model = build_model(part, TPGroup.single(), torch.bfloat16, "cpu")
+    model = build_model(part, ShardPlan(), torch.bfloat16, "cpu")
     load_weights(model, folder, TPGroup.single())
     pack_weights(model)
-    return ByHand(Part(model), part, tp=TPGroup.single())
+    return ByHand(Part(model), part, tp=ShardPlan())
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.models.registry import build_model
 from engine.model.ops import activation, attention, attention_plain, dispatch, moe, norm, norm_plain
 from engine.model.ops.recurrent import gates
@@ -73,7 +73,7 @@ def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
 
     compiled = []
     monkeypatch.setattr(Kernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
-    build_model(tiny_config(), TPGroup.single(), torch.bfloat16, "cpu")
+    build_model(tiny_config(), ShardPlan(), torch.bfloat16, "cpu")
     of_the_model = [kernel for kernel, dtype in compiled if dtype == torch.bfloat16]
     assert of_the_model == [kernel for kernel in Kernel.imported if torch.bfloat16 in kernel.entries]
     assert of_the_model

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
@@ -30,7 +30,7 @@ from tests.engine.model.quantization.checkpoints import (
     quantize_folder,
 )
 from tests.models import FAMILIES, SLOW_ENGINES, make_model
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 
 # With two ranks 96 / 2 columns of a row-parallel layer are one group of 32 and a half.
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_weights_that_are_meant_on_one_rank_and_on_two(s
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[name])
     expected = logits(tmp_path / "twin")
     torch.testing.assert_close(logits(tmp_path / "model"), expected, atol=1e-4, rtol=0)
-    ranks = make_ranks(2)
+    ranks = make_plans(2)
     parts = [load_by_hand(tmp_path / "model", tp) for tp in ranks]
     for found in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in STEPS]):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
@@ -237,5 +237,5 @@ def test_biases_that_the_model_does_not_have_must_be_zero(source, tmp_path, valu
 def test_half_of_the_bytes_are_read_of_a_model_in_eight_bits(source, tmp_path):
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS["fp8_blocks"])
     cfg = ModelConfig.from_folder(tmp_path / "model")
-    model = build_model(cfg, TPGroup.single(), torch.bfloat16, "cpu")
+    model = build_model(cfg, ShardPlan(), torch.bfloat16, "cpu")
     assert {t.dtype for t in model.layers[0].mlp.down_proj.stored.tensors[""].values()} == {FP8, torch.float32}

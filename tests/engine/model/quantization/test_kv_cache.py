@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.batch import Batch, split
@@ -83,9 +84,9 @@ def test_values_that_are_too_large_become_the_largest_one():
 def test_logits_are_close_to_those_with_a_cache_in_full_precision(tmp_path, family):
     folder = make_model(tmp_path, family)
     cfg = ModelConfig.from_folder(folder)
-    model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+    model = build_model(cfg, ShardPlan(), torch.float32, "cpu")
     load_weights(model, folder, TPGroup.single())
-    exact, rounded = (ByHand(model, cfg, tp=TPGroup.single()) for _ in range(2))
+    exact, rounded = (ByHand(model, cfg, tp=ShardPlan()) for _ in range(2))
     rounded.kv_caches = [cache.to(FP8) for cache in rounded.kv_caches]
     rounded.kv_scales = [torch.full((len(group.layers), 2), 0.05) for group in cfg.kv_groups]
     for tokens in ({0: list(range(30)), 1: [7, 8]}, {0: [5], 1: [3, 9, 1]}):
@@ -107,7 +108,7 @@ def test_scales_are_read_under_the_names_that_tools_give_them(tmp_path, between)
     names = {f"model.layers.1.self_attn.{between}k_scale": 0.5, f"model.layers.2.self_attn.{v}v_scale": 0.25}
     found = kv_cache.read_scales(with_scales(folder, names), 3, torch.device("cpu"))
     assert found.tolist() == [[1.0, 1.0], [0.5, 1.0], [1.0, 0.25]]
-    load_weights(build_model(ModelConfig.from_folder(folder), TPGroup.single(), torch.float32, "cpu"), folder,
+    load_weights(build_model(ModelConfig.from_folder(folder), ShardPlan(), torch.float32, "cpu"), folder,
                  TPGroup.single())  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from engine.model.quantization.online import INT4_GROUPS, Online
 from engine.model.shard import Shard
 from tests.batches import load_by_hand
 from tests.models import FAMILIES, make_model, with_slow
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 
 STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
 # every layer's inputs are a multiple of 128 on two ranks
@@ -47,7 +47,7 @@ def test_a_rounded_model_is_nearly_the_same_on_one_rank_and_on_two(tmp_path, fam
     folder = make_model(tmp_path, family, **shape)
     alone = logits(folder, quantization=method)
     assert error(alone, logits(folder)) < rounded
-    ranks = make_ranks(2)
+    ranks = make_plans(2)
     parts = [load_by_hand(folder, tp, quantization=method) for tp in ranks]
     for found in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in STEPS]):
         assert error(torch.cat(found), alone) < split

@@ -12,7 +12,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.smollm3 import modeling_smollm3
 
-from engine.distributed.tp_group import TPGroup
+from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.ops.rope import rotate_plain
 from engine.model.transformers_backend.attention import Step
@@ -45,7 +45,7 @@ def test_functions_that_rotate_as_our_kernel_does_are_told_from_others(module, r
 )
 def test_only_what_goes_straight_from_rotation_to_attention_is_rotated_there(tmp_path, name, rotated):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, name))
-    assert [call.rotated for call in find_calls(cfg, TPGroup.single()).values()] == rotated
+    assert [call.rotated for call in find_calls(cfg, ShardPlan()).values()] == rotated
 
 
 def apply_rotary_pos_emb(*args: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
@@ -40,7 +41,7 @@ def test_every_rank_has_the_logits_of_the_unsharded_text_part(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["Llama4ForCausalLM", *with_slow(["OlmoeForCausalLM"], ["OlmoeForCausalLM"])])
 def test_ranks_may_have_whole_experts(tmp_path, name):
-    check_ranks(make_transformers_model(tmp_path, name), 2, enable_expert_parallel=True)
+    check_ranks(make_transformers_model(tmp_path, name), 2, expert_parallel=True)
 
 
 @pytest.mark.parametrize("name", ["Glm4ForCausalLM", pytest.param("Dots1ForCausalLM", marks=pytest.mark.slow)])
@@ -52,4 +53,4 @@ def test_with_more_ranks_than_kv_heads_several_ranks_hold_the_same_head(tmp_path
 def test_a_model_without_a_plan_is_not_split(tmp_path, name):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, name))
     with pytest.raises(ConfigError, match=f"tensor_parallel_size must be 1: transformers has no plan to split {name}"):
-        build_model(cfg, TPGroup(0, 2), torch.float32, "cpu")
+        build_model(cfg, ShardPlan(TPGroup(0, 2)), torch.float32, "cpu")

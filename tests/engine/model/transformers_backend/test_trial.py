@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from benchmarks.fallback import without_native_code
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import UnsupportedArchitecture
 from engine.model.config import ModelConfig
@@ -55,7 +56,7 @@ def test_a_model_that_needs_more_of_attention_is_refused_before_it_is_loaded(tmp
     made = config(**more, num_hidden_layers=3, hidden_size=64, vocab_size=97)
     made.architectures = [names.get(config.__name__, config.__name__.replace("Config", "ForCausalLM"))]
     with pytest.raises(UnsupportedArchitecture, match=reason):
-        find_calls(config_of(tmp_path, made), TPGroup.single())
+        find_calls(config_of(tmp_path, made), ShardPlan())
 
 
 def test_an_unknown_keyword_of_attention_is_an_error_at_start(tmp_path, monkeypatch):
@@ -68,23 +69,23 @@ def test_an_unknown_keyword_of_attention_is_an_error_at_start(tmp_path, monkeypa
 
     monkeypatch.setattr(attention, "forward", with_more)
     with pytest.raises(UnsupportedArchitecture, match="keyword 'indices', which is not known here"):
-        build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+        build_model(cfg, ShardPlan(), torch.float32, "cpu")
 
 
 def test_windows_and_chunks_are_found_where_transformers_applies_them(tmp_path):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path / "olmo", "Olmo3ForCausalLM"))
-    calls = find_calls(cfg, TPGroup.single())
+    calls = find_calls(cfg, ShardPlan())
     masks = [call.mask for call in sorted(calls.values(), key=lambda call: call.layer)]
     assert masks == [Mask(window=8), Mask(), Mask(window=8)]
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path / "llama", "Llama4ForCausalLM"))
-    calls = find_calls(cfg, TPGroup.single())
+    calls = find_calls(cfg, ShardPlan())
     masks = [call.mask for call in sorted(calls.values(), key=lambda call: call.layer)]
     assert masks == [Mask(chunk=8), Mask(), Mask(chunk=8)]
 
 
 def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "Dots1ForCausalLM"))
-    model = build_model(cfg, TPGroup(0, 2), torch.float32, "cpu")
+    model = build_model(cfg, ShardPlan(TPGroup(0, 2)), torch.float32, "cpu")
     layer = model.base.layers[1]
     assert isinstance(layer.self_attn.q_proj, Part) and layer.self_attn.qkv_proj.outputs == 48
     assert isinstance(layer.self_attn.o_proj, Row)
@@ -94,7 +95,7 @@ def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
 @pytest.mark.parametrize("name", ["Dots1ForCausalLM", "GraniteMoeForCausalLM", "Llama4ForCausalLM"])
 def test_a_rank_holds_a_slice_of_every_expert_however_the_checkpoint_stores_them(tmp_path, name):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, name))
-    whole, half = (build_model(cfg, TPGroup(0, size), torch.float32, "cpu") for size in (1, 2))
+    whole, half = (build_model(cfg, ShardPlan(TPGroup(0, size)), torch.float32, "cpu") for size in (1, 2))
     found = [[m for m in model.modules() if isinstance(m, OurExperts)] for model in (whole, half)]
     assert all(found)
     for one, other in zip(*found, strict=True):
@@ -114,7 +115,7 @@ def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tm
     with without_native_code("Phi3ForCausalLM"):
         for longest in (128, 512):
             cfg = ModelConfig.from_folder(tmp_path, max_model_len=longest)
-            model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+            model = build_model(cfg, ShardPlan(), torch.float32, "cpu")
             frequencies.append(model.base.rotary_emb.inv_freq)
             assert model.base.rotary_emb.rope_type == "default"
     torch.testing.assert_close(frequencies[0], frequencies[1] * 4)

@@ -18,7 +18,7 @@ from tests.batches import load_by_hand
 from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf
 from tests.models import FAMILIES, make_model
 from tests.products import in_turns, pairwise, slow
-from tests.ranks import make_ranks, on_all
+from tests.ranks import make_plans, on_all
 
 IN_BLOCKS = sorted(TYPES.keys() - set(PLAIN))
 IN_GGUF = [
@@ -94,7 +94,7 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
 def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type):
     """Of 256 numbers that are in one block, too."""
     file, numbers = make(tmp_path, family, type)
-    folder, ranks = resolve(str(file)), make_ranks(2, enable_expert_parallel=spread)
+    folder, ranks = resolve(str(file)), make_plans(2, expert_parallel=spread)
     parts = [load_by_hand(folder, tp) for tp in ranks]
     expected = load_by_hand(numbers).step({0: PROMPT})
     for found in on_all(ranks, lambda rank: parts[rank].step({0: PROMPT})):

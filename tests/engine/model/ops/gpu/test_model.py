@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
+from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model import fused_rows
 from engine.model.config_parts.latent import LatentConfig
@@ -96,18 +97,18 @@ FAMILIES = {
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(family, monkeypatch):
     config = FAMILIES[family]
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
-    plain = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
+    plain = build_model(config, ShardPlan(), torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for parameter in plain.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-    model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
+    model = build_model(config, ShardPlan(), torch.float32, torch.device("cpu"))
     model.load_state_dict(plain.state_dict())
     if config.latent is not None:  # whose projections exist only once packed
         pack_weights(plain)
         pack_weights(model)
 
-    runs = [ByHand(m, config, tp=TPGroup.single()) for m in (plain, model)]
+    runs = [ByHand(m, config, tp=ShardPlan()) for m in (plain, model)]
     for step in ({0: [5, 6, 7, 8, 9]}, {0: [1], 1: [2, 3]}, {0: [4], 1: [5]}):
         expected, found = (run.step(step) for run in runs)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -148,7 +149,7 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
         config = tiny_config(
             architecture=architecture, num_layers=layers, rope=(RopeConfig(),) * layers, window=(None,) * layers
         )
-        tp = TPGroup.single()
+        tp = ShardPlan()
         run = ByHand(build_model(config, tp, torch.float32, torch.device("cpu")), config, tp=tp)
         with launches:
             run.step({0: [5], 1: [6]})
@@ -178,12 +179,12 @@ def test_norms_and_activations_of_a_layer_with_int8_quantize_to_the_same_logits(
             window=(None,) * layers,
             quantization=online("int8"),
         )
-        model = build_model(config, TPGroup.single(), torch.bfloat16, torch.device("cpu"))
+        model = build_model(config, ShardPlan(), torch.bfloat16, torch.device("cpu"))
         fill_with_noise(model)
         pack_weights(model)
         if fused:
             fused_rows.fuse(model)
-        run = ByHand(model, config, tp=TPGroup.single())
+        run = ByHand(model, config, tp=ShardPlan())
         with launches:
             logits.append(run.step({0: [5], 1: [6]}))
         steps.append(launches.names)
@@ -205,7 +206,7 @@ def test_a_sparse_layer_is_thirteen_kernels_in_a_decode_step_however_its_experts
     launches, steps = Launches(monkeypatch), []
     for layers in (1, 2):
         config = replace(config, num_layers=layers, rope=(RopeConfig(),) * layers, window=(None,) * layers)
-        tp = TPGroup.single()
+        tp = ShardPlan()
         model = build_model(config, tp, torch.float32, torch.device("cpu"))
         fill_with_noise(model)
         for module in model.modules():
@@ -226,7 +227,7 @@ def test_a_sparse_layer_is_thirteen_kernels_in_a_decode_step_however_its_experts
 def test_experts_in_mxfp4_stay_as_they_are_but_for_a_slice_that_cuts_a_group(rank, monkeypatch):
     moe = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=96, norm_topk_prob=True, layers=frozenset())
     config = replace(FAMILIES["gpt-oss"], hidden_size=64, moe=moe)
-    tp = TPGroup.single() if rank is None else TPGroup(rank, 2)
+    tp = ShardPlan(TPGroup.single() if rank is None else TPGroup(rank, 2))
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     x, weights = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)), torch.full((5, 2), 0.5)
     results = []
