@@ -127,7 +127,7 @@ def measure_exchanges(pool: RankPool) -> None:
         shown = f"{size} engines, {'shared memory' if shared else 'gloo'}, {determinism or 'plain'}, {backend}"
         with running(pool, config, shared_memory=shared) as engine:
             compute(engine, 2, 1)
-            counted = Counter(engine.core.runner.tp)
+            counted = Counter(engine.core.ranks.runner.tp)
             for name, load in EXCHANGED.items():
                 counted.bytes = counted.rows = 0
                 started = time.perf_counter()

@@ -86,9 +86,9 @@ def measure(core: EngineCore, steps: int) -> dict[str, float]:
     for _ in range(UNMEASURED):
         step(core)
     least: dict[str, float] = {}
-    exchange = core.runner.tp.expert_exchange
+    exchange = core.ranks.runner.tp.expert_exchange
     places = [(core.scheduler, "schedule"), (core.scheduler, "commit")]
-    places += [(core.runner, name) for name in ("prepare", "launch", "collect")]
+    places += [(core.ranks.runner, name) for name in ("prepare", "launch", "collect")]
     for owner, name in places:
         setattr(owner, name, timed(getattr(owner, name), name, least))
     if exchange is not None:
@@ -98,7 +98,7 @@ def measure(core: EngineCore, steps: int) -> dict[str, float]:
         started = time.thread_time()
         step(core)
         total = min(total, 1e6 * (time.thread_time() - started))
-    alone = type(core._launcher) is Launcher
+    alone = type(core.ranks.launcher) is Launcher
     in_loop = ("schedule", "prepare", "collect", "commit", *(["launch"] if alone else []))
     return {**least, "loop": total - sum(least[part] for part in in_loop)}
 

@@ -139,7 +139,7 @@ def time_steps(core: EngineCore, steps: int) -> dict[str, float]:
     core.scheduler.schedule = timed(core.scheduler.schedule, "schedule", spent)  # type: ignore[method-assign]
     core.scheduler.commit = timed(core.scheduler.commit, "commit", spent)  # type: ignore[method-assign]
     for name in ("prepare", "launch", "collect"):
-        setattr(core.runner, name, timed(getattr(core.runner, name), name, spent))
+        setattr(core.ranks.runner, name, timed(getattr(core.ranks.runner, name), name, spent))
     least = dict.fromkeys(PARTS, float("inf"))
     for _ in range(steps):
         started = time.thread_time()
@@ -154,10 +154,10 @@ def time_steps(core: EngineCore, steps: int) -> dict[str, float]:
 @contextmanager
 def idle_compute(core: EngineCore) -> Iterator[None]:
     """Leave out the head, and the choice of tokens that stands for a kernel; their calls stay."""
-    core.runner.model.best = lambda hidden: (hidden.new_ones(len(hidden)), hidden.new_zeros(len(hidden)).long())  # type: ignore[method-assign]
+    core.ranks.runner.model.best = lambda hidden: (hidden.new_ones(len(hidden)), hidden.new_zeros(len(hidden)).long())  # type: ignore[method-assign]
     logits: dict[int, Tensor] = {}
-    core.runner.model.logits = lambda hidden: logits.setdefault(len(hidden), torch.ones(len(hidden), 1000))  # type: ignore[method-assign]
-    core.runner._sample_rows = lambda logits, random: logits.new_zeros(len(logits)).long()
+    core.ranks.runner.model.logits = lambda hidden: logits.setdefault(len(hidden), torch.ones(len(hidden), 1000))  # type: ignore[method-assign]
+    core.ranks.runner._sample_rows = lambda logits, random: logits.new_zeros(len(logits)).long()
     yield
 
 

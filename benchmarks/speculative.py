@@ -170,7 +170,7 @@ def given_texts(core: EngineCore, load: Load) -> Iterator[None]:
     if load.answers is None:
         yield
         return
-    runner, whole = core.runner, {}
+    runner, whole = core.ranks.runner, {}
     answers = dict(zip(map(tuple, load.prompts), load.answers, strict=True))
     sample: Callable = runner._sample
 

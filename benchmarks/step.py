@@ -170,7 +170,7 @@ def measure(
         raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
     model_config = ModelConfig.from_folder(resolve(model, weights=options.get("load_format") != "dummy"))
     core = build_engine(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
-    device, dtype = core.runner.device.torch_device, core.runner.dtype
+    device, dtype = core.ranks.runner.device.torch_device, core.ranks.runner.dtype
     bandwidth = measure_bandwidth(device)
     watch = Stopwatch(device)
     for owner, name, part in timed_methods(core):
@@ -242,12 +242,12 @@ def timed_methods(core: EngineCore) -> Iterator[tuple[Any, str, str]]:
     yield core, "step", "loop"
     yield core.scheduler, "schedule", "schedule"
     yield core.scheduler, "commit", "commit"
-    yield core.runner, "prepare", "prepare"
-    yield core.runner, "launch", "rest"
-    yield core.runner, "collect", "rest"
-    yield core.runner, "_forward", "forward"
-    yield core.runner.model, "logits", "logits"
-    yield core.runner.model, "best", "logits"
+    yield core.ranks.runner, "prepare", "prepare"
+    yield core.ranks.runner, "launch", "rest"
+    yield core.ranks.runner, "collect", "rest"
+    yield core.ranks.runner, "_forward", "forward"
+    yield core.ranks.runner.model, "logits", "logits"
+    yield core.ranks.runner.model, "best", "logits"
 
 
 def summarise(
@@ -277,7 +277,7 @@ def profile_steps(decoder: Decoder, steps: int) -> list[OpTime]:
     """Profile some steps; the costliest operations come first."""
     for owner, name, part in timed_methods(decoder.core):
         setattr(owner, name, recorded(getattr(owner, name), part))
-    for module in decoder.core.runner.model.children():
+    for module in decoder.core.ranks.runner.model.children():
         for layer in module.modules():
             layer.forward = recorded(layer.forward, type(layer).__name__)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:

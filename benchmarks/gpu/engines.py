@@ -133,7 +133,7 @@ class Decoding:
         self.waited_s = 0.0
         self.steps = 0
         self.step_ends: list[float] = []
-        collect = self.core.runner.collect
+        collect = self.core.ranks.runner.collect
 
         def timed(launched: Any) -> Any:
             started = time.perf_counter()
@@ -143,7 +143,7 @@ class Decoding:
             self.steps += 1
             return collect(launched)
 
-        self.core.runner.collect = timed  # type: ignore[method-assign]
+        self.core.ranks.runner.collect = timed  # type: ignore[method-assign]
 
     def add(self, name: str, prompt_len: int, max_tokens: int, image_embeds: int = 0, **sampling: Any) -> None:
         """image_embeds: size of a black image before the prompt's text."""

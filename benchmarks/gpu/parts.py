@@ -93,7 +93,7 @@ def decode_steps(card: Card, run: Decoding, batch_size: int, weight_bytes: float
     seconds = (time.perf_counter() - started) / STEPS
     host = 1 - (run.waited_s - waited) / STEPS / seconds
     assert len(lengths) == batch_size, "not all sequences decode"
-    floor = step_bytes(run.config, weight_bytes, run.core.runner.kv_caches[0].dtype, lengths) / card.bytes_per_s
+    floor = step_bytes(run.config, weight_bytes, run.core.ranks.runner.kv_caches[0].dtype, lengths) / card.bytes_per_s
     return {
         "ms/step": 1e3 * seconds,
         "floor ms": 1e3 * floor,

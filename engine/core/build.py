@@ -34,6 +34,7 @@ from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
+from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
 from engine.core.tape.kept_tapes import KeptTapes
 from engine.core.tape.recorder import NoTape, Tape
@@ -141,11 +142,15 @@ def build_engine(
     return EngineCore(
         loaded.config,
         loaded.model,
-        group=group,
-        runner=loaded.runner,
-        launcher=make_launcher(loaded.runner, group),
+        ranks=Ranks(
+            group,
+            runner=loaded.runner,
+            launcher=make_launcher(loaded.runner, group),
+            broadcaster=broadcaster,
+            experts=make_experts(loaded, broadcaster),
+            kv_workers=kv_workers,
+        ),
         scheduler=scheduler,
-        step_times=step_times,
         ledger=CostLedger(
             step_times,
             usages,
@@ -153,7 +158,6 @@ def build_engine(
             clock.monotonic(),
             [usage for tier in offloading.tiers for usage in tier.usages],
         ),
-        experts=make_experts(loaded, broadcaster),
         mail=PartMail(
             scheduler,
             grammars=Compilations(make_compiler(loaded)),
@@ -161,10 +165,8 @@ def build_engine(
             image_channel=image_channel,
             tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
             adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
+            kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
         ),
-        kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
-        kv_workers=kv_workers,
-        broadcaster=broadcaster,
         clock=clock,
         tape=tape,
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,23 +13,18 @@ import msgspec
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.costs.cost_ledger import CostLedger, CostLine
-from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.costs.step_cost import StepWork
 from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
 from engine.core.features.adapter_slots import AdapterSlots
-from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.mail.part_mail import PartMail
+from engine.core.mail.ranks import Ranks
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import NoTape, Tape
-from engine.distributed.no_broadcaster import NoBroadcaster
-from engine.distributed.tp_group import TPGroup
-from engine.eplb.group_experts import GroupExperts
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 from engine.model.config import ModelConfig
-from engine.runner.launching.launcher import Launcher
-from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.lora import LoRARequest
@@ -39,7 +33,7 @@ from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
-    from engine.distributed.plan_broadcast import PlanBroadcaster
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +42,6 @@ GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    launched: Future[LaunchedStep] | LaunchedStep
     submitted_at: float
     work: StepWork
 
@@ -66,33 +59,22 @@ class EngineCore:
         config: EngineConfig,
         model_config: ModelConfig,
         *,
-        group: TPGroup,
-        runner: ModelRunner,
-        launcher: Launcher,
+        ranks: Ranks,
         scheduler: Scheduler,
-        step_times: StepTimes,
-        ledger: CostLedger,
-        experts: GroupExperts,
         mail: PartMail,
-        kv_events: KVEvents | NoKVEvents,
-        kv_workers: ExitStack,
-        broadcaster: PlanBroadcaster | NoBroadcaster,
+        ledger: CostLedger,
         clock: Clock = SYSTEM_CLOCK,
         tape: Tape | NoTape | None = None,
     ):
         self._now = clock.monotonic
         self.tape = tape or NoTape()
         self.config, self.model_config = config, model_config
-        self.runner, self.scheduler, self.step_times, self.ledger = runner, scheduler, step_times, ledger
-        self._launcher = launcher
+        self.ranks, self.scheduler, self.mail, self.ledger = ranks, scheduler, mail, ledger
         self.max_model_len = scheduler.limits.max_model_len
-        self.mail = mail
         #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
         self._waits: CostLine = "idle"  # what the time while it is idle is spent on
         self.last_step_at = self._now()
-        self._group, self._broadcaster, self._kv_workers = group, broadcaster, kv_workers
-        self._kv_events, self._experts = kv_events, experts
         self._broken: str | None = None
         self._in_flight: deque[StepInFlight] = deque()
 
@@ -180,11 +162,11 @@ class EngineCore:
         if self._broken is not None:
             raise EngineUnavailable(f"an earlier step failed: {self._broken}")
         try:
-            if self.runner.overlap:
+            if self.ranks.runner.overlap:
                 self._overlapped_step()
             else:
                 self._plain_step()
-            self._kv_events.publish()
+            self.mail.kv_events.publish()
             return self._take_events()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
@@ -201,7 +183,7 @@ class EngineCore:
     def _overlapped_step(self) -> None:
         if (plan := self._plan()) is not None:
             self._launch(plan)
-            if len(self._in_flight) < self.runner.max_steps:
+            if len(self._in_flight) < self.ranks.runner.max_steps:
                 return  # there may be more to plan while it computes
         if self._in_flight:
             self._finish_step()
@@ -209,7 +191,7 @@ class EngineCore:
             self._wait()
 
     def _plan(self) -> StepPlan | None:
-        self._broadcaster.check()
+        self.ranks.check()
         now = self._now()
         if self.idle:
             self.ledger.spent(self._waits, now)
@@ -221,31 +203,28 @@ class EngineCore:
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        submitted_at, work, plan = self._now(), StepWork.of(plan), self._experts.mark(plan)
-        self._broadcaster.send(plan)
-        launched = self._launcher.launch(self.runner.prepare(plan))
-        self._in_flight.append(StepInFlight(launched, submitted_at, work))
+        self._in_flight.append(StepInFlight(self._now(), StepWork.of(plan)))
+        self.ranks.launch(plan)
 
     def _finish_step(self) -> None:
         """Wait for the oldest step in flight, and record its result."""
         step = self._in_flight.popleft()
         self.tape.settle()  # while the step computes
-        launched = step.launched
-        result = self.runner.collect(self._broadcaster.result(launched) if isinstance(launched, Future) else launched)
-        went_on_at = self._launcher.went_on_at
+        result = self.ranks.collect()
+        went_on_at = self.ranks.launcher.went_on_at
         began_at = max(went_on_at, self.last_step_at, 0.0 if result.drafts_first else step.submitted_at)
         self.last_step_at = self._now()
         self.ledger.spent("recovery", went_on_at)
-        self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
+        self.ledger.times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
         self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)
         self.mail.deliver()
-        self._broadcaster.committed(result)
+        self.ranks.committed(result)
 
     def _wait(self) -> None:
         """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
         when no step can be planned."""
-        self._launcher.rest()
+        self.ranks.launcher.rest()
         if self.mail.is_awaited or any(
             request.grammar.constrains for request in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
         ):
@@ -272,7 +251,7 @@ class EngineCore:
     # -- state ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        times = self.step_times
+        times = self.ledger.times
         per_step, per_token = times.by_tokens.coefficients
         decode_per_step, decode_per_sequence = times.by_sequences.coefficients
         return msgspec.structs.replace(
@@ -284,11 +263,9 @@ class EngineCore:
             prompt_seconds_per_token=times.prompt_token_s,
             prefill_tokens=times.prefill_tokens,
             prefills=times.prefills,
-            stages=self.runner.stages(),
-            experts=self._experts.stats,
-            shared=self._launcher.shared(),
             cost_s=self.ledger.seconds,
             kv_gib_s=self.ledger.kv_gib_s,
+            **self.ranks.report(),
         )
 
     @property
@@ -301,16 +278,9 @@ class EngineCore:
         with suppress(EngineUnavailable):  # a rank may be gone
             if self._broken is None and not self._in_flight:
                 self.mail.flush(self._now)
-            while self._broken is None and self._in_flight:  # other ranks may still wait for what this one sends
-                launched = self._in_flight.popleft().launched
-                if isinstance(launched, Future):
-                    self._broadcaster.result(launched)
-        self._kv_events.close()
+            if self._broken is None:
+                self.ranks.drain()
         if self._broken is None:
             self.tape.close()
-        self._launcher.close()
         self.mail.close()  # before the other ranks end: they may be reading
-        self._kv_workers.close()
-        self._broadcaster.close()
-        self.runner.close()
-        self._group.close()
+        self.ranks.close()

@@ -25,10 +25,10 @@ def test_every_kernel_of_a_step_is_timed(tmp_path, monkeypatch, family, kernels)
         EngineConfig(model=str(folder), num_gpu_blocks_override=64, block_size=4, num_threads=1, dtype="float32")
     )
     monkeypatch.setattr(Kernel, "launch", Kernel.launch)  # undone after the test
-    fill(core.runner)
+    fill(core.ranks.runner)
     watch = Watch(time.perf_counter)
     for step in ("2x1@20", "1x9@9"):
-        found = measure_step(core.runner, watch, step)
+        found = measure_step(core.ranks.runner, watch, step)
         print(found)
         assert found.keys() >= kernels
         assert all(work.calls and work.seconds for work in found.values())

@@ -32,6 +32,7 @@ from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
+from engine.core.mail.ranks import Ranks
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.serving.endpoint import EngineEndpoint
@@ -194,11 +195,15 @@ class Engine:
         self.core = EngineCore(
             config,
             SimpleNamespace(supported_tasks=SupportedTasks(), head="lm", vocab_size=VOCAB),  # type: ignore[arg-type]
-            group=TPGroup.single(),
-            runner=self.runner,  # type: ignore[arg-type]
-            launcher=Launcher(self.runner),  # type: ignore[arg-type]
+            ranks=Ranks(
+                TPGroup.single(),
+                runner=self.runner,  # type: ignore[arg-type]
+                launcher=Launcher(self.runner),  # type: ignore[arg-type]
+                broadcaster=NoBroadcaster(),
+                experts=NoMoves(),
+                kv_workers=ExitStack(),
+            ),
             scheduler=scheduler,
-            step_times=times,
             ledger=CostLedger(
                 times,
                 observe_usage(kv_cache),
@@ -206,7 +211,6 @@ class Engine:
                 clock.monotonic(),
                 [usage for tier in offloading.tiers for usage in tier.usages],
             ),
-            experts=NoMoves(),
             mail=PartMail(
                 scheduler,
                 grammars=Compilations(
@@ -217,10 +221,8 @@ class Engine:
                 image_channel=self.image_channel,  # type: ignore[arg-type]
                 tiers=self.tiers,  # type: ignore[arg-type]
                 adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
+                kv_events=NoKVEvents(),
             ),
-            kv_events=NoKVEvents(),
-            kv_workers=ExitStack(),
-            broadcaster=NoBroadcaster(),
             clock=clock,
         )
         self.endpoint = EngineEndpoint(

@@ -47,7 +47,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    assert bool(core.runner.graphs.captured) != (family in SPARSE), "steps were replayed"
+    assert bool(core.ranks.runner.graphs.captured) != (family in SPARSE), "steps were replayed"
     core.close()
 
 
@@ -124,7 +124,7 @@ def test_torch_compile_changes_no_token_in_prompts_and_in_graphs(family, folder_
     core = make_core(folder_of(family), "cuda", torch_compile=True)
     with dynamo_config.patch(error_on_recompile=True):
         check_same(run(core, wanted), expected, EXACT)
-    assert core.runner.graphs.captured, "of compiled pieces"
+    assert core.ranks.runner.graphs.captured, "of compiled pieces"
     core.close()
 
 
@@ -185,7 +185,7 @@ def test_the_host_never_waits_for_experts_either(dtype, folder_of):
 def run_strictly(core: EngineCore, first: list[GenerateRequest], then: list[GenerateRequest]) -> None:
     """Once graphs are captured and kernels compiled, whatever makes the host wait raises."""
     run(core, first)
-    launch, prepare = core.runner.launch, core.runner.prepare
+    launch, prepare = core.ranks.runner.launch, core.ranks.runner.prepare
     steps = 0
 
     def strictly(call):
@@ -200,7 +200,7 @@ def run_strictly(core: EngineCore, first: list[GenerateRequest], then: list[Gene
 
         return strict
 
-    core.runner.launch, core.runner.prepare = strictly(launch), strictly(prepare)
+    core.ranks.runner.launch, core.ranks.runner.prepare = strictly(launch), strictly(prepare)
     run(core, then)
     assert steps > 10
 
@@ -208,7 +208,7 @@ def run_strictly(core: EngineCore, first: list[GenerateRequest], then: list[Gene
 def test_graphs_stay_within_their_budget(folder_of):
     core = make_core(folder_of("llama"), "cuda", cuda_graph_memory_gib=0.25)
     run(core, requests(16, VOCAB))
-    assert core.runner.graphs.used_bytes <= 2**28
+    assert core.ranks.runner.graphs.used_bytes <= 2**28
     core.close()
 
 

@@ -52,7 +52,7 @@ class CostLedger:
         """usages: of the pool of each KV cache group. block_bytes: bytes of a block of each group, on all ranks
         together. now: seconds, as in all other methods. tiers: the usage of the tiers below. The time of blocks is
         measured by the same clock: it is that of the newest call of `spent` or `step`."""
-        self._times, self.block_usages, self.block_bytes = times, usages, block_bytes
+        self.times, self.block_usages, self.block_bytes = times, usages, block_bytes
         self._usages: list[BlockUsage | TierUsage] = [*usages, *tiers]
         self._started_ns = self._mark_ns = nanoseconds(now)
         self.ns: dict[CostLine, int] = dict.fromkeys(get_args(CostLine), 0)
@@ -169,12 +169,12 @@ class CostLedger:
     def _weights(self, plan: StepPlan, work: StepWork) -> list[int]:
         """Return the weight of each row: 0 for decodes without drafts, which get the rest of the step; and last, as one
         more row, the weight of all these together."""
-        per_step, per_sequence = self._times.by_sequences.coefficients
-        token_ns = nanoseconds(self._times.prompt_token_s)
+        per_step, per_sequence = self.times.by_sequences.coefficients
+        token_ns = nanoseconds(self.times.prompt_token_s)
         known = bool(token_ns and (per_step or per_sequence))
         if not known:
             token_ns, per_step, per_sequence = 1000, 0.0, 1e-6
-        draft_ns = 1000 if not known else nanoseconds(self._times.by_tokens.coefficients[1])
+        draft_ns = 1000 if not known else nanoseconds(self.times.by_tokens.coefficients[1])
         decode_ns = 1 + nanoseconds(per_sequence + per_step / max(1, work.decodes))
         weights, decodes = [], 0
         for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.core.door.inputs import Input
+from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
@@ -47,11 +48,12 @@ class PartMail:
         image_channel: HandoffChannel | NoChannel,
         tiers: GroupTiers | NoTiers,
         adapter_loader: GroupLoader,
+        kv_events: KVEvents | NoKVEvents,
     ):
         self.grammars, self.channel, self.image_channel, self.adapter_loader = (
             grammars, channel, image_channel, adapter_loader
         )  # fmt: skip
-        self._scheduler, self._tiers = scheduler, tiers
+        self._scheduler, self._tiers, self.kv_events = scheduler, tiers, kv_events
         self._adapter_calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
         self._resting: dict[bool, list[str]] = {False: [], True: []}  # engines to which links have failed, of images
         self._notices: list[Notice] = []
@@ -109,6 +111,7 @@ class PartMail:
             time.sleep(FLUSH_POLL_S)
 
     def close(self) -> None:
+        self.kv_events.close()
         self.grammars.close()
         self.adapter_loader.close()
         self.channel.close()

@@ -127,7 +127,7 @@ def test_blocks_have_the_default_size_of_the_device_where_nobody_says(make_engin
     engine.go()
     engine.add("second", prompt)
     engine.go()
-    assert engine.core.runner.kv_caches[0].shape[4] == engine.core.stats().block_size == 64
+    assert engine.core.ranks.runner.kv_caches[0].shape[4] == engine.core.stats().block_size == 64
     assert engine.tokens("first") == engine.tokens("second")
     assert engine.core.scheduler.totals.prefix_hit_tokens == 2 * 64
 
@@ -243,7 +243,7 @@ def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_
 def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(engine):
     engine.add("good")
     engine.go()
-    weight = engine.core.runner.model.norm.weight
+    weight = engine.core.ranks.runner.model.norm.weight
     before = weight.clone()
     weight.fill_(float("nan"))
     engine.add("one", [30, 31, 32], logprobs=1, temperature=1.0)
@@ -269,8 +269,8 @@ def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_wh
         async_scheduling=overlap,
     )
     engine = Engine(build_engine(config), FakeClock())
-    cache = engine.core.runner.kv_caches[0]
-    engine.core.runner.model.embed_tokens.weight[96] = float("nan")
+    cache = engine.core.ranks.runner.kv_caches[0]
+    engine.core.ranks.runner.model.embed_tokens.weight[96] = float("nan")
     engine.add("bad", [5, 6, 7, 96, 9, 10, 11, 12, 13])
     engine.go()
     assert engine.last("bad").error.status == 500 and cache.isnan().any()
@@ -287,7 +287,7 @@ def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine
     def launch(inputs):
         raise ValueError("out of order")
 
-    monkeypatch.setattr(engine.core.runner, "launch", launch)
+    monkeypatch.setattr(engine.core.ranks.runner, "launch", launch)
     engine.add("one")
     with pytest.raises(ValueError, match="out of order"):
         engine.go()
@@ -508,13 +508,13 @@ def test_an_engine_learns_what_its_steps_cost(make_engine):
     engine.add("first", max_tokens=4)
     engine.go()
     assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
-    launch = engine.core.runner.launch
+    launch = engine.core.ranks.runner.launch
 
     def slow(inputs):
         engine.clock.now += 0.5 + 0.25 * inputs.plan.num_tokens
         return launch(inputs)
 
-    engine.core.runner.launch = slow
+    engine.core.ranks.runner.launch = slow
     for i in range(3):
         engine.add(f"long {i}", [(7 * i + j) % 97 for j in range(20 + i)], max_tokens=3)
         engine.go()
@@ -527,7 +527,7 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
     """That step may compute one token too many for a sequence that has just ended and given its blocks back; if they
     are to receive KV from elsewhere, the other engine is asked only once the step has ended."""
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), async_scheduling=overlap)
-    core, runner = engine.core, engine.core.runner
+    core, runner = engine.core, engine.core.ranks.runner
     launched: list[int] = []
     planned_during: list[int] = []  # steps that had not ended when the newest plan was made
     schedule, launch, collect, submit = core.scheduler.schedule, runner.launch, runner.collect, core.mail.channel.submit
@@ -562,7 +562,7 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_pause_without_a_lost_engine_is_neither_a_steps_time_nor_a_requests_cost(make_engine, monkeypatch, overlap):
     engine = make_engine(async_scheduling=overlap)
-    launcher, launch = engine.core._launcher, engine.core._launcher.launch
+    launcher, launch = engine.core.ranks.launcher, engine.core.ranks.launcher.launch
 
     def paused_once(inputs):
         launched = launch(inputs)

@@ -53,7 +53,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
                 blocks = leased.tables[0].blocks
                 break
         levels = expected.shape[1] // core.model_config.hidden_size
-        cache = core.runner.kv_caches[0][blocks]  # [blocks, levels, 2, 1, block_size, hidden / 2]
+        cache = core.ranks.runner.kv_caches[0][blocks]  # [blocks, levels, 2, 1, block_size, hidden / 2]
         rows = cache.permute(0, 4, 1, 2, 3, 5).reshape(-1, levels * core.model_config.hidden_size)
         assert torch.equal(rows[: image.num_embeds], expected)
     assert core.stats().images_encoded == 1, "the second time the image is found by its hash"

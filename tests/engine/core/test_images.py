@@ -207,9 +207,9 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
     expected = run(engine(path, enforce_eager=True, **options), *wanted)
     core, steps = engine(path, **options), []
-    assert core.runner._step_graph is not None
-    run_layers = core.runner.model.run_layers
-    monkeypatch.setattr(core.runner.model, "run_layers", lambda *args: steps.append(1) or run_layers(*args))
+    assert core.ranks.runner._step_graph is not None
+    run_layers = core.ranks.runner.model.run_layers
+    monkeypatch.setattr(core.ranks.runner.model, "run_layers", lambda *args: steps.append(1) or run_layers(*args))
     assert run(core, *wanted) == expected
     assert len(steps) == eager
     core.close()
@@ -258,7 +258,7 @@ def test_a_larger_image_takes_no_more_operations(folder, name):
     for height, width in ((5, 5), (13, 9)):  # with windows of two embeddings, those at both edges are smaller
         image = Prompt(name).image(1, height, width).images[0]
         with CountedOperations() as counted, torch.inference_mode():
-            core.runner.model.vision(image.data)
+            core.ranks.runner.model.vision(image.data)
         counts.append(counted.count)
     assert counts[0] == counts[1]
     core.close()
@@ -267,7 +267,7 @@ def test_a_larger_image_takes_no_more_operations(folder, name):
 @pytest.mark.parametrize("name", ["gemma3", "internvl", "qwen2_5_vl", "qwen3_vl"])
 def test_images_of_any_size_are_encoded_by_one_call_as_alone(folder, name):
     core = engine(folder(name))
-    vision, sizes = core.runner.model.vision, ((5, 5), (2, 3), (2, 3), (13, 9))
+    vision, sizes = core.ranks.runner.model.vision, ((5, 5), (2, 3), (2, 3), (13, 9))
     images = [Prompt(name).image(seed, *size).images[0].data for seed, size in enumerate(sizes)]
     assert all(vision.go_together(images[0], image) for image in images)
     with torch.inference_mode():
@@ -300,7 +300,7 @@ def test_a_gpu_encodes_the_images_of_a_step_by_one_call_where_the_tower_can(fold
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
 def test_an_image_that_cannot_be_encoded_spoils_none_that_is_encoded_with_it(folder, name, monkeypatch):
     core = engine(folder(name))
-    cache, (good, bad, other) = core.runner._encoder_cache, Prompt(name).image(1).image(2).image(3).images
+    cache, (good, bad, other) = core.ranks.runner._encoder_cache, Prompt(name).image(1).image(2).image(3).images
     bad = msgspec.structs.replace(bad, num_embeds=bad.num_embeds + 1)
     with torch.inference_mode():
         found, alone = cache._encode([good, bad, other]), cache._encode([good])
@@ -316,7 +316,7 @@ def test_an_image_of_any_size_can_be_made_and_encoded(folder, name):
         image = example_image(core.model_config.vision, wanted)
         assert image.num_embeds <= max(wanted, 9) and image.num_embeds >= min(wanted, 4)
         with torch.inference_mode():
-            assert core.runner.model.vision(image.data).shape[0] == image.num_embeds
+            assert core.ranks.runner.model.vision(image.data).shape[0] == image.num_embeds
     core.close()
 
 
@@ -343,7 +343,7 @@ def test_a_text_model_refuses_images(tmp_path):
 def test_a_multimodal_model_can_be_served_as_a_text_model(folder):
     core = engine(folder("gemma3"), language_model_only=True, max_num_batched_tokens=5)
     picture, text, _ = prompts("gemma3")
-    assert core.runner.model.vision is None
+    assert core.ranks.runner.model.vision is None
     assert run(core, text) == [expected_tokens(folder("gemma3"), text, MAX_TOKENS)]
     with pytest.raises(InvalidParameter, match="this model reads text only"):
         core.add(GenerateRequest(request_id="r", prompt=picture.tokens, mm_features=picture.images))

@@ -227,7 +227,7 @@ def in_thread(function: Callable[[], None]) -> tuple[threading.Thread, list[Exce
 def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(folder):
     config = make_config(folder)
     core, worker = start(config, connect(2), replace(config, num_gpu_blocks_override=20))
-    assert core.runner.num_blocks == worker._runner.num_blocks == [20]
+    assert core.ranks.runner.num_blocks == worker._runner.num_blocks == [20]
     assert core.max_model_len == worker._runner.max_model_len == 20 * 16
     thread, errors = in_thread(worker.run)
     core.close()

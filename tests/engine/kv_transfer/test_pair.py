@@ -118,7 +118,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length)
 
 @by_both
 def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
-    prefill, block_bytes = fresh.prefill.server._core, fresh.decode.server._core.runner.kv_caches[0][0].nbytes
+    prefill, block_bytes = fresh.prefill.server._core, fresh.decode.server._core.ranks.runner.kv_caches[0][0].nbytes
     before, step = fresh.decode.status.handoffs, prefill.step
 
     def blocks_read() -> int:

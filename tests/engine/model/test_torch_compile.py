@@ -161,4 +161,4 @@ def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
     )
     core.close()
     assert "torch_compile has no effect, because enforce_eager is set" in caplog.text
-    assert "forward" not in vars(core.runner.model.layers[0])
+    assert "forward" not in vars(core.ranks.runner.model.layers[0])

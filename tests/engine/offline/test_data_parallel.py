@@ -209,7 +209,7 @@ def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool,
         expected = run_streams(core).bits()
     options = {"num_gpu_blocks_override": 300, "enable_eplb": True, "eplb_config": often()}
     with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
-        monkeypatch.setattr(group.core.runner.experts, "_exchange", fail)
+        monkeypatch.setattr(group.core.ranks.runner.experts, "_exchange", fail)
         check_stop(group, expected)
 
 

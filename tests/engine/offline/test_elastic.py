@@ -109,7 +109,7 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
-        assert group_of(llm)._core.runner.experts.spare_bytes > 0
+        assert group_of(llm)._core.ranks.runner.experts.spare_bytes > 0
         assert stats.shared is not None and stats.shared.pause_s > 0
         assert (stats.shared.generation, stats.shared.engines) == (1, 2)
         assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())

@@ -173,7 +173,7 @@ def test_when_a_rank_cannot_move_experts_all_keep_theirs_and_the_engine_goes_on(
     with pool.engine(moving(folder_of("qwen3_moe"), 1, **options)) as core:
         expected = run_streams(core).bits()
     with pool.engine(moving(folder_of("qwen3_moe"), 2, **options)) as core:
-        monkeypatch.setattr(core.runner.experts, "_exchange", fail)
+        monkeypatch.setattr(core.ranks.runner.experts, "_exchange", fail)
         check_stop(core, expected)
 
 

@@ -162,7 +162,7 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
     for waits in (False, True):
         drafted.clear(), seen.clear()
         with LLM(folder, speculative_config=speculative, **{**OPTIONS, "num_gpu_blocks_override": 18}) as llm:
-            llm._core.runner.drafting.waits = waits
+            llm._core.ranks.runner.drafting.waits = waits
             results.clear()
             for name in PARAMS:
                 assert run(llm, name) == expected(folder)[name]

@@ -197,7 +197,7 @@ def test_requests_that_do_not_fit_a_step_wait_for_the_next(folders, open_llm):
 
 
 def test_an_encoder_keeps_no_kv(folders, open_llm):
-    runner = open_llm(folders("gte_modernbert"))._core.runner
+    runner = open_llm(folders("gte_modernbert"))._core.ranks.runner
     assert runner.kv_caches[0].numel() == 0
 
 
@@ -345,7 +345,7 @@ def make_tokenizer_for(folder) -> None:
 
 def test_hidden_states_that_are_not_finite_are_an_error(folders, open_llm):
     llm = open_llm(folders("minilm"))
-    llm._core.runner.model.embeddings.LayerNorm.weight[0] = torch.nan
+    llm._core.ranks.runner.model.embeddings.LayerNorm.weight[0] = torch.nan
     with pytest.raises(EngineError, match="hidden states are not finite"):
         llm.embed(["a fox", "a dog"], use_tqdm=False)
 

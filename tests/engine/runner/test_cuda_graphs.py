@@ -211,14 +211,14 @@ def test_padding_leaves_the_kv_cache_as_it_was(folder_of):
     folder, wanted = folder_of("llama"), requests(3)
     for device in (TapedDevice(), None):
         generate(folder, wanted, device, cores, enable_prefix_caching=False, async_scheduling=False)
-    padded, plain = (core.runner.kv_caches[0] for core in cores)
+    padded, plain = (core.ranks.runner.kv_caches[0] for core in cores)
     written = plain.abs().sum(dim=(1, 2, 3, 5)) > 0
     assert not padded.abs().sum(dim=(1, 2, 3, 5))[~written].any(), "only real tokens have KV"
     torch.testing.assert_close(padded, plain)
 
 
 def shapes(core: EngineCore) -> list[int]:
-    return [shape.tokens for shape in core.runner.graphs.captured]
+    return [shape.tokens for shape in core.ranks.runner.graphs.captured]
 
 
 def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of):

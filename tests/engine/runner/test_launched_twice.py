@@ -25,7 +25,7 @@ def drafters(tmp_path_factory):
 
 def launch_twice(core: EngineCore) -> None:
     """Launch every step, undo what Recovery undoes, and launch it again."""
-    runner, launch = core.runner, core.runner.launch
+    runner, launch = core.ranks.runner, core.ranks.runner.launch
 
     def twice(inputs: Any) -> Any:
         states = runner.states.keep(inputs.plan)

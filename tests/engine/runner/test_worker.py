@@ -124,7 +124,7 @@ def test_ranks_end_in_order_although_nccl_waits_for_the_graphs_that_hold_its_col
 
 def test_rank_0_raises_at_once_when_a_rank_is_gone_although_nccls_abort_waits_for_graphs(ranks):
     ranks.start()
-    ranks.core._group.abort("rank 1 is gone")
+    ranks.core.ranks._group.abort("rank 1 is gone")
     with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
         ranks.run()
     ranks.core.close()
@@ -136,7 +136,7 @@ def test_rank_0_raises_at_once_when_a_rank_is_gone_although_nccls_abort_waits_fo
 def test_a_rank_that_loses_rank_0_raises_at_once_although_nccls_abort_waits_for_graphs(ranks):
     ranks.start()
     ranks.run()
-    ranks.core._broadcaster._context.destroy(linger=0)  # rank 0 has died
+    ranks.core.ranks._broadcaster._context.destroy(linger=0)  # rank 0 has died
     with pytest.raises(EngineUnavailable, match="rank 0 is gone"):
         ranks.followed.result(LIMIT_S)
     assert "abort hangs" not in ranks.log and "end hangs" not in ranks.log

@@ -171,7 +171,7 @@ async def test_one_of_so_many_answers_is_computed_again_by_the_other_engine_and_
 @pytest.mark.parametrize("bit", [2, 14])  # of the first channel's weight: a small error, and a large one
 async def test_one_wrong_bit_in_the_weights_of_one_engine_is_found_within_so_many_answers(folder, caplog, bit):
     async with serving(folder) as served:
-        model = served.pool.servers["two"][0]._core.runner.model
+        model = served.pool.servers["two"][0]._core.ranks.runner.model
         weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
         weight.data.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
         for _ in range(EVERY):
@@ -187,7 +187,7 @@ async def test_where_bits_depend_on_the_batch_only_errors_above_rounding_are_fou
     """The other engine computes the given tokens: a small error in its weights is within the tolerance, a large one is
     not."""
     async with serving(folder, exact=False) as served:
-        model = served.pool.servers["two"][0]._core.runner.model
+        model = served.pool.servers["two"][0]._core.ranks.runner.model
         weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
         for factor, found in ((1.001, {"equal": 1, "different": 0}), (1e4, {"equal": 1, "different": 1})):
             weight.data *= factor

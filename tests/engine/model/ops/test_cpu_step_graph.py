@@ -212,7 +212,7 @@ def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architec
     core = make_core(tmp_path, architecture, enable_prefix_caching=False, **options)
     tokens = 60 if architecture in HYBRIDS else 7  # so that states move
     first, second = generate(core, tokens), generate(core, tokens)
-    assert core.runner._step_graph is not None
+    assert core.ranks.runner._step_graph is not None
     eager = make_core(tmp_path, architecture, enforce_eager=True, **options)
     assert first == second == generate(eager, tokens)
 
@@ -220,14 +220,14 @@ def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architec
 def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Tensor, Batch]:
     """Sequences with KV of `past` tokens, of blocks in any order."""
     generator = torch.Generator().manual_seed(len(counts))
-    tokens, size = sum(counts), core.runner.block_size
+    tokens, size = sum(counts), core.ranks.runner.block_size
     kv_lens = [past + count for count in counts]
     width = -(-max(kv_lens) // size)
     position = torch.cat([torch.arange(past, end) for end in kv_lens])
     sequence = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     single, chunks = split(counts, kv_lens)
     groups = []
-    for cache in core.runner.kv_caches:
+    for cache in core.ranks.runner.kv_caches:
         table = torch.randperm(len(counts) * width, generator=generator).int().view(len(counts), width)
         slots = table[sequence, position // size].long() * size + position % size
         groups.append(KVGroup(slot_mapping=slots, block_table=table, kv_cache=cache))
@@ -242,7 +242,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
         single=single,
         chunks=chunks,
         other_groups=tuple(others),
-        states=core.runner.states.batch(np.arange(len(counts)), core.runner.device.staged_copy()),
+        states=core.ranks.runner.states.batch(np.arange(len(counts)), core.ranks.runner.device.staged_copy()),
     )
     return torch.randn(tokens, 128, generator=generator).bfloat16(), batch
 
@@ -251,9 +251,10 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 @torch.inference_mode()
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_gpu_blocks_override=1100)
-    forward, graph, caches = core.runner.model.run_layers, core.runner._step_graph, core.runner.kv_caches
+    runner = core.ranks.runner
+    forward, graph, caches = runner.model.run_layers, runner._step_graph, runner.kv_caches
     assert graph is not None
-    caches = [*caches, *(tensor for states in core.runner.states.layers for tensor in states.values())]
+    caches = [*caches, *(tensor for states in core.ranks.runner.states.layers for tensor in states.values())]
     for cache in caches:
         cache.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     for counts, past in (([1], 70), ([1] * 64, 5), ([300], 0), ([100, 1, 33, 1, 1], 9), ([2], 1), ([1, 1], 128)):

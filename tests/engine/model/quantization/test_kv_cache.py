@@ -153,7 +153,7 @@ def answer(core: EngineCore, tokens: list[int]) -> list[int]:
 def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(caplog):
     with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
         core = build_engine(make_config())
-    assert core.runner.kv_caches[0].dtype == FP8
+    assert core.ranks.runner.kv_caches[0].dtype == FP8
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("kv cache in FP8 on a CPU: attention runs in plain torch") for line in said)
     assert any(line == "kv cache in FP8: no scales, all are 1" for line in said)

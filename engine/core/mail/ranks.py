@@ -1,0 +1,76 @@
+"""The ranks that compute an engine's steps, as its step loop on rank 0 sees them."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from engine.distributed.no_broadcaster import NoBroadcaster
+from engine.distributed.tp_group import TPGroup
+from engine.eplb.group_experts import GroupExperts
+from engine.runner.launching.launcher import Launcher
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.wire.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+
+
+class Ranks:
+    """Launches steps on all ranks, and collects their results in the same order."""
+
+    def __init__(
+        self,
+        group: TPGroup,
+        *,
+        runner: ModelRunner,
+        launcher: Launcher,
+        broadcaster: PlanBroadcaster | NoBroadcaster,
+        experts: GroupExperts,
+        kv_workers: ExitStack,
+    ):
+        """runner, launcher, kv_workers: of this rank."""
+        self.runner, self.launcher = runner, launcher
+        self._group, self._broadcaster, self._experts, self._kv_workers = group, broadcaster, experts, kv_workers
+        self._in_flight: deque[Future[LaunchedStep] | LaunchedStep] = deque()
+
+    def check(self) -> None:
+        """Raise EngineUnavailable if a rank is gone."""
+        self._broadcaster.check()
+
+    def launch(self, plan: StepPlan) -> None:
+        plan = self._experts.mark(plan)
+        self._broadcaster.send(plan)
+        self._in_flight.append(self.launcher.launch(self.runner.prepare(plan)))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight, and return its result. Raises EngineUnavailable if a rank is gone."""
+        step = self._in_flight.popleft()
+        return self.runner.collect(self._broadcaster.result(step) if isinstance(step, Future) else step)
+
+    def committed(self, result: StepResult) -> None:
+        """Tell the other ranks of a result that has been recorded, if they need it."""
+        self._broadcaster.committed(result)
+
+    def drain(self) -> None:
+        """Wait for the steps in flight, without their results: other ranks may still wait for what this one sends."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if isinstance(step, Future):
+                self._broadcaster.result(step)
+
+    def report(self) -> dict[str, Any]:
+        """Return fields of EngineStats."""
+        return {
+            "stages": self.runner.stages(), "experts": self._experts.stats, "shared": self.launcher.shared(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Stop this rank's thread, and let the other ranks end."""
+        self.launcher.close()
+        self._kv_workers.close()
+        self._broadcaster.close()
+        self.runner.close()
+        self._group.close()
