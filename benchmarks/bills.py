@@ -76,7 +76,7 @@ class NoLedger(CostLedger):
 def cores(sequences: int, stack: ExitStack) -> tuple[EngineCore, EngineCore]:
     """Return two engines with so many sequences, without bills and with them."""
     off, on = (decoding_core("greedy", sequences) for _ in range(2))
-    off.ledger = NoLedger(off.step_times, [], [], 0.0)
+    off.ledger = NoLedger(off.ledger.times, [], [], 0.0)
     for pool in off.scheduler.kv_cache.pools:
         pool.observers = [observer for observer in pool.observers if not isinstance(observer, BlockUsage)]
     for core in (off, on):

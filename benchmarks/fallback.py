@@ -95,7 +95,7 @@ def measure(
     decoders = {name: Decoder(core, shape.vocab_size, context_len, seed=0) for name, core in cores.items()}
     report = FallbackReport(
         model=model,
-        dtype=str(cores["native"].runner.dtype).removeprefix("torch."),
+        dtype=str(cores["native"].ranks.runner.dtype).removeprefix("torch."),
         context_len=context_len,
         threads=torch.get_num_threads(),
         steps=steps,

@@ -173,7 +173,7 @@ def main(
     """Measure each kernel of a step on a CPU."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu", num_threads=threads, kv_cache_memory_bytes=2**31)
-    runner = build_engine(config).runner
+    runner = build_engine(config).ranks.runner
     fill(runner)
     report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
     watch = Watch(clock)

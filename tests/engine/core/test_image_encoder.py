@@ -27,7 +27,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
     }  # the latter of the language model only
     core = build_engine(EngineConfig(model=str(folder), handoff=handoff, **options))
     (image,) = Prompt(name).image(1, 3, 3).images
-    (expected,) = local.runner._encoder_cache._encode([image]).values()
+    (expected,) = local.ranks.runner._encoder_cache._encode([image]).values()
     image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))
     for number in range(2):
         request = RemoteRequest(

@@ -226,7 +226,7 @@ def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of):
     device, cores = TapedDevice(row_mib=2), []
     generate(folder_of("llama"), requests(3), device, cores)
     assert shapes(cores[0]) == [1, 2, 4, 8, 20]
-    assert cores[0].runner.graphs.used_bytes == 40 * 2**20
+    assert cores[0].ranks.runner.graphs.used_bytes == 40 * 2**20
 
 
 def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, caplog):
@@ -234,7 +234,7 @@ def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_
     got = generate(folder_of("llama"), wanted, device, cores, cuda_graph_memory_gib=5 / 1024)
     assert got == generate(folder_of("llama"), wanted, None)
     assert shapes(cores[0]) == [1, 2, 4] and set(device.replays) == {1, 2, 4}
-    assert cores[0].runner.graphs.used_bytes == 4 * 2**20
+    assert cores[0].ranks.runner.graphs.used_bytes == 4 * 2**20
     assert "do not fit into cuda_graph_memory_gib: [8, 20]" in caplog.text
 
 
@@ -417,6 +417,6 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_
     device, cores = Unable(), []
     wanted = requests(3)
     assert generate(folder_of("llama"), wanted, device, cores) == generate(folder_of("llama"), wanted, None)
-    assert cores[0].runner.graphs.captured == []
+    assert cores[0].ranks.runner.graphs.captured == []
     (warning,) = [record.message for record in caplog.records if "without more graphs" in record.message]
     assert "cannot be captured: operation not permitted when stream is capturing" in warning
