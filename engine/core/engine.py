@@ -16,17 +16,16 @@ from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepWork
 from engine.core.door import inputs
 from engine.core.engine_stats import stats_of
-from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.mail.part_mail import PartMail
 from engine.core.mail.ranks import Ranks
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import NoTape, Tape
-from engine.errors import EngineUnavailable, InvalidParameter, ServingError
+from engine.errors import EngineUnavailable
 from engine.model.config import ModelConfig
+from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.lora import LoRARequest
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
@@ -91,14 +90,8 @@ class EngineCore:
         if remote_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
         now = self._now()
-        try:
-            self.scheduler.handoffs.check(remote_request)
-            request = self.scheduler.apply(inputs.AddedRemote(remote_request), now)
-        except ServingError as error:
-            logger.warning("refused a prefill request handoff_id=%s reason=%s", remote_request.handoff_id, error)
-            self.mail.channel.submit(RefusePrefill(remote_request, str(error)))
+        if (request := self.mail.add_remote(remote_request, now)) is None:
             return False
-        self.mail.channel.submit(AcceptPrefill(remote_request))
         self._admit(request, now)
         return True
 
@@ -108,19 +101,13 @@ class EngineCore:
         self._check_task(message)
         self.scheduler.check_request(message)
         if message.lora is not None:
-            self.check_adapter(message.lora)
+            self.mail.check_adapter(message.lora)
         if message.params.structured_outputs is not None:
             self.mail.grammars.check(message.params.structured_outputs, self._now())
 
     def _check_task(self, message: GenerateRequest) -> None:
-        """Raise RequestError unless the model supports the kind of request."""
-        pooling, supported = message.pooling, self.model_config.supported_tasks
-        task = "generate" if pooling is None else pooling.task
-        supported.check(task, None if pooling is None else pooling.dimensions)
-        if pooling is not None and task == "score" and self.model_config.head == "lm":
-            ids, vocab_size = pooling.score_token_ids, self.model_config.vocab_size
-            if not ids or not all(0 <= token < vocab_size for token in ids):
-                raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
+        model = self.model_config
+        check_task(message, model.supported_tasks, model.vocab_size if model.head == "lm" else None)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[Event]:
         """End a request if it is live, and return its final event. reason: "stop" if the request's text has reached a
@@ -243,30 +230,10 @@ class EngineCore:
         self.mail.load_adapter(lora, call_id, self._now())
         self.idle = False
 
-    def check_adapter(self, lora: LoRARequest) -> None:
-        """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
-        self.scheduler.parts[AdapterSlots].check_adapter(lora)
-        self.mail.adapter_loader.check(lora)
-
     # -- state ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        times = self.ledger.times
-        per_step, per_token = times.by_tokens.coefficients
-        decode_per_step, decode_per_sequence = times.by_sequences.coefficients
-        return msgspec.structs.replace(
-            stats_of(self.scheduler),
-            seconds_per_step=per_step,
-            seconds_per_token=per_token,
-            decode_seconds_per_step=decode_per_step,
-            decode_seconds_per_sequence=decode_per_sequence,
-            prompt_seconds_per_token=times.prompt_token_s,
-            prefill_tokens=times.prefill_tokens,
-            prefills=times.prefills,
-            cost_s=self.ledger.seconds,
-            kv_gib_s=self.ledger.kv_gib_s,
-            **self.ranks.report(),
-        )
+        return msgspec.structs.replace(stats_of(self.scheduler), **self.ledger.stats(), **self.ranks.report())
 
     @property
     def last_step_age_s(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -113,6 +113,22 @@ class CostLedger:
         """Return the steps' time that a request has been charged with, in nanoseconds."""
         unpaid = 0 if request.cost.closed else self._per_decode_ns - self._joined.get(request, self._per_decode_ns)
         return request.cost.compute_ns + unpaid
+
+    def stats(self) -> dict[str, Any]:
+        """Return fields of EngineStats: learned step times, and what the time and the blocks were spent on."""
+        per_step, per_token = self.times.by_tokens.coefficients
+        decode_per_step, decode_per_sequence = self.times.by_sequences.coefficients
+        return {
+            "seconds_per_step": per_step,
+            "seconds_per_token": per_token,
+            "decode_seconds_per_step": decode_per_step,
+            "decode_seconds_per_sequence": decode_per_sequence,
+            "prompt_seconds_per_token": self.times.prompt_token_s,
+            "prefill_tokens": self.times.prefill_tokens,
+            "prefills": self.times.prefills,
+            "cost_s": self.seconds,
+            "kv_gib_s": self.kv_gib_s,
+        }
 
     def report(self, events: list[Event]) -> list[Event]:
         """Return the events with the costs of requests that end, and of those that report them. Closes the accounts of

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.core.door.inputs import Input
+from engine.core.door.inputs import AddedRemote, Input
+from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.part_inputs import (
     AdapterNumbered,
@@ -18,16 +20,22 @@ from engine.core.features.part_inputs import (
     TimePassed,
 )
 from engine.core.mail.compilations import Compilations
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.errors import ServingError
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_transfer.no_channel import NoChannel
 from engine.lora.group_loader import GroupLoader
+from engine.wire.handoff import AcceptPrefill, RefusePrefill
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import AdapterLoaded, CancelDispatch, DispatchRemote
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import ErrorInfo
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # that `flush` waits for the disk
 FLUSH_POLL_S = 0.002
@@ -79,6 +87,23 @@ class PartMail:
                 yield LinksRest(resting, of_images)
         yield from map(ImageWentOn, self.image_channel.events())
         yield from map(HandoffWentOn, self.channel.events())
+
+    def add_remote(self, asked_by: RemoteRequest, now: float) -> Request | None:
+        """Queue a prompt that another engine asked for, or return None if it is refused. That engine is told."""
+        try:
+            self._scheduler.handoffs.check(asked_by)
+            request: Request = self._scheduler.apply(AddedRemote(asked_by), now)
+        except ServingError as error:
+            logger.warning("refused a prefill request handoff_id=%s reason=%s", asked_by.handoff_id, error)
+            self.channel.submit(RefusePrefill(asked_by, str(error)))
+            return None
+        self.channel.submit(AcceptPrefill(asked_by))
+        return request
+
+    def check_adapter(self, lora: LoRARequest) -> None:
+        """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
+        self._scheduler.parts[AdapterSlots].check_adapter(lora)
+        self.adapter_loader.check(lora)
 
     def load_adapter(self, lora: LoRARequest, call_id: str, now: float) -> None:
         """Start to read an adapter into host memory on all ranks. `take_notices` returns the outcome later. Raises

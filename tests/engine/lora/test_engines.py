@@ -198,7 +198,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(adapted, tmp_path, opene
     ]
     for lora, message in cases:
         with pytest.raises(AdapterError, match=message):
-            core.check_adapter(lora)
+            core.mail.check_adapter(lora)
 
 
 def test_an_engine_without_adapters_refuses_them(adapted, opened):
