@@ -207,8 +207,6 @@ class BlockPool:
     def release(self, blocks: list[int], holder: BlockHolder | None = None) -> None:
         """Drop one reference to each block. A block that has a hash stays cached. holder: whose references they
         are, for the observers."""
-        for observer in self.observers:
-            observer.returned(blocks, holder)
         # tail first, so that eviction shortens a chain from its end and keeps shared prefixes
         for block in reversed(blocks):
             references = self._ref_counts[block]
@@ -219,6 +217,8 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+        for observer in self.observers:
+            observer.returned(blocks, holder)
 
     def cache_block(self, block: int, block_hash: bytes, holder: BlockHolder | None = None) -> int:
         """Enter a full, computed block into the prefix cache, and return the block to use from now on.

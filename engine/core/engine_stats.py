@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import EngineLoad
@@ -35,7 +37,7 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     """Return the statistics of a scheduler; EngineCore adds those about step times."""
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
-    pools = kv_cache.pools_by_name if len(kv_cache.pools_by_name) > 1 else {}
+    pools = pools_by_name(kv_cache) if len(kv_cache.groups) > 1 else {}
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
     fields = dict[str, Any]()
     for report in scheduler.parts.report:
@@ -80,3 +82,9 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
 def adapter_names(requests: list[Request]) -> list[str]:
     """Return the names of the requests' adapters, each once."""
     return list(dict.fromkeys(request.lora.lora_name for request in requests if request.lora is not None))
+
+
+def pools_by_name(kv_cache: KVCacheManager) -> dict[str, BlockPool]:
+    """Return the block pools of the KV cache groups by number, and that of recurrent states as `states`."""
+    groups = enumerate(kv_cache.groups)
+    return {"states" if group.kind == "mamba" else str(number): group.pool for number, group in groups}

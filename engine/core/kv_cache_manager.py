@@ -64,11 +64,6 @@ class KVCacheManager:
         """Number of blocks at the end of a prefix that suffice to continue after it; 0 if all blocks are needed."""
         return 0
 
-    @property
-    def pools_by_name(self) -> dict[str, BlockPool]:
-        """Block pools for statistics: those of the KV cache groups by number, and the pool of recurrent states."""
-        return {str(self._group): self.pool}
-
     def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
         """Return how many leading blocks of a request are cached. Never counts the block of the last token, which is
         always computed. shorten: function that can lower the number. below: tiers whose blocks count too."""
@@ -85,17 +80,6 @@ class KVCacheManager:
             count += 1
         return count
 
-    def longest_prefix(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
-        """Return the length of the longest prefix for which all KV cache groups have the blocks that a sequence needs
-        to continue. below: tiers whose blocks count too."""
-        count = len(hashes)
-        while True:
-            longest = count
-            for group in self.groups:
-                count = group.longest_hit(hashes[:count], below)
-            if count == longest:
-                return count
-
     def least(self, max_model_len: int) -> int:
         """Return how many blocks this group needs for one request of the maximum length."""
         return self.pool.blocks_for(max_model_len)
@@ -103,17 +87,6 @@ class KVCacheManager:
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Return which of these hashes belong to blocks that a sequence needs to continue after the last block."""
         return hashes
-
-    def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        """Pin the blocks of these hashes, and a new block for each hash that the pool lacks. Returns both lists, or
-        None if fewer than `watermark` blocks would be left."""
-        there = [block for each in needed for block in self.pool.match([each])]
-        num_new = len(needed) - len(there)
-        if not self.pool.can_reserve(there, num_new, watermark):
-            return None
-        blocks = self.pool.pin(there, num_new)
-        assert blocks is not None
-        return there, blocks[len(there) :]
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
         """Return the hashes of a request's blocks that this group has and later requests may need."""

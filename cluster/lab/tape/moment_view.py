@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from cluster.lab.tape.replay import Moment, Replay
+from engine.core.engine_stats import pools_by_name
 from engine.core.request import Request
 
 
@@ -90,7 +91,7 @@ class MomentView(msgspec.Struct, frozen=True, kw_only=True):
             what=what(last),
             blocks=[
                 BlocksView(name, pool.num_used, pool.num_cached, pool.num_free, pool.num_blocks, pool.block_size)
-                for name, pool in scheduler.kv_cache.pools_by_name.items()
+                for name, pool in pools_by_name(scheduler.kv_cache).items()
             ],
             planned=len(scheduler.planned),
             preemptions=scheduler.totals.preemptions,

@@ -1,10 +1,24 @@
-"""Pins of the blocks of a prefix, some of which are on their way to the device. Pure Python."""
+"""Prefixes in all KV cache groups: how much of one is there, and pins of its blocks, some of which are on their way to
+the device. Pure Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_cache_manager import Below, KVCacheManager, nowhere
+from engine.core.request import BlockTable
+
+
+def longest_prefix(kv_cache: KVCacheManager, hashes: Sequence[bytes], below: Below = nowhere) -> int:
+    """Return the length of the longest prefix for which all KV cache groups have the blocks that a sequence needs to
+    continue. below: tiers whose blocks count too."""
+    count = len(hashes)
+    while True:
+        longest = count
+        for group in kv_cache.groups:
+            count = group.longest_hit(hashes[:count], below)
+        if count == longest:
+            return count
 
 
 def pin_prefix(
@@ -12,17 +26,20 @@ def pin_prefix(
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int, bytes]]] | None:
     """Pin blocks of a prefix, and take new ones for those that are missing. needed: hashes for each group. Returns
     (group, block) of those that are there, and (group, block, hash) of the new ones; or None, and takes nothing, if too
-    few blocks are available."""
+    few blocks are available. watermark: blocks of each group that must stay available."""
     there: list[tuple[int, int]] = []
     new: list[tuple[int, int, bytes]] = []
     for group, (manager, hashes) in enumerate(zip(kv_cache.groups, needed, strict=True)):
-        missing = [each for each in hashes if not manager.pool.has(each)]
-        found = manager.pin(hashes, watermark)
-        if found is None:
+        pool = manager.pool
+        known = [block for each in hashes for block in pool.match([each])]
+        missing = [each for each in hashes if not pool.has(each)]
+        if not manager.can_reserve(BlockTable(known), len(missing), watermark):
             unpin(kv_cache, [*there, *((group, block) for group, block, _ in new)])
             return None
-        there += [(group, block) for block in found[0]]
-        new += [(group, block, each) for block, each in zip(found[1], missing, strict=True)]
+        pinned = pool.pin(known, len(missing))
+        assert pinned is not None
+        there += [(group, block) for block in known]
+        new += [(group, block, each) for block, each in zip(pinned[len(known) :], missing, strict=True)]
     return there, new
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.core.costs.block_usage import BlockUsage
+from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import BlockAccount, RequestCost
@@ -284,7 +285,7 @@ class HoldTable:
             assert self._tiers or len(self._kept[group]) <= self._limits(self._share)[group], "too much is held"
         for hold in holds:
             if not hold.tiers:
-                assert self._kv_cache.longest_prefix(hold.hashes) == len(hold.hashes), "a held block was evicted"
+                assert longest_prefix(self._kv_cache, hold.hashes) == len(hold.hashes), "a held block was evicted"
             for tier in hold.tiers:
                 has_lost = any(index.lost_held for index in tier.indexes)
                 assert has_lost or tier.holds(hold.keys), "a tier has evicted a held block"

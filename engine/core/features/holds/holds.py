@@ -9,6 +9,7 @@ from engine.core.costs.block_usage import BlockUsage
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
@@ -132,7 +133,7 @@ class Holds:
         hashes = request.hashes(mark.tokens // size, size)
         if not hashes:
             return refused(mark, "short", f"its {mark.tokens} tokens are less than a block of {size}")
-        hashes = hashes[: self._kv_cache.longest_prefix(hashes)]
+        hashes = hashes[: longest_prefix(self._kv_cache, hashes)]
         if not hashes:
             return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
         asked, expires_at = request.holds, now + (mark.ttl_s if mark.left_s is None else mark.left_s)

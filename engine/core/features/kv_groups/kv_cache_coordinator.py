@@ -69,10 +69,6 @@ class KVCacheCoordinator(KVCacheManager):
     def window_blocks(self) -> int:
         return self._managers[0].window_blocks  # routers know the blocks of this group
 
-    @property
-    def pools_by_name(self) -> dict[str, BlockPool]:
-        return {name: pool for manager in self._managers for name, pool in manager.pools_by_name.items()}
-
     def match(self, request: Request, shorten: Shorten, below: Below = nowhere) -> int:
         count = super().match(request, shorten, below)
         while True:

@@ -46,10 +46,6 @@ class StateCacheManager(KVCacheManager):
         load."""
         return []
 
-    @property
-    def pools_by_name(self) -> dict[str, BlockPool]:
-        return {"states": self.pool}
-
     # -- prefixes ------------------------------------------------------------------------------------------
 
     def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
@@ -62,9 +58,6 @@ class StateCacheManager(KVCacheManager):
 
     def needed(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         return hashes[-1:]
-
-    def pin(self, needed: Sequence[bytes], watermark: int) -> tuple[list[int], list[int]] | None:
-        return super().pin(needed, 0)  # watermarks are of blocks, not of snapshots
 
     def worth_storing(self, request: Request) -> Sequence[bytes]:
         known, size = min(request.computed, len(request.tokens)), self.pool.block_size
@@ -94,7 +87,7 @@ class StateCacheManager(KVCacheManager):
         return BlockTable(source, matched), int(needed)
 
     def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        return self.pool.can_reserve(table.blocks, missing)
+        return self.pool.can_reserve(table.blocks, missing)  # watermarks are of blocks, not of snapshots
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         snapshots = self.pool.reserve(table.blocks, missing, holder=request)

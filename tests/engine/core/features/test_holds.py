@@ -13,6 +13,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.features.holds import hold_table
 from engine.core.features.holds.holds import Holds
 from engine.core.features.part_inputs import HoldsGiven, HoldsReleased
+from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.token_delta import HoldOutcome
@@ -77,7 +78,7 @@ def flood(harness: Harness) -> None:
 def cached(harness: Harness, prompt: list[int] = PROMPT) -> int:
     """Tokens of a prompt that a request that begins with it would find."""
     hashes = block_hashes(prompt, harness.config.block_size)
-    return harness.scheduler.kv_cache.longest_prefix([hashes[i : i + 16] for i in range(0, len(hashes), 16)]) * 4
+    return longest_prefix(harness.scheduler.kv_cache, [hashes[i : i + 16] for i in range(0, len(hashes), 16)]) * 4
 
 
 def test_held_prompt_is_cached_after_all_else_was_evicted_and_another_is_not():
@@ -386,8 +387,10 @@ def in_tier(harness: TierHarness, prompt: list[int]) -> int:
     """Tokens of a prompt that are cached, or in a tier."""
     hashes, tiers = block_hashes(prompt, 4), harness.offloading.tiers
     names = [hashes[i : i + 16] for i in range(0, len(hashes), 16)]
-    return 4 * harness.scheduler.kv_cache.longest_prefix(
-        names, lambda group, each: any(tier.index(group).has(name_of(group, each)) for tier in tiers)
+    return 4 * longest_prefix(
+        harness.scheduler.kv_cache,
+        names,
+        lambda group, each: any(tier.index(group).has(name_of(group, each)) for tier in tiers),
     )
 
 
@@ -792,7 +795,7 @@ class HoldsMachine(SchedulerMachine):
             names = block_hashes(tokens, size)
             hashes = [names[i : i + 16] for i in range(0, len(names), 16)]
             assert len(hashes) * size == len(tokens)
-            assert kv_cache.longest_prefix(hashes, self.below) == len(hashes), "a promise was broken"
+            assert longest_prefix(kv_cache, hashes, self.below) == len(hashes), "a promise was broken"
 
     def below(self, group, block_hash):
         """Whether a tier has a block."""
