@@ -21,7 +21,7 @@ from cluster.entry_point import BUILDERS
 from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.decode import Decode
-from deployments.ingress import Ingress
+from deployments.ingress import Ingress, IngressOptions
 from deployments.openai.served.served_model import ModelInfo
 from deployments.prefill import Prefill
 from deployments.prefill_decode import PrefillDecode
@@ -122,18 +122,17 @@ def ingress(
         **scaling,
     )
     edge = config.ingress
-    return deployment.bind(
-        infos,
-        pools,
-        config.log,
-        config.tracing_config(),
-        edge.auth(),
-        edge.batches(),
-        edge.store_config(),
-        config.console_config(),
-        edge.image_config(),
-        edge.usage_config(),
+    options = IngressOptions(
+        log=config.log,
+        tracing=config.tracing_config(),
+        auth=edge.auth(),
+        batches=edge.batches(),
+        store=edge.store_config(),
+        console=config.console_config(),
+        images=edge.image_config(),
+        usage=edge.usage_config(),
     )
+    return deployment.bind(infos, pools, options)
 
 
 def _check_capacity(config: AppConfig) -> None:

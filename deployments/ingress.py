@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -84,6 +84,20 @@ class IngressPeers(NoPeers):
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressOptions:
+    """What the configuration says of the ingresses of an application."""
+
+    log: LogConfig
+    tracing: TracingConfig | None
+    auth: AuthConfig
+    batches: BatchConfig
+    store: StoreConfig
+    console: ConsoleConfig
+    images: ImageConfig
+    usage: UsageConfig
+
+
 @serve.ingress()
 class Ingress:
     """Serves HTTP. Control calls go to the replicas; tokens arrive from the engines on the token channel."""
@@ -92,25 +106,18 @@ class Ingress:
         self,
         infos: list[ModelInfo],
         pools: list[tuple[DeploymentHandle, dict[PeerPool, DeploymentHandle]]],
-        log: LogConfig,
-        tracing: TracingConfig | None,
-        auth: AuthConfig,
-        batches: BatchConfig,
-        store: StoreConfig,
-        console: ConsoleConfig,
-        images: ImageConfig,
-        usage: UsageConfig,
+        options: IngressOptions,
     ):
         """pools: for each model, the handle of its decode replicas, and the handles of the replicas that compute
         prompts or images for them."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
-        log_to_console(f"ingress-{ingress_id}", log)
-        traces = None if tracing is None else Tracing(tracing)
+        log_to_console(f"ingress-{ingress_id}", options.log)
+        traces = None if options.tracing is None else Tracing(options.tracing)
         node = ray.get_runtime_context().get_node_id()
-        files = None if usage.folder is None else UsageFiles(usage, ingress_id)
+        files = None if options.usage.folder is None else UsageFiles(options.usage, ingress_id)
         self._telemetry = Telemetry(
-            ingress_id, traces, IngressPeers(), node=node, keeps_texts=console.texts, usage_files=files
+            ingress_id, traces, IngressPeers(), node=node, keeps_texts=options.console.texts, usage_files=files
         )
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
@@ -120,14 +127,22 @@ class Ingress:
         ]
         self._telling: set[asyncio.Task[None]] = set()
         self._models = {
-            info.name: self._served_model(info, pool, images) for info, pool in zip(infos, engines, strict=True)
+            info.name: self._served_model(info, pool, options.images) for info, pool in zip(infos, engines, strict=True)
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
         self._adapter_tables: list[GcsTable] = []
-        auth = replace(auth, is_on_loopback=await asyncio.to_thread(ray_compat.is_on_loopback))
+        auth = replace(options.auth, is_on_loopback=await asyncio.to_thread(ray_compat.is_on_loopback))
         try:
-            self._app = http_app(self._models, self._telemetry, auth, batches, store, console, self._adapter_table)
+            self._app = http_app(
+                self._models,
+                self._telemetry,
+                auth,
+                options.batches,
+                options.store,
+                options.console,
+                self._adapter_table,
+            )
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
