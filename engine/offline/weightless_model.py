@@ -24,6 +24,7 @@ from engine.model.models.registry import build_model
 from engine.model.ops import attention, dispatch, moe, quantized_linear
 from engine.model.state import StateCache, state_specs
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
+from engine.runner.step_memory import StepMemory
 
 META = torch.device("meta")
 BLOCKS = 8192  # of a KV cache
@@ -131,12 +132,14 @@ class WeightlessModel:
                 Device(META), self._forward_images if images else self.model,
                 torch.zeros(seqs, context, dtype=torch.int32, device=META),
                 torch.zeros(len(groups), seqs, -(-context // size), dtype=torch.int32, device=META),
-                [
-                    torch.empty(BLOCKS, *group.block_shape(size, self.ranks), dtype=self.kv_dtype, device=META)
-                    for group in groups
-                ],
-                [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
-                StateCache(specs, seqs, 0, META).layers,
+                StepMemory(
+                    [
+                        torch.empty(BLOCKS, *group.block_shape(size, self.ranks), dtype=self.kv_dtype, device=META)
+                        for group in groups
+                    ],
+                    [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
+                    StateCache(specs, seqs, 0, META),
+                ),
                 budget_bytes=0, tp=self.tp,
             )  # fmt: skip
             inputs = torch.zeros(buffer_size(shape), dtype=torch.int32, device=META)

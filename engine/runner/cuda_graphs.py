@@ -34,7 +34,8 @@ from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
-from engine.model.state import StateBatch, States
+from engine.model.state import StateBatch, StateCache
+from engine.runner.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 
@@ -228,20 +229,16 @@ class CudaGraphs:
         forward: Callable[[Tensor, Batch], Tensor],
         history: Tensor,
         tables: Tensor,
-        kv_caches: list[Tensor],
-        kv_scales: list[Tensor | None],
-        states: list[States],
+        memory: StepMemory,
         *,
         budget_bytes: int,
         tp: TPGroup,
     ):
         """forward: returns hidden states [tokens, hidden] for token ids [tokens] int64 and their batch. history:
-        [slots, max_model_len] int32 token ids. tables: [groups, slots, max_blocks] int32. kv_caches, kv_scales: one per
-        KV cache group. states: one per recurrent layer. The contents of these tensors change between steps; their
-        addresses must not. budget_bytes: device memory for all graphs together."""
+        [slots, max_model_len] int32 token ids. tables: [groups, slots, max_blocks] int32. The contents of these tensors
+        change between steps; their addresses must not. budget_bytes: device memory for all graphs together."""
         self._device, self._forward, self._tp = device, forward, tp
-        self._history, self._tables, self._kv_caches, self._kv_scales = history, tables, kv_caches, kv_scales
-        self._states = states
+        self._history, self._tables, self._memory = history, tables, memory
         self._graphs: dict[StepShape, Graph] = {}
         tp.before_close(self._destroy)
         self.budget_bytes, self.used_bytes = budget_bytes, 0
@@ -255,10 +252,8 @@ class CudaGraphs:
             self._device,
             forward,
             self._history,
-            tables=self._tables,
-            kv_caches=[kv_cache],
-            kv_scales=[None],
-            states=[],
+            self._tables,
+            StepMemory([kv_cache], [None], StateCache([], 0, 0, kv_cache.device)),
             budget_bytes=budget_bytes,
             tp=TPGroup.single(),
         )
@@ -327,12 +322,12 @@ class CudaGraphs:
         first, *others = [
             KVGroup(mapping, table.index_select(0, columns.slots), cache, scales)
             for mapping, table, cache, scales in zip(
-                columns.slot_mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
+                columns.slot_mappings, self._tables, self._memory.kv_caches, self._memory.kv_scales, strict=True
             )
         ]
         states = None
-        if self._states:
-            states = StateBatch(self._states, columns.slots.int(), columns.save_at, columns.save_slots)
+        if layers := self._memory.states.layers:
+            states = StateBatch(layers, columns.slots.int(), columns.save_at, columns.save_slots)
         batch = Batch(
             positions=columns.positions,
             slot_mapping=first.slot_mapping,

@@ -16,13 +16,13 @@ from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
 from engine.model.low_rank import row_table
 from engine.model.ops import dispatch
-from engine.model.state import StateCache
 from engine.runner.cuda_graphs import StepShape, UnpaddedStep
 from engine.runner.images import EmbeddingRows, NoSlotImages, SlotImages
 from engine.runner.logits_processors import COUNTERS, LogitsEdits
 from engine.runner.pooler import PooledRows
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
+from engine.runner.step_memory import StepMemory
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan
 from engine.wire.pooling_params import PoolingParams
 
@@ -146,20 +146,17 @@ class InputBuilder:
         config: EngineConfig,
         model_config: ModelConfig,
         device: Device,
-        kv_caches: list[Tensor],
-        kv_scales: list[Tensor | None],
+        memory: StepMemory,
         max_model_len: int,
-        states: StateCache,
         shape_for: Callable[[int, int, int], StepShape | None] = lambda tokens, seqs, longest: None,
         drafts: bool = False,
         adapter_tile_rows: int = 1,
     ):
-        """kv_caches, kv_scales: one per KV cache group. shape_for: returns the graph's shape for a step of (tokens,
-        sequences, tokens of the longest sequence), or None if no graph fits. drafts: whether a drafter with weights
-        runs after each step; if so, a batch is built even for steps that run as a graph."""
-        self._device, self._shape_for, self._drafts, self._states = device, shape_for, drafts, states
-        self._kv_caches, self._kv_scales = kv_caches, kv_scales
-        self._block_size, self._max_model_len = kv_caches[0].shape[4], max_model_len
+        """shape_for: returns the graph's shape for a step of (tokens, sequences, tokens of the longest sequence), or
+        None if no graph fits. drafts: whether a drafter with weights runs after each step; if so, a batch is built even
+        for steps that run as a graph."""
+        self._device, self._shape_for, self._drafts, self._memory = device, shape_for, drafts, memory
+        self._block_size, self._max_model_len = memory.kv_caches[0].shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         # a GPU reads the KV of a sequence once for all its rows, and a recurrent state runs through them
         self._divides_drafts = not device.asynchronous and model_config.recurrent is None
@@ -167,7 +164,7 @@ class InputBuilder:
         self._max_drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         slots = config.max_num_seqs
         self._adapters = np.full(slots, -1, dtype=np.int32)  # slots of their adapters, of the sequences in these slots
-        shape = len(kv_caches), slots, -(-max_model_len // self._block_size)
+        shape = len(memory.kv_caches), slots, -(-max_model_len // self._block_size)
         self.block_tables = np.zeros(shape, dtype=np.int32)  # [groups, slots, blocks of a sequence]
         self._tables = list(self.block_tables)
         self._sequences: dict[int, NewSequence] = {}  # by slot
@@ -241,7 +238,7 @@ class InputBuilder:
             counts=sequences.counts,
             kv_len=sequences.ends,
             query_start=first_rows,
-            saves=self._states.saves(sequences.slots, plan.saved) if plan.saved else None,
+            saves=self._memory.states.saves(sequences.slots, plan.saved) if plan.saved else None,
         )
 
     def _batch(
@@ -276,7 +273,7 @@ class InputBuilder:
                 kv_scales=scales,
             )
             for slot_mapping, table, cache, scales in zip(
-                layout.slot_mappings, self._tables, self._kv_caches, self._kv_scales, strict=True
+                layout.slot_mappings, self._tables, self._memory.kv_caches, self._memory.kv_scales, strict=True
             )
         ]
         batch = Batch(
@@ -290,7 +287,7 @@ class InputBuilder:
             chunks=chunks_of(chunks),
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
-            states=self._states.batch(sequences.slots, staged, plan.saved),
+            states=self._memory.states.batch(sequences.slots, staged, plan.saved),
         )
         return batch, graph
 

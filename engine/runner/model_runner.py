@@ -38,6 +38,7 @@ from engine.runner.memory import plan_blocks
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import LogprobTable, logprob_table, process_rows
+from engine.runner.step_memory import StepMemory
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 from engine.wire.stats.engine_stats import StageStats
@@ -111,6 +112,7 @@ class ModelRunner:
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)
         ]
+        self._memory = StepMemory(self.kv_caches, self.kv_scales, self.states)
         self.drafting.allocate(self.num_blocks[0])
         self.sample_rows = sampling.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
@@ -119,12 +121,10 @@ class ModelRunner:
             config,
             model_config,
             self.device,
-            kv_caches=self.kv_caches,
-            kv_scales=self.kv_scales,
+            memory=self._memory,
             max_model_len=self.max_model_len,
             shape_for=self.graphs.shape_for,
             drafts=self.drafting.drafter is not None,
-            states=self.states,
             adapter_tile_rows=self._adapter_rows.tile_rows,
         )
         self._warm_up()
@@ -139,9 +139,7 @@ class ModelRunner:
         self.graphs: CudaGraphs | NoGraphs = NoGraphs()
         self._step_graph: StepGraph | None = None
         if not self.device.asynchronous:
-            self._step_graph = record_cpu_steps(
-                setup, self.model, self.kv_caches, self.kv_scales, self.max_model_len, self.states
-            )
+            self._step_graph = record_cpu_steps(setup, self.model, self._memory, self.max_model_len)
             return
         shape = len(self.kv_caches), config.max_num_seqs, -(-self.max_model_len // self.block_size)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=setup.torch_device)
@@ -150,10 +148,8 @@ class ModelRunner:
                 self.device,
                 self._compute,
                 self._history,
-                tables=self._tables,
-                kv_caches=self.kv_caches,
-                kv_scales=self.kv_scales,
-                states=self.states.layers,
+                self._tables,
+                self._memory,
                 budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
                 tp=self.tp.all_engines,
             )

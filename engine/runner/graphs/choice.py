@@ -6,14 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from engine.model.models.llama import Model
 from engine.model.ops import attention, dispatch
-from engine.model.state import StateCache
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, CudaGraphs, StepShape, decode_sizes, mixed_sizes
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.rank_setup import RankSetup
+from engine.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
     from engine.model.ops.cpu.step_graph import StepGraph
@@ -74,14 +73,7 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
     return shapes
 
 
-def record_cpu_steps(
-    setup: RankSetup,
-    model: Model,
-    kv_caches: list[Tensor],
-    kv_scales: list[Tensor | None],
-    max_model_len: int,
-    states: StateCache,
-) -> StepGraph | None:
+def record_cpu_steps(setup: RankSetup, model: Model, memory: StepMemory, max_model_len: int) -> StepGraph | None:
     """Return the model's layers as one graph of CPU kernels; None if some of their code is not ours."""
     if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
         return None
@@ -91,5 +83,6 @@ def record_cpu_steps(
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
     latent_heads = None if setup.model.latent is None else setup.model.num_heads
-    graph = StepGraph(model.run_layers, x, max_blocks, kv_caches, kv_scales, states, latent_heads)
+    kept = memory.kv_caches, memory.kv_scales, memory.states
+    graph = StepGraph(model.run_layers, x, max_blocks, *kept, latent_heads)
     return graph if graph.record() else None

@@ -19,6 +19,7 @@ from engine.device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows
 from engine.model.ops.sampling_plain import mark_non_finite
+from engine.model.state import StateCache
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
@@ -31,6 +32,7 @@ from engine.runner.cuda_graphs import (
 )
 from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
+from engine.runner.step_memory import StepMemory
 from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests
@@ -267,6 +269,10 @@ class SpinningDevice(TapedDevice):
         return super().used_bytes()
 
 
+def memory() -> StepMemory:
+    return StepMemory([torch.zeros(1)], [None], StateCache([], 2, 0, torch.device("cpu")))
+
+
 def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_which_waits_for_that_sum():
     groups, launched = connect(2), [threading.Event(), threading.Event()]
 
@@ -280,7 +286,7 @@ def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_whic
             return ids.float()[:, None]
 
         graphs = CudaGraphs(
-            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None], [],
+            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), memory(),
             budget_bytes=2**30, tp=groups[rank],
         )  # fmt: skip
         with pytest.raises((RuntimeError, StartupError)) as failed, groups[rank].starting():
@@ -299,7 +305,7 @@ def test_ranks_whose_lists_of_graphs_differ_end_their_start_and_capture_none():
         device = TapedDevice()
         graphs = CudaGraphs(
             device, lambda ids, batch: ids.float()[:, None], torch.zeros(2, 8),
-            torch.zeros(1, 2, 1, dtype=torch.int32), [torch.zeros(1)], [None], [], budget_bytes=2**30, tp=groups[rank],
+            torch.zeros(1, 2, 1, dtype=torch.int32), memory(), budget_bytes=2**30, tp=groups[rank],
         )  # fmt: skip
         with pytest.raises(StartupError, match=r"ranks \[1\] are about to capture other graphs than rank 0"):
             graphs.capture([StepShape(1, 1), StepShape(2, 2)][rank:])

@@ -20,6 +20,7 @@ from engine.runner.cuda_graphs import StepColumns, StepShape
 from engine.runner.inputs import InputBuilder
 from engine.runner.sampler import prepare_sampling
 from engine.runner.step_layout import Sequences
+from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import LateDevice
@@ -34,10 +35,8 @@ def builder() -> InputBuilder:
         EngineConfig(model="", max_num_seqs=4),
         model,
         Device(torch.device("cpu")),
-        [torch.zeros(1, 1, 1, 1, 16, 1)],
-        [None],
+        StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], StateCache([], 4, 0, torch.device("cpu"))),
         64,
-        StateCache([], 4, 0, torch.device("cpu")),
     )
 
 
@@ -71,8 +70,8 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
     shape = StepShape(seqs * (drafts + 1), seqs, rows, verified=drafts + 1)
     model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
     builder = InputBuilder(
-        EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(), [torch.zeros(1, 1, 1, 1, 16, 1)], [None], 2048,
-        StateCache([], seqs, 0, torch.device("cpu")),
+        EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(),
+        StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], StateCache([], seqs, 0, torch.device("cpu"))), 2048,
         shape_for=lambda *sizes: shape if shape.holds(*sizes) else None,
     )  # fmt: skip
     added = [NewSequence(slot, PROMPT, len(PROMPT), PARAMS[1], seed=0) for slot in range(seqs)]
