@@ -35,7 +35,7 @@ from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
-from deployments.openai.served.model_part import Draft, ModelPart
+from deployments.openai.served.model_part import Draft, ModelPart, overriding
 from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
@@ -164,16 +164,17 @@ class ServedModel:
             hourly=telemetry.usage_files.usage,
         )
         self.poison = Poison()
-        self._parts = parts(self)
-        observe = [part.observer for part in self._parts if type(part).observer is not ModelPart.observer]
+        self._parts = found = parts(self)
+        self._checks = overriding(found, ModelPart.check)
+        self._prompt_checks = overriding(found, ModelPart.check_prompts)
+        self._shares = overriding(found, ModelPart.share)
+        self._loads = overriding(found, ModelPart.load)
+        self._expands = overriding(found, ModelPart.expand)
+        self._edits = overriding(found, ModelPart.requests)
         self.frontend = replace(
             self.frontend,
-            observers=(partial(SequenceTrial, self.poison), *observe),
-            generation_observers=tuple(
-                part.generation_observer
-                for part in self._parts
-                if type(part).generation_observer is not ModelPart.generation_observer
-            ),
+            observers=(partial(SequenceTrial, self.poison), *overriding(found, ModelPart.observer)),
+            generation_observers=tuple(overriding(found, ModelPart.generation_observer)),
         )
 
     def adapted(self, adapter: Adapter) -> ServedModel:
@@ -222,8 +223,8 @@ class ServedModel:
             model=self.info.identity,
             lora=None if self.info.adapter is None else self.info.adapter.lora,
         )
-        for part in self._parts:
-            request = part.share(request)
+        for share in self._shares:
+            request = share(request)
         return request
 
     async def check_health(self) -> None:
@@ -240,8 +241,8 @@ class ServedModel:
         self.check_admission(context)
         self.format.check(body)
         draft = self._draft(body, context)
-        for part in self._parts:
-            await part.load(draft)
+        for load in self._loads:
+            await load(draft)
         requests, output_format = await self.in_thread(self._prepare_chat, body, context, draft)
         generation = await context.source.start(self.frontend, requests, context.client, self.info.fingerprint)
         info = self.info
@@ -284,21 +285,21 @@ class ServedModel:
         """Raise Overloaded if admission or a limit of the API key would refuse the request, unless it was admitted
         before."""
         if not context.source.admitted:
-            for part in self._parts:
-                part.check()
+            for check in self._checks:
+                check()
             self.admission.check(context.client)
 
     def check_prompts(self, num_tokens: int) -> None:
         """Raise an error for prompts of so many tokens together that could never run."""
-        for part in self._parts:
-            part.check_prompts(num_tokens)
+        for check in self._prompt_checks:
+            check(num_tokens)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Return the tokens of a text or a conversation. Raises RequestError."""
         if body.messages is not None:
             draft = Draft(body=body, request_id="tokenize", timeout_s=self.info.request_timeout_s)
-            for part in self._parts:
-                await part.load(draft)
+            for load in self._loads:
+                await load(draft)
             draft.text = await self.in_thread(self.render_chat, body.messages, body.tools or [], body)
             text, special = await self.in_thread(self.expand, draft, draft.text), False
         else:
@@ -351,8 +352,8 @@ class ServedModel:
 
     def expand(self, draft: Draft, text: str) -> str:
         """Return what is tokenized in place of a draft's text, or of its beginning. Raises RequestError."""
-        for part in self._parts:
-            text = part.expand(draft, text)
+        for expand in self._expands:
+            text = expand(draft, text)
         return text
 
     def render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
@@ -452,6 +453,6 @@ class ServedModel:
             ]
             for i, prompt in enumerate(prompts)
         ]
-        for part in self._parts:
-            requests = part.requests(draft, requests)
+        for edit in self._edits:
+            requests = edit(draft, requests)
         return requests
