@@ -66,7 +66,7 @@ class CacheHarness(Harness):
 
     @property
     def fetching(self) -> KVFetching:
-        return self.scheduler.fetching
+        return self.scheduler.parts[KVFetching]
 
     def add(self, name: str, prompt: list[int], *, held: int = 0, **more) -> None:
         """held: tokens that the other engine is believed to have."""

@@ -326,20 +326,9 @@ class Harness:
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
         self.step_times = StepTimes()
         offloading, usages = self.make_offloading(kv_cache), observe_usage(kv_cache)
-        self.scheduler = Scheduler(
-            self.config,
-            kv_cache,
-            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
-            handoffs=handoffs,
-            parts=[
-                *limits,
-                *([MicroBatches(stages)] if stages > 1 else []),
-                *(part for part in (speculator, adapters) if part is not None),
-            ],
-            step_times=self.step_times,
-            fetching=self.make_fetching(kv_cache, handoffs, offloading),
-            offloading=offloading,
-            holds=Holds(
+        holds = None
+        if held_share:
+            holds = Holds(
                 kv_cache,
                 offloading,
                 usages,
@@ -348,8 +337,15 @@ class Harness:
                 max_share_per_client=held_share_per_client,
                 max_ttl_s=max_hold_s,
             )
-            if held_share
-            else None,
+        parts = [holds, offloading, self.make_fetching(kv_cache, handoffs, offloading), *limits]
+        parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters]
+        self.scheduler = Scheduler(
+            self.config,
+            kv_cache,
+            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
+            handoffs=handoffs,
+            parts=[part for part in parts if part is not None],
+            step_times=self.step_times,
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk, on_device)
         self.depth = depth
@@ -365,7 +361,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.now = 0.0
         self.clock = 0.0  # of the ledger alone
-        tiers = [usage for tier in self.scheduler.offloading.tiers for usage in tier.usages]
+        self.tiers = [] if offloading is None else offloading.tiers
+        tiers = [usage for tier in self.tiers for usage in tier.usages]
         self.ledger = CostLedger(StepTimes(), usages, [2**30] * len(usages), self.clock, tiers)
         self.seen: set[Request] = set()
 
@@ -441,8 +438,8 @@ class Harness:
             self.prepared.append(self.runner.prepare(plan))
         elif not self.prepared:
             elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
-            elsewhere = elsewhere or self.scheduler.offloading.loading or self.scheduler.offloading.moving
-            elsewhere = elsewhere or self.scheduler.fetching.moving
+            parts = (self.scheduler.parts.get(KVOffloading), self.scheduler.parts.get(KVFetching))
+            elsewhere = elsewhere or any(part.moving for part in parts if part is not None)
             assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
         return plan
 
@@ -482,13 +479,13 @@ class Harness:
                 usage.block_time(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
             ]
             copied = pool.pinned
-            if isinstance(holds := self.scheduler.holds, Holds):
+            if (holds := self.scheduler.parts.get(Holds)) is not None:
                 charged += self._charged_to_holds(holds.table, group)
                 copied = copied - holds.table.pinned[group]
             charged.append(usage.block_time(usage.shared, copied.elements()))
             assert min(charged) >= 0, "who takes a reference gives it back"
             assert sum(charged) + usage.carried_ns == usage.used_ns
-        for tier in self.scheduler.offloading.tiers:
+        for tier in self.tiers:
             self._check_tier(tier)
 
     def _charged_to_holds(self, table: HoldTable, group: int) -> list[int]:
@@ -498,9 +495,9 @@ class Harness:
         return [*live, table.unused.blocks[group].block_ns]
 
     def _check_tier(self, tier: Tier) -> None:
-        holds = self.scheduler.holds
+        holds = self.scheduler.parts.get(Holds)
         charged = [r.cost.tiers[tier.name].block_ns for r in self.seen if tier.name in r.cost.tiers]
-        if isinstance(holds, Holds):
+        if holds is not None:
             charged.append(holds.table.unused.tiers[tier.name].block_ns)
             for hold in holds.table.by_end.values():
                 account = hold.cost.tiers[tier.name]
@@ -553,7 +550,8 @@ class Harness:
             limit -= 1
             assert limit > 0, "no end in sight"
         self.drain()
-        self.scheduler.holds.update(self.now + 1e9)
+        if (holds := self.scheduler.parts.get(Holds)) is not None:
+            holds.update(self.now + 1e9)
         self.scheduler.check()
         assert not any(pool.num_used for pool in self.pools)
         for name, prompt in self.prompts.items():

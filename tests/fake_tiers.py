@@ -125,7 +125,7 @@ class TierHarness(Harness):
 
     @property
     def offloading(self) -> KVOffloading:
-        return self.scheduler.offloading
+        return self.scheduler.parts[KVOffloading]
 
     # -- what an engine does -------------------------------------------------------------------------------
 

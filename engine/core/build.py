@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
+from engine.core.assembly import parts
 from engine.core.block_pool import BlockPool
-from engine.core.costs.block_usage import BlockUsage, observe_usage
-from engine.core.costs.cost_ledger import CostLedger, nanoseconds
+from engine.core.costs.block_usage import observe_usage
+from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.images.image_handoffs import ImageHandoffs
-from engine.core.features.kv_fetching import KVFetching, NoFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.speculator import Speculator, any_number
-from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
@@ -48,41 +39,27 @@ from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
 from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
-from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.no_channel import NoChannel
 from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
-from engine.model.state import DraftBound, state_specs
-from engine.runner.kv_cache import group_needs, window_step_tokens
+from engine.model.state import state_specs
+from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher
-from engine.runner.memory import snapshot_border, snapshot_bytes, snapshot_interval
+from engine.runner.loaded import Loaded
+from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model, without_idle_moves
 from engine.runner.stages.open_runner import open_runner
-from engine.spec_decode.drafter import HostDrafter
-from engine.spec_decode.ngram import NgramDrafter
-from engine.spec_decode.suffix import SuffixDrafter
 from engine.text.grammar import GrammarCompiler
-from engine.wire.remote_request import Peer
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
     from engine.kv_transfer.channel import HandoffChannel
     from engine.kv_transfer.transport.ranks import KVWorkerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A loaded model on all ranks of an engine, from which the other parts are built."""
-
-    config: EngineConfig
-    model: ModelConfig
-    folder: Path
-    runner: ModelRunner
 
 
 def build_engine(
@@ -115,7 +92,7 @@ def build_engine(
     kv_cache, limits_of_groups = make_kv_cache(loaded)
     usages = observe_usage(kv_cache)
     step_times = StepTimes()
-    offloading = make_offloading(loaded, tiers, kv_cache, step_times, clock)
+    offloading = parts.make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff = loaded.config.handoff
     channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks)
     encode = None if loaded.runner.image_inbox is None else loaded.config.encode
@@ -126,15 +103,15 @@ def build_engine(
         kv_cache,
         limits=make_limits(loaded),
         handoffs=handoffs,
-        offloading=offloading,
-        fetching=make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
-        holds=make_holds(loaded, kv_cache, offloading, usages, clock),
         parts=[
+            *parts.make_holds(loaded, kv_cache, offloading, usages, clock),
+            *([] if offloading is None else [offloading]),
+            *parts.make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
             *limits_of_groups,
-            *make_micro_batches(loaded),
-            *make_images(loaded, image_channel.peer),
-            *make_speculation(loaded, step_times),
-            *make_adapters(loaded),
+            *parts.make_micro_batches(loaded),
+            *parts.make_images(loaded, image_channel.peer),
+            *parts.make_speculation(loaded, step_times),
+            *parts.make_adapters(loaded),
         ],
         step_times=step_times,
     )
@@ -154,9 +131,9 @@ def build_engine(
         ledger=CostLedger(
             step_times,
             usages,
-            block_bytes(loaded),
+            parts.block_bytes(loaded),
             clock.monotonic(),
-            [usage for tier in offloading.tiers for usage in tier.usages],
+            [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
         ),
         mail=PartMail(
             scheduler,
@@ -272,17 +249,6 @@ def make_compiler(loaded: Loaded) -> GrammarCompiler:
     return GrammarCompiler(loaded.folder, loaded.model.vocab_size, frozenset(loaded.model.eos_token_ids), closed=closed)
 
 
-def make_micro_batches(loaded: Loaded) -> list[Part]:
-    stages, vision = loaded.config.pipeline_parallel_size, loaded.model.vision
-    if stages == 1:
-        return []
-    return [MicroBatches(stages, 0 if vision is None else vision.mm_tokens_per_image)]
-
-
-def make_adapters(loaded: Loaded) -> list[Part]:
-    return [AdapterSlots(loaded.config.lora_slots)] if loaded.config.enable_lora else []
-
-
 def make_limits(loaded: Loaded) -> ModelLimits:
     model = loaded.model
     return ModelLimits(
@@ -306,96 +272,6 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
     return HandoffManager(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
 
 
-def make_fetching(
-    loaded: Loaded,
-    channel: HandoffChannel | NoChannel,
-    kv_cache: KVCacheManager,
-    handoffs: HandoffManager,
-    offloading: KVOffloading | NoOffloading,
-    step_times: StepTimes,
-) -> KVFetching | NoFetching:
-    config = loaded.config.handoff
-    if config is None or channel.peer is None or config.role not in ("decode", "replica"):
-        return NoFetching()
-    if not config.enable_prefix_fetching:
-        return NoFetching()
-    return KVFetching(
-        kv_cache,
-        handoffs,
-        offloading,
-        peer=channel.peer,
-        times=step_times,
-        timeout_s=config.fetch_timeout_s,
-        block_bytes=block_bytes(loaded),
-    )
-
-
-def block_bytes(loaded: Loaded) -> list[int]:
-    """Return the bytes of a block of each KV cache group, on all ranks of all stages together. If there are snapshots
-    of recurrent states, the bytes of one come last."""
-    model, runner, tp = loaded.model, loaded.runner, loaded.runner.tp
-    needs = group_needs(loaded.config, runner.block_size, model, runner.kv_dtype, tp)
-    sizes = [need.block_bytes for need in needs]
-    if runner.states.num_snapshots:
-        sizes.append(snapshot_bytes(state_specs(model.recurrent, str(runner.dtype).removeprefix("torch."), tp.size)))
-    return [size * tp.size for size in sizes]
-
-
-def make_offloading(
-    loaded: Loaded, tiers: RankTiers | None, kv_cache: KVCacheManager, step_times: StepTimes, clock: Clock
-) -> KVOffloading | NoOffloading:
-    if tiers is None:
-        return NoOffloading()
-    config, now, found = loaded.config, clock.monotonic(), []
-    if tiers.host_slots:
-        slots = [TierIndex(count, config.kv_offloading_ttl_s, slots=True) for count in tiers.host_slots]
-        found.append(Tier("host", slots, [1] * len(slots), tiers.block_bytes))
-    for name, size, sizes in (
-        ("disk", config.kv_offloading_disk_size, tiers.disk_sizes),
-        ("store", config.kv_offloading_store_size, tiers.store_sizes),
-    ):
-        if size is not None:
-            found.append(Tier(name, [TierIndex(int(size * 2**30), config.kv_offloading_ttl_s)], sizes, [1]))
-    for usage in (usage for tier in found for usage in tier.usages):
-        usage.now_ns = nanoseconds(now)  # what an earlier start has left counts from now on
-    offloading = KVOffloading(
-        kv_cache,
-        found,
-        name_of=tiers.names.of,
-        times=step_times,
-        timeout_s=config.kv_offloading_timeout_s,
-        block_bytes=tiers.block_bytes,
-        epoch_s=clock.wall() - now,
-        found_holds=tiers.found_holds,
-    )
-    for block in tiers.found:
-        offloading.restore(block.name, block.size, now - block.age_s)
-    return offloading
-
-
-def make_holds(
-    loaded: Loaded,
-    kv_cache: KVCacheManager,
-    offloading: KVOffloading | NoOffloading,
-    usages: list[BlockUsage],
-    clock: Clock,
-) -> Holds | NoHolds:
-    config = loaded.config
-    if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
-        return NoHolds()
-    holds = Holds(
-        kv_cache,
-        offloading,
-        usages,
-        max_model_len=loaded.runner.max_model_len,
-        max_share=config.max_held_share,
-        max_share_per_client=config.max_held_share_per_client,
-        max_ttl_s=config.max_hold_s,
-    )
-    holds.update(clock.monotonic())  # restores those on disk, before any block is evicted or too old
-    return holds
-
-
 def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:
     if config is None or not config.publishes:
         return NoKVEvents()
@@ -414,41 +290,6 @@ def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id:
     return Tape(
         scheduler, times, engine_id=engine_id, role=role, max_bytes=size, clock=clock, kept=kept, shared_root=root
     )
-
-
-def make_speculation(loaded: Loaded, step_times: StepTimes) -> list[Part]:
-    config = loaded.config.speculative_config
-    if config is None or loaded.model.head != "lm":
-        return []
-    drafter: HostDrafter | None = None
-    if config.method == "ngram":
-        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    elif config.method == "suffix":
-        drafter = SuffixDrafter(config)
-    recurrent = loaded.model.recurrent
-    bound = any_number if recurrent is None else DraftBound(recurrent.kernel)
-    costs, stages = step_times.drafting.of, loaded.config.pipeline_parallel_size
-    return [Speculator(config, drafter, costs, loaded.model.vocab_size, bound, stages=stages)]
-
-
-def make_images(loaded: Loaded, peer: Peer | None) -> list[Part]:
-    """peer: this engine as encode engines address it; None if there are none."""
-    config, runner, vision = loaded.config, loaded.runner, loaded.model.vision
-    if vision is None:
-        return []
-    images = EncoderCacheManager(
-        config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
-    )
-    if peer is not None and runner.image_inbox is not None:
-        encoder, dtype, block_size = encoder_config(loaded.model), runner.dtype, runner.block_size
-        images.handoffs = ImageHandoffs(
-            peer,
-            fingerprint=fingerprint(encoder, loaded.folder, dtype, dtype, block_size, config.determinism),
-            image_token_id=vision.image_token_id,
-            num_blocks=len(runner.image_inbox),
-            block_size=block_size,
-        )
-    return [images]
 
 
 def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:

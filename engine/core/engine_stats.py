@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.block_pool import BlockPool
+from engine.core.features.holds.holds import Holds
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -17,7 +18,8 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
     # Blocks kept by holds alone are left out, as if absent: no step reads them, and new requests cannot have them.
     pools = scheduler.kv_cache.pools
-    held = [scheduler.holds.num_only_held(group) for group in range(len(pools))]
+    holds = scheduler.parts.get(Holds)
+    held = [0 if holds is None else holds.num_only_held(group) for group in range(len(pools))]
     used = max((own.num_used - own_held) / own.num_blocks for own, own_held in zip(pools, held, strict=True))
     as_full_as_the_fullest = round(used * pool.num_blocks)
     fields = dict[str, Any]()
@@ -69,10 +71,6 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         queued_tokens=queue.queued_tokens,
         prefill_decisions=scheduler.handoffs.decisions(),
         moves=dict(scheduler.handoffs.moves),
-        fetches=dict(scheduler.fetching.fetches),
-        fetched_tokens=scheduler.fetching.fetched_tokens,
-        kv_offload=scheduler.offloading.stats,
-        holds=scheduler.holds.stats,
         running_adapters=adapter_names(queue.running),
         waiting_adapters=adapter_names(queue.waiting),
         **fields,

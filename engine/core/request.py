@@ -59,6 +59,7 @@ class BlockTable:
 
 
 NEVER = 1 << 62  # a position
+NO_HOLDS = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
 
 
 class StateSnapshot(NamedTuple):
@@ -151,8 +152,10 @@ class RequestHolds:
         return taken
 
     def take_outcomes(self) -> list[HoldOutcome]:
+        """Return the decisions since the last call. Marks on which nobody has decided by then are refused."""
         outcomes, self.outcomes = self.outcomes, []
-        return outcomes
+        left = self.take_marks(NEVER)
+        return outcomes + [HoldOutcome(tokens=m.tokens, ttl_s=m.ttl_s, refusal="off", reason=NO_HOLDS) for m in left]
 
 
 @dataclass(slots=True)

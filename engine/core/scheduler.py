@@ -18,10 +18,6 @@ from engine.core.door.outputs import Outputs, Receiver
 from engine.core.door.part import Part, Parts
 from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.holds.holds import Holds, NoHolds
-from engine.core.features.kv_fetching import KVFetching, NoFetching
-from engine.core.features.kv_loading import KVLoading
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
 from engine.core.features.moves import Moves
 from engine.core.features.offers import Offers
 from engine.core.kv_cache_manager import KVCacheManager
@@ -74,9 +70,6 @@ class Scheduler:
         *,
         limits: ModelLimits,
         handoffs: HandoffManager | None = None,
-        offloading: KVOffloading | NoOffloading | None = None,
-        fetching: KVFetching | NoFetching | None = None,
-        holds: Holds | NoHolds | None = None,
         parts: Sequence[Part] = (),
         step_times: StepTimes | None = None,
     ):
@@ -87,17 +80,12 @@ class Scheduler:
         self.queue = RequestQueue(config.max_num_seqs)
         self.handoffs = handoffs or HandoffManager()
         self.parts = Parts(parts)
-        self.offloading = offloading or NoOffloading()
-        self.fetching = fetching or NoFetching()
-        sources, times = [self.offloading, self.fetching], step_times or StepTimes()
-        self.offers = Offers(sources, self.handoffs, times, self.block_size)
-        self.loading = KVLoading(self.queue, self.offloading, self.fetching)
-        self.holds = holds or NoHolds()
+        self.offers = Offers(self.parts.offer, self.handoffs, step_times or StepTimes(), self.block_size)
         self._checks = RequestChecks(limits, self.handoffs, self.parts)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self.moves = Moves(self.kv_cache, self.handoffs)
-        self._handoff_progress = HandoffProgress(self.handoffs, self.loading, self.queue, self.kv_cache)
+        self._handoff_progress = HandoffProgress(self.handoffs, self.queue, self.kv_cache)
         self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
         #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
@@ -108,14 +96,18 @@ class Scheduler:
         self.journal: Journal = NOBODY_LISTENS
         self.out = Outputs()
         self.handoffs.out = self.out
-        self.offloading.send_to(self.out)
         for part in parts:
             part.attach(self)
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
-        return self.queue.num_waiting + len(self.loading.requests)
+        return self.queue.num_waiting + len(self.loading)
+
+    @property
+    def loading(self) -> list[Request]:
+        """Live requests that wait for KV from a part."""
+        return [request for waiting in self.parts.waiting for request in waiting()]
 
     @property
     def has_work(self) -> bool:
@@ -190,9 +182,9 @@ class Scheduler:
         return request
 
     def _clear_cache(self) -> None:
-        self.holds.clear()
+        for cleared in self.parts.cleared:
+            cleared()
         self.kv_cache.clear_cache()
-        self.loading.clear()
 
     def _set_grammar(self, request: Request, grammar: Grammar) -> None:
         self.queue.remove(request)
@@ -225,7 +217,7 @@ class Scheduler:
             self.abort(request.request_id, now, error)
 
     def _move(self, count: int, now: float) -> None:
-        others = [*self.handoffs.receiving.values(), *self.loading.requests]
+        others = [*self.handoffs.receiving.values(), *self.loading]
         for request in self.moves.choose(self.queue, others, count):
             self._finish(request, "error", now, error=Moved(request.request_id))
 
@@ -244,11 +236,11 @@ class Scheduler:
     def _schedule(self, now: float) -> StepPlan | None:
         if now >= self.next_deadline:
             self._abort_overdue(now)
-        self.loading.update(now)
+        for update in self.parts.update:
+            update(now)
         if not all(may_plan(self.planned, len(self.queue.running)) for may_plan in self.parts.may_plan):
             return None
         before = self.totals.preemptions
-        self.holds.update(now)
         budget = self._plan_running()
         if not self._builder.requests:
             self._start_step(len(self.queue.running))  # a preempted request may have used them up
@@ -330,7 +322,8 @@ class Scheduler:
         decision = self.handoffs.decide(request, cached, running)
         offer = self.offers.take(request, matched, decision, running, self._shorten, self._blocks.watermark, now)
         if offer is not None and not offer.keeps_blocks:
-            self.loading.begin(request)
+            self.queue.remove(request)
+            request.state = State.LOADING_KV
             return True
         # the first token arrives with remote KV: reserve for it too, so that the request lacks nothing in its slot
         tokens, start = len(request.tokens) + decision.remote, len(request.tokens) if decision.remote else cached
@@ -338,7 +331,8 @@ class Scheduler:
             return False
         self.handoffs.count(decision)
         self.totals.observe_scheduled(request, cached, now)
-        self.holds.used(request, matched, now)
+        for reserved in self.parts.reserved:
+            reserved(request, matched, now)
         request.note(f"{decision}; {cached} of {len(request.tokens)} tokens are cached")
         if offer is None:
             request.computed = cached
@@ -394,7 +388,7 @@ class Scheduler:
             if known := running and computed <= request.computed:  # else it was preempted meanwhile
                 cache_blocks(request, computed)
             if computed >= request.holds.next_mark and (known or tokens):  # the first token reports all outcomes
-                self.holds.passed(request, computed, now)
+                self._passed(request, computed, now)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:
@@ -405,6 +399,10 @@ class Scheduler:
             elif i in result.pooled:
                 self._finish_pooling(request, result.pooled[i], now)
         self.metrics.observe_tokens([e.request for e in self.out.events[before:] if e.delta.token_ids], now)
+
+    def _passed(self, request: Request, computed: int, now: float) -> None:
+        for passed in self.parts.passed:
+            passed(request, computed, now)
 
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
@@ -471,8 +469,8 @@ class Scheduler:
 
     def _invalidate(self, request: Request) -> None:
         """Drop the KV of a request wherever it is kept, since it may hold non-finite numbers."""
-        self.holds.forget(request)
-        self.offloading.forget(request)
+        for invalidated in self.parts.invalidated:
+            invalidated(request)
         if request.tables:  # else it was preempted after the step was planned
             self.kv_cache.invalidate(request)
 
@@ -482,7 +480,8 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """End a request. Only this method ends requests."""
         self.queue.remove(request)
-        self.offloading.finished(request, error)
+        for ending in self.parts.ending:
+            ending(request, error)
         if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
         else:
@@ -508,11 +507,13 @@ class Scheduler:
 
     def handle(self, event: HandoffEvent, now: float) -> None:
         """Record the progress of a handoff."""
+        if any(heard(event, now) for heard in self.parts.heard):
+            return
         match self._handoff_progress.handle(event, now):
             case Ended(request, reason, error):
                 self._finish(request, reason, now, error=error)
             case Arrived(request, first):
-                self.holds.passed(request, len(request.tokens), now)
+                self._passed(request, len(request.tokens), now)
                 logprobs = None if first.logprob is None else [first.logprob]
                 self.append_tokens(request, [first.token], logprobs, now)
                 self.metrics.observe_tokens([request], now)
@@ -522,7 +523,5 @@ class Scheduler:
         for audit in self.parts.audit:
             audit(self.queue.running)
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
-        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.loading.requests)
-        self.offloading.check()
-        self.holds.check()
+        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.loading)
         self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])

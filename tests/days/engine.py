@@ -26,7 +26,6 @@ from engine.core.features.handoffs import HandoffManager
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.kv_offloading import NoOffloading
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
@@ -160,7 +159,7 @@ class Engine:
         role: Role | None = "decode" if policy and handoff.switch_roles else None
         handoffs = HandoffManager(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
-        self.tiers = NoModelledTiers() if isinstance(offloading, NoOffloading) else Tiers(self)
+        self.tiers = NoModelledTiers() if offloading is None else Tiers(self)
         fetching = None
         if handoff.enable_prefix_fetching and handoff.role in ("decode", "replica"):
             fetching = KVFetching(
@@ -182,9 +181,8 @@ class Engine:
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             handoffs=handoffs,
-            offloading=offloading,
-            fetching=fetching,
             parts=[
+                *(part for part in (offloading, fetching) if part is not None),
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
                 *speculation,
@@ -209,7 +207,7 @@ class Engine:
                 observe_usage(kv_cache),
                 [size * 1000],
                 clock.monotonic(),
-                [usage for tier in offloading.tiers for usage in tier.usages],
+                [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
             ),
             mail=PartMail(
                 scheduler,

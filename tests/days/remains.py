@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deployments.routing.prefix_index import block_keys
+from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_offloading import KVOffloading
 from tests.days.tiers import check_content
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def check_that_nothing_is_left(cluster: Cluster, forgotten: bool) -> None:
             nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)
             nothing(f"{name}: receiving", core.scheduler.handoffs.receiving)
             nothing(f"{name}: leased", core.scheduler.handoffs.leased)
-            nothing(f"{name}: fetches", core.scheduler.fetching.moving)
+            fetching, offloading = core.scheduler.parts.get(KVFetching), core.scheduler.parts.get(KVOffloading)
+            nothing(f"{name}: fetches", fetching is not None and fetching.moving)
             nothing(f"{name}: opened handoffs", core.scheduler.handoffs._opened_at)
             nothing(f"{name}: deltas", replica.engine.endpoint._deltas)
             nothing(f"{name}: ended", replica.engine.endpoint._ended)
@@ -54,9 +57,12 @@ def check_that_nothing_is_left(cluster: Cluster, forgotten: bool) -> None:
             for router in [] if replica.stopping else deployment.routers:
                 record = router.balancer.placements.engine(name)
                 nothing(f"{router.name}: load of {name}", record.load.sequences + record.load.queued_tokens)
-                names = [*core.scheduler.kv_cache.pool.block_hashes(), *core.scheduler.offloading.hashes.all()]
+                names = [
+                    *core.scheduler.kv_cache.pool.block_hashes(),
+                    *([] if offloading is None else offloading.hashes.all()),
+                ]
                 there = set(block_keys(b"".join(names)))
-                untold = set(block_keys(b"".join(getattr(core.scheduler.offloading.hashes, "_gone", None) or [])))
+                untold = set(block_keys(b"".join([] if offloading is None else offloading.hashes._gone or [])))
                 nothing(f"{router.name}: blocks of {name}", (there ^ record.prefixes.stored.to_set()) - untold)
             check_protocol(name, channel)
             if forgotten:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.group_tiers import NoTiers
@@ -35,16 +35,14 @@ STALL_S = 1.5  # longest stall of a load
 FAILS = 0.02  # share of the blocks that a disk cannot write, or has lost when they are read
 
 
-def make_offloading(
-    size: Size, kv_cache: KVCacheManager, times: StepTimes, clock: Clock
-) -> KVOffloading | NoOffloading:
+def make_offloading(size: Size, kv_cache: KVCacheManager, times: StepTimes, clock: Clock) -> KVOffloading | None:
     found = []
     if size.host:
         found.append(Tier("host", [TierIndex(size.host, size.tier_ttl_s, slots=True)], [1], [1000]))
     if size.disk:
         found.append(Tier("disk", [TierIndex(size.disk, size.tier_ttl_s)], [1], [1000]))
     if not found:
-        return NoOffloading()
+        return None
     return KVOffloading(
         kv_cache,
         found,
@@ -183,7 +181,8 @@ class Tiers:
 
 def check_content(engine: Engine) -> None:
     """Check that each block of a tier has the KV of its name, and that nothing moves."""
-    offloading = engine.core.scheduler.offloading
+    if (offloading := engine.core.scheduler.parts.get(KVOffloading)) is None:
+        return
     assert not offloading.moving, "blocks move for ever"
     for tier in offloading.tiers:
         for name in tier.index(0).names:

@@ -15,6 +15,7 @@ from unittest import mock
 
 from deployments.jobs import job as job_module
 from deployments.quotas.key_quota import RequestQuota
+from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.speculator import Speculator
 from engine.errors import ServingError
 from engine.wire import timeline
@@ -202,7 +203,8 @@ class World:
                 seen["draft rejected"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
             for result, count in scheduler.handoffs.moves.items():
                 seen[f"move {result}"] += count
-            for result, count in getattr(scheduler.fetching, "fetches", {}).items():
+            fetching = scheduler.parts.get(KVFetching)
+            for result, count in ({} if fetching is None else fetching.fetches).items():
                 seen[f"fetch {result}"] += count
             for name, value in _counts(engine.channel.endpoint.stats()).items():
                 seen[f"handoff {name}"] += value

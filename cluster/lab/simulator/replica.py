@@ -70,8 +70,7 @@ class Replica:
             kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
-            offloading=None if make_tier is None else make_tier(kv_cache, times or StepTimes()),
-            parts=limits,
+            parts=[*([] if make_tier is None else [make_tier(kv_cache, times or StepTimes())]), *limits],
         )
         self.meter: NoMeter | EngineMeter = NoMeter()
         if spec.prices != FREE:

@@ -104,7 +104,9 @@ class TierTraffic:
 
     def use(self, replicas: list[Replica]) -> TierUse:
         """Return what the replicas have copied."""
-        found = [stats for replica in replicas if (stats := replica.scheduler.offloading.stats) is not None]
+        found = [
+            tiers.stats for replica in replicas if (tiers := replica.scheduler.parts.get(KVOffloading)) is not None
+        ]
         return TierUse(
             loaded_tokens=sum(stats.hit_tokens for stats in found),
             gigabytes_loaded={

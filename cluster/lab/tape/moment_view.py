@@ -79,7 +79,7 @@ class MomentView(msgspec.Struct, frozen=True, kw_only=True):
         queue, handoffs = scheduler.queue, scheduler.handoffs
         lists: dict[str, Sequence[Request]] = {
             "running": queue.running,
-            "waiting": [*queue.waiting, *queue.waiting_for_grammar, *scheduler.loading.requests],
+            "waiting": [*queue.waiting, *queue.waiting_for_grammar, *scheduler.loading],
             "KV of other engines": [*handoffs.receiving.values(), *handoffs.leased.values()],
         }
         last = replay.moments[replay.position - 1] if replay.position else None

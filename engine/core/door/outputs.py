@@ -30,6 +30,11 @@ class Outputs:
         """Queue a message. after_steps: whether the steps planned so far must end first."""
         self._posted.setdefault(to, deque()).append((self.planned if after_steps else 0, message))
 
+    def adopt(self, other: Outputs) -> None:
+        """Take over the messages that were posted elsewhere, before a part served this scheduler."""
+        for to, waiting in other._posted.items():
+            self._posted.setdefault(to, deque()).extend(waiting)
+
     def take_events(self) -> list[Event]:
         """Return the events since the last call, oldest first."""
         events, self.events = self.events, []

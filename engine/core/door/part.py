@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from engine.core.door.offer import Offer
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request
 
 if TYPE_CHECKING:
     from engine.core.door.kernel import Kernel
+    from engine.core.kv_cache_manager import Shorten
     from engine.core.step_plan_builder import StepPlanBuilder
+    from engine.errors import ServingError
     from engine.wire.generate_request import GenerateRequest
+    from engine.wire.handoff import HandoffEvent
     from engine.wire.plan import StepPlan
     from engine.wire.remote_request import RemoteRequest
 
@@ -45,11 +49,45 @@ class Part:
         """Return how many of the `matched` leading blocks of a request can be used."""
         return matched
 
+    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
+        """Return what this part offers a waiting request: KV that is expected to come sooner than the same tokens are
+        computed here. The first `matched` blocks of the request are cached. shorten: as for KVCacheManager.match.
+        watermark: blocks that must stay available."""
+        return None
+
+    def waiting(self) -> Sequence[Request]:
+        """Return the live requests that wait for KV from this part, outside the queue and without blocks."""
+        return ()
+
+    def reserved(self, request: Request, matched: int, now: float) -> None:
+        """A request has got its blocks, of which the first `matched` were cached."""
+
+    def passed(self, request: Request, computed: int, now: float) -> None:
+        """The first `computed` tokens of a request, and a mark within them, are in the prefix cache."""
+
     def started(self, request: Request) -> None:
         """A request has got a slot."""
 
+    def invalidated(self, request: Request) -> None:
+        """The KV of a request may hold non-finite numbers. It still has its blocks, unless it was preempted."""
+
+    def ending(self, request: Request, error: ServingError | None) -> None:
+        """A request ends. It still has its blocks, unless it has none yet."""
+
     def ended(self, request: Request) -> None:
         """A request has ended, and its blocks are released."""
+
+    # -- what comes ----------------------------------------------------------------------------------------
+
+    def update(self, now: float) -> None:
+        """Go on with what takes time. Called before a step is planned."""
+
+    def heard(self, event: HandoffEvent, now: float) -> bool:
+        """Return whether the event of a channel is this part's, after recording it."""
+        return False
+
+    def cleared(self) -> None:
+        """The prefix cache is about to be emptied."""
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -118,7 +156,16 @@ class Parts:
         self.opened: Hooks[None] = self._bound("opened")
         self.may_start: Hooks[bool] = self._bound("may_start")
         self.shorten: Hooks[int] = self._bound("shorten")
+        self.offer: Hooks[Offer | None] = self._bound("offer")
+        self.waiting: Hooks[Sequence[Request]] = self._bound("waiting")
+        self.reserved: Hooks[None] = self._bound("reserved")
+        self.passed: Hooks[None] = self._bound("passed")
         self.started: Hooks[None] = self._bound("started")
+        self.invalidated: Hooks[None] = self._bound("invalidated")
+        self.ending: Hooks[None] = self._bound("ending")
+        self.update: Hooks[None] = self._bound("update")
+        self.heard: Hooks[bool] = self._bound("heard")
+        self.cleared: Hooks[None] = self._bound("cleared")
         self.ended: Hooks[None] = self._bound("ended")
         self.may_plan: Hooks[bool] = self._bound("may_plan")
         self.start_step: Hooks[None] = self._bound("start_step")

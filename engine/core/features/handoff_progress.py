@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.kv_loading import KVLoading
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
@@ -35,16 +34,13 @@ class HandoffProgress:
     """Records the progress of handoffs: of prompts that other engines compute, and of requests whose blocks other
     engines read."""
 
-    def __init__(self, handoffs: HandoffManager, loading: KVLoading, queue: RequestQueue, kv_cache: KVCacheManager):
-        self._handoffs, self._loading, self._queue, self._kv_cache = handoffs, loading, queue, kv_cache
+    def __init__(self, handoffs: HandoffManager, queue: RequestQueue, kv_cache: KVCacheManager):
+        self._handoffs, self._queue, self._kv_cache = handoffs, queue, kv_cache
 
     # -- events of the channel -----------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent, now: float) -> Arrived | Ended | None:
         """Record an event. Returns what the scheduler must record or end, if anything."""
-        if self._loading.owns(event):
-            self._loading.handle(event, now)
-            return None
         match event:
             case Spent(handoff_id, cost):
                 if handoff_id in self._handoffs.receiving:

@@ -15,14 +15,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from engine.core.costs.step_cost import LinearCost, StepTimes
+from engine.core.door.kernel import Kernel
+from engine.core.door.offer import Offer
+from engine.core.door.part import Part
 from engine.core.features.handoffs import HandoffManager
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
-from engine.core.features.offers import Offer
+from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
+from engine.core.request_queue import RequestQueue
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import (
     NO_TOKEN,
@@ -45,35 +49,6 @@ HELD_SHARE = 2  # of a group's blocks, at most one of so many is held for other 
 RATE_MEMORY = 100.0  # fetches after which an observation's weight is 1/e
 FORGET = 0.02  # fraction of the learned rate forgotten per fetch that seemed not to pay, so that it is tried again
 MIB = 2**20
-
-
-class NoFetching:
-    """Stand-in for KVFetching in an engine that fetches no KV."""
-
-    peer: Peer | None = None
-    fetches: Counter[str] = Counter()  # noqa: RUF012 - never changed
-    fetched_tokens = 0
-    waiting: list[Request] = []  # noqa: RUF012 - never changed
-    brought: list[tuple[BlocksAsked, float]] = []  # noqa: RUF012 - never changed
-    moving = False
-
-    def __init__(self) -> None:
-        self.resting: list[str] = []
-
-    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
-        return None
-
-    def owns(self, event: HandoffEvent) -> bool:
-        return False
-
-    def handle(self, event: HandoffEvent, now: float) -> list[Request]:
-        raise AssertionError(f"nothing was fetched: {event}")
-
-    def update(self, now: float) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +95,16 @@ class PendingFetch:
     """Whether the cache has been emptied meanwhile."""
 
 
-class KVFetching:
+class KVFetching(Part):
     """Fetches the first blocks of prompts from the caches and tiers of other engines, and lets other engines fetch."""
+
+    _queue: RequestQueue
 
     def __init__(
         self,
         kv_cache: KVCacheManager,
         handoffs: HandoffManager,
-        offloading: KVOffloading | NoOffloading | None = None,
+        offloading: KVOffloading | NoTiersBelow | None = None,
         *,
         peer: Peer,
         times: StepTimes,
@@ -146,16 +123,18 @@ class KVFetching:
         self.link_cost = LinearCost(RATE_MEMORY)
         self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
         self._timeout_s, self._bytes = timeout_s, block_bytes
-        self._min_tokens, self._below = min_tokens, offloading or NoOffloading()
+        self._min_tokens, self._below = min_tokens, offloading or NoTiersBelow()
         #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
         self.brought: list[tuple[BlocksAsked, float]] = []
         self._fetches: dict[str, PendingFetch] = {}  # by handoff id
         self._coming: dict[tuple[int, bytes], PendingFetch] = {}  # by group and hash
         self._held: dict[str, list[tuple[int, int]]] = {}  # (group, block) held for others, by handoff id
 
-    @property
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        self._queue = kernel.queue
+
     def waiting(self) -> list[Request]:
-        """Live requests that wait for blocks."""
         found = [request for fetch in self._fetches.values() for request in fetch.requests]
         return [request for request in found if request.state is State.LOADING_KV]
 
@@ -260,8 +239,8 @@ class KVFetching:
                 fetch.deadline_at = float("inf")
                 self._handoffs.send(CancelHandoff(fetch.handoff_id))
 
-    def _end(self, event: Received | Failed, now: float) -> list[Request]:
-        """Enter the blocks that have arrived into the prefix cache. Returns the requests that stop waiting."""
+    def _end(self, event: Received | Failed, now: float) -> None:
+        """Enter the blocks that have arrived into the prefix cache, and queue the requests that waited for them."""
         fetch = self._fetches.pop(event.handoff_id)
         upto = event.first.cached if isinstance(event, Received) else event.verified
         came = 0 if fetch.is_void else self._count(fetch, upto)
@@ -284,7 +263,8 @@ class KVFetching:
         why = f": {event.reason} {event.detail}".rstrip() if isinstance(event, Failed) else ""
         for request in fetch.requests:
             request.note(f"{came} of {len(fetch.blocks)} blocks have come from {fetch.engine_id}{why}")
-        return [request for request in fetch.requests if request.state is State.LOADING_KV]
+            if request.state is State.LOADING_KV:
+                self._queue.wait(request)
 
     def _count(self, fetch: PendingFetch, upto: int) -> int:
         """Return how many leading blocks of a fetch are complete once the KV of the first `upto` tokens has arrived."""
@@ -358,26 +338,23 @@ class KVFetching:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def owns(self, event: HandoffEvent) -> bool:
-        """Return whether `handle` takes this event."""
-        return isinstance(event, BlocksAsked) or (
-            isinstance(event, Received | Failed | Closed)
-            and (event.handoff_id in self._fetches or event.handoff_id in self._held)
-        )
-
-    def handle(self, event: HandoffEvent, now: float) -> list[Request]:
-        """Record the progress of a fetch. Returns the requests that stop waiting for it."""
+    def heard(self, event: HandoffEvent, now: float) -> bool:
         match event:
             case BlocksAsked():
                 timeout_s = event.remote_request.timeout_s
                 self._hold(event, now, now + BRING_SHARE * (self._timeout_s if timeout_s is None else timeout_s))
-            case Closed():
-                unpin(self._kv_cache, self._held.pop(event.handoff_id))
-            case Received() | Failed():
-                return self._end(event, now)
-        return []
+            case Closed(handoff_id) if handoff_id in self._held:
+                unpin(self._kv_cache, self._held.pop(handoff_id))
+            case Received(handoff_id) | Failed(handoff_id) if handoff_id in self._fetches:
+                self._end(event, now)
+            case _:
+                return False
+        return True
 
-    def clear(self) -> None:
+    def report(self) -> dict[str, Any]:
+        return {"fetches": dict(self.fetches), "fetched_tokens": self.fetched_tokens}
+
+    def cleared(self) -> None:
         """Discard the blocks that are still to arrive, since the cache is emptied."""
         for fetch in self._fetches.values():
             fetch.is_void = True

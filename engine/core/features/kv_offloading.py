@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from engine.core.costs.step_cost import StepTimes
-from engine.core.door.outputs import Outputs
-from engine.core.features.offers import Offer
+from engine.core.door.kernel import Kernel
+from engine.core.door.offer import Offer
+from engine.core.door.part import Part
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import SavedHolds
-from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes, tiers_of
+from engine.core.features.tiers.tier import Tier, TierHashes, tiers_of
 from engine.core.features.tiers.tier_writer import Store, TierWriter
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
+from engine.core.request_queue import RequestQueue
 from engine.errors import EngineError, ServingError
 from engine.wire.kv_offload import (
     FoundBlock,
@@ -35,21 +38,11 @@ FORGET = 0.02  # fraction of the learned rate forgotten per load that seemed not
 MIB = 2**20
 
 
-class NoOffloading:
-    """Stand-in for KVOffloading in an engine without tiers."""
+class NoTiersBelow:
+    """What holds and other engines find below the cache of an engine without tiers."""
 
-    stats: KVOffloadStats | None = None
-    loading: list[Request] = []  # noqa: RUF012 - never changed
-    hashes = NoHashes()
-    moving = False
     tiers: Sequence[Tier] = ()
     saved = SavedHolds((), lambda group, block_hash: block_hash, lambda command: None, epoch_s=0.0)
-
-    def send_to(self, out: Outputs) -> None:
-        pass
-
-    def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
-        pass
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
@@ -57,35 +50,8 @@ class NoOffloading:
     def delete(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
 
-    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
-        return None
-
     def bring(self, hashes: Sequence[Sequence[bytes]], timeout_s: float, then: Callable[[], None], now: float) -> bool:
         return False
-
-    def finished(self, request: Request, error: ServingError | None) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def answered(self, answer: TierAnswer | StoreListing, now: float) -> None:
-        pass
-
-    def update(self, now: float) -> None:
-        pass
-
-    def take_loaded(self) -> list[Request]:
-        return []
-
-    def flushed(self) -> bool:
-        return True
-
-    def clear(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +77,7 @@ class BlockLoad:
     is_void: bool = False
 
 
-class KVOffloading:
+class KVOffloading(Part):
     """Decides which blocks are copied to the tiers, and which requests wait for blocks from the tiers.
 
     Blocks are stored when their request ends: only then is it known that all their numbers are finite, and the next
@@ -126,6 +92,8 @@ class KVOffloading:
 
     All KV cache groups take part: the `needed` method of a group's manager returns the blocks that a hit requires.
     """
+
+    _queue: RequestQueue
 
     def __init__(
         self,
@@ -159,8 +127,6 @@ class KVOffloading:
             for lane in lanes
             if lane
         ]
-        #: Requests that have stopped waiting since the last call of `take_loaded`.
-        self.loaded: list[Request] = []
         self.set_names(name_of)
 
     def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
@@ -187,14 +153,13 @@ class KVOffloading:
         elif tier.name != "store":  # other engines may hold it there
             self._commands.drop(tier, [block.name])
 
-    def send_to(self, out: Outputs) -> None:
-        """Let the commands leave here."""
-        self._commands.out = out
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        kernel.out.adopt(self._commands.out)
+        self._commands.out, self._queue = kernel.out, kernel.queue
 
-    @property
-    def loading(self) -> list[Request]:
-        """Live requests that wait for blocks."""
-        waiting = [*self.loaded, *(request for load in self._loads.values() for request in load.requests)]
+    def waiting(self) -> list[Request]:
+        waiting = [request for load in self._loads.values() for request in load.requests]
         return [request for request in waiting if request.state is State.LOADING_KV]
 
     @property
@@ -381,7 +346,7 @@ class KVOffloading:
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:
             request.note(f"{len(load.blocks) - len(failed)} of {len(load.blocks)} blocks were loaded")
-        self.loaded += load.requests
+        self._wait(load.requests)
         for then in load.then:
             then()
 
@@ -395,26 +360,27 @@ class KVOffloading:
             if complete:
                 slowest.cost.observe(moved[slowest.name] / MIB, seconds)
 
-    def take_loaded(self) -> list[Request]:
-        """Return the live requests among `loaded`, and empty it."""
-        loaded, self.loaded = [r for r in self.loaded if r.state is State.LOADING_KV], []
-        return loaded
+    def _wait(self, requests: Sequence[Request]) -> None:
+        """Queue requests again that have waited for a load."""
+        for request in requests:
+            if request.state is State.LOADING_KV:
+                self._queue.wait(request)
 
     # -- down ----------------------------------------------------------------------------------------------
 
-    def finished(self, request: Request, error: ServingError | None) -> None:
+    def ending(self, request: Request, error: ServingError | None) -> None:
         """Record the end of a request, which still has its blocks."""
         if not request.tables:
             return
         if isinstance(error, EngineError):
-            self.forget(request)
+            self.invalidated(request)
             return
         groups = enumerate(self._kv_cache.groups)
         keys = [(group, each) for group, manager in groups for each in reversed(manager.worth_storing(request))]
         for writer in self._writers:
             writer.add(keys)
 
-    def forget(self, request: Request) -> None:
+    def invalidated(self, request: Request) -> None:
         """Delete all blocks of a request from the tiers, since they may hold non-finite numbers. The device has dropped
         them already."""
         size = self._kv_cache.pool.block_size
@@ -476,7 +442,7 @@ class KVOffloading:
                     request.note(
                         f"waited {load.deadline_at - load.started_at:g} s for KV from a tier; computes it instead"
                     )
-                self.loaded += load.requests
+                self._wait(load.requests)
                 load.requests = []
         for writer in self._writers:
             writer.check_deadlines(now)
@@ -494,7 +460,7 @@ class KVOffloading:
         """Return whether all blocks waiting to be stored have been written, except those that cannot be."""
         return all(writer.flushed for writer in self._writers)
 
-    def clear(self) -> None:
+    def cleared(self) -> None:
         """Delete all blocks of all tiers."""
         self.saved.clear()
         for writer in self._writers:
@@ -511,13 +477,16 @@ class KVOffloading:
     def stats(self) -> KVOffloadStats:
         return KVOffloadStats(
             tiers={tier.name: tier.stats() for tier in self.tiers},
-            loading=len(self.loading),
+            loading=len(self.waiting()),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
             not_stored=sum(writer.not_stored for writer in self._writers),
         )
 
-    def check(self) -> None:
+    def report(self) -> dict[str, Any]:
+        return {"kv_offload": self.stats}
+
+    def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError unless tiers and pins add up."""
         for tier in self.tiers:
             for index in tier.indexes:

@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from engine.core.costs.step_cost import StepTimes
+from engine.core.door.offer import Offer
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.remote_prefill_policy import PrefillDecision
 from engine.core.kv_cache_manager import Shorten
 from engine.core.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """KV of a prompt's tokens that can come from elsewhere instead of being computed here."""
-
-    tokens: int
-    """Number of tokens, besides those that are cached."""
-    seconds: float | None
-    """Time that it is expected to take; None if nobody can tell, or if it was asked for or promised."""
-    start: Callable[[float], bool]
-    """Begins, at the given time. Returns False, and does nothing, if there are too few blocks."""
-    keeps_blocks: bool = False
-    """Whether the request itself holds the blocks that are filled. It must have them before `start`. Otherwise the KV
-    comes into the prefix cache, and the request holds no blocks meanwhile."""
-
-
-class OfferSource(Protocol):
-    """A place from which KV can come into the prefix cache."""
-
-    def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
-        """Return what this source offers a waiting request, if that is expected to take less time than computing the
-        same tokens here. The first `matched` blocks of the request are cached. shorten: as for KVCacheManager.match.
-        watermark: blocks that must stay available."""
 
 
 class Offers:
@@ -46,8 +21,14 @@ class Offers:
     has come, what the prompt still lacks may be offered again.
     """
 
-    def __init__(self, sources: Sequence[OfferSource], handoffs: HandoffManager, times: StepTimes, block_size: int):
-        """times: learned costs of computing here."""
+    def __init__(
+        self,
+        sources: Sequence[Callable[..., Offer | None]],
+        handoffs: HandoffManager,
+        times: StepTimes,
+        block_size: int,
+    ):
+        """sources: Part.offer of those that have KV. times: learned costs of computing here."""
         self._sources, self._handoffs, self._times, self._block_size = list(sources), handoffs, times, block_size
 
     def take(
@@ -63,9 +44,9 @@ class Offers:
         """Return the best offer for a waiting request; None if its prompt is to be computed here. The offer has been
         started, unless it keeps blocks: then the caller starts it, once the request has them.
 
-        decision: of the handoffs. running: requests that are computed here. Other arguments as for OfferSource.offer.
+        decision: of the handoffs. running: requests that are computed here. Other arguments as for Part.offer.
         """
-        found = (source.offer(request, matched, shorten, watermark, now) for source in self._sources)
+        found = (offer(request, matched, shorten, watermark, now) for offer in self._sources)
         offers, cached = [offer for offer in found if offer is not None], matched * self._block_size
         if decision.remote:
             offers.append(self._of_handoff(request, cached, decision))

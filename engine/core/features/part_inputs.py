@@ -9,10 +9,10 @@ from engine.core.door.kernel import Kernel
 from engine.core.door.part import Parts
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import STUCK, HandoffManager
-from engine.core.features.holds.holds import Holds, NoHolds
+from engine.core.features.holds.holds import Holds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.kv_fetching import KVFetching, NoFetching
-from engine.core.features.kv_loading import KVLoading
+from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_offloading import KVOffloading
 from engine.errors import AdapterError, Overloaded
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer
@@ -26,9 +26,6 @@ class Scheduler(Kernel, Protocol):
 
     parts: Parts
     handoffs: HandoffManager
-    fetching: KVFetching | NoFetching
-    holds: Holds | NoHolds
-    loading: KVLoading
 
     def handle(self, event: HandoffEvent, now: float) -> None:
         """Record the progress of a handoff."""
@@ -78,7 +75,8 @@ class LinksRest(PartInput, frozen=True):
         if self.of_images:
             scheduler.parts[EncoderCacheManager].handoffs.resting = self.engines
             return
-        scheduler.fetching.resting = self.engines
+        if (fetching := scheduler.parts.get(KVFetching)) is not None:
+            fetching.resting = self.engines
         if scheduler.handoffs.policy is not None:
             scheduler.handoffs.policy.resting = self.engines
 
@@ -108,7 +106,8 @@ class HoldsReleased(PartInput, frozen=True):
     client: str | None
 
     def apply(self, scheduler: Scheduler, now: float) -> None:
-        scheduler.holds.release(self.name, self.client)
+        if (holds := scheduler.parts.get(Holds)) is not None:
+            holds.release(self.name, self.client)
 
 
 class HoldsGiven(PartInput, frozen=True):
@@ -117,15 +116,15 @@ class HoldsGiven(PartInput, frozen=True):
     limit: int
 
     def apply(self, scheduler: Scheduler, now: float) -> Any:
-        return scheduler.holds.give(self.limit, now)
+        return [] if (holds := scheduler.parts.get(Holds)) is None else holds.give(self.limit, now)
 
 
 class TimePassed(PartInput, frozen=True):
-    """Holds and tiers go on in an engine that plans no more steps."""
+    """Parts go on in an engine that plans no more steps."""
 
     def apply(self, scheduler: Scheduler, now: float) -> None:
-        scheduler.holds.update(now)
-        scheduler.loading.update(now)
+        for update in scheduler.parts.update:
+            update(now)
 
 
 class AdapterNumbered(PartInput, frozen=True):
@@ -158,4 +157,5 @@ class TiersAnswered(PartInput, frozen=True):
     answers: list[TierAnswer | StoreListing]
 
     def apply(self, scheduler: Scheduler, now: float) -> None:
-        scheduler.loading.answered(self.answers, now)
+        for answer in self.answers:
+            scheduler.parts[KVOffloading].answered(answer, now)

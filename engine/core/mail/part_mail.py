@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.core.door.inputs import AddedRemote, Input
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
@@ -69,7 +70,9 @@ class PartMail:
     @property
     def is_awaited(self) -> bool:
         """Whether a grammar, an adapter or blocks are on their way that let a request start."""
-        return bool(self.grammars.running) or self.adapter_loader.loading or self._scheduler.offloading.moving
+        offloading = self._scheduler.parts.get(KVOffloading)
+        moving = offloading is not None and offloading.moving
+        return bool(self.grammars.running) or self.adapter_loader.loading or moving
 
     def arrived(self, now: float) -> Iterator[Input]:
         """Yield what has come since the last call, in the order in which the scheduler must be given it. Raises
@@ -126,12 +129,12 @@ class PartMail:
     def flush(self, now: Callable[[], float]) -> None:
         """Write to the tiers the blocks that wait to be stored, and then their holds. Takes FLUSH_S at most. now: the
         engine's clock."""
-        deadline = now() + FLUSH_S
+        deadline, offloading = now() + FLUSH_S, self._scheduler.parts.get(KVOffloading)
         while now() < deadline:
             for given in (*self.arrived(now()), TimePassed()):
                 self._scheduler.apply(given, now())
             self.deliver()
-            if self._scheduler.offloading.flushed():
+            if offloading is None or offloading.flushed():
                 return
             time.sleep(FLUSH_POLL_S)
 

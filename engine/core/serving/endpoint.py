@@ -13,6 +13,7 @@ from engine.core.door import inputs
 from engine.core.engine import EngineCore
 from engine.core.features import part_inputs
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
@@ -91,6 +92,8 @@ class EngineEndpoint:
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._trials = TrialQueue()
+        fetching = core.scheduler.parts.get(KVFetching)
+        self._fetching_peer = None if fetching is None else fetching.peer
         self._ended: list[str] = []  # requests and remote prefills, since the last status
         self._status_due = self._timelines_due = clock.monotonic()
 
@@ -186,7 +189,7 @@ class EngineEndpoint:
             self._reply(event.request.reply_to, event.delta)
 
     def _list_hot_prefixes(self, call_id: str, limit: int) -> None:
-        peer = self._core.scheduler.fetching.peer
+        peer = self._fetching_peer
         if peer is None:
             REFUSALS.add("commands", "unexpected", "ListHotPrefixes: no engine fetches from this one")
             return
@@ -194,7 +197,7 @@ class EngineEndpoint:
 
     def _give_holds(self, call_id: str, limit: int) -> None:
         prompts = self._core.apply(part_inputs.HoldsGiven(limit))
-        self._push(self._status_to, self._encode(HeldPrompts(call_id, self._core.scheduler.fetching.peer, prompts)))
+        self._push(self._status_to, self._encode(HeldPrompts(call_id, self._fetching_peer, prompts)))
 
     def _set_role(self, role: Role) -> None:
         handoffs = self._core.scheduler.handoffs
@@ -258,7 +261,7 @@ class EngineEndpoint:
             self._timelines_due = now + TIMELINE_PERIOD_S
         for event in events:
             self._kv_events.prefilled(event)
-            if event.delta.token_ids and not event.delta.position and self._core.scheduler.fetching.peer:
+            if event.delta.token_ids and not event.delta.position and self._fetching_peer:
                 self._prefixes.observe(event.request)
             if event.request.asked_by is None or event.delta.kv_source is not None:
                 self._reply(event.request.reply_to, event.delta)

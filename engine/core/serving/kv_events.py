@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from engine.core.block_pool import HashChanges
 from engine.core.engine_stats import load_of
+from engine.core.features.holds.holds import Holds
+from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.tier import NoHashes
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subscribe
@@ -33,7 +37,8 @@ class KVEventPublisher:
         self.draining = False
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.kv_cache.pool
         self._blocks = HashChanges()
-        self._below = scheduler.offloading.hashes
+        tiers = scheduler.parts.get(KVOffloading)
+        self._below = NoHashes() if tiers is None else tiers.hashes
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load, self._held = 0, EngineLoad(), b""  # of the last update
@@ -84,7 +89,8 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        held, role = b"".join(self._scheduler.holds.ends), self._scheduler.handoffs.role
+        holds, role = self._scheduler.parts.get(Holds), self._scheduler.handoffs.role
+        held = b"" if holds is None else b"".join(holds.ends)
         told = (load, held, role) == (self._load, self._held, self._role)
         changed = self.draining or self._blocks or not told
         if not (changed or self._admitted or self._prefilled):
@@ -137,7 +143,7 @@ class KVEventPublisher:
             removed=b"",
             admitted=list(live),
             prefilled=[(name, r.prefix.num_cached) for name, r in live.items() if name not in self._prefilling],
-            peer=self._scheduler.fetching.peer,
+            peer=None if (fetching := self._scheduler.parts.get(KVFetching)) is None else fetching.peer,
             held=held,
             draining=self.draining,
             role=self._scheduler.handoffs.role,

@@ -138,7 +138,7 @@ class Tape(Journal):
         self._look_at = -math.inf
         #: Whether steps can yield more than one token for each sequence, or tokens for other engines.
         self._has_details = (speculator := scheduler.parts.get(Speculator)) is not None
-        if isinstance(offloading := scheduler.offloading, KVOffloading):
+        if (offloading := scheduler.parts.get(KVOffloading)) is not None:
             self._names = TapedNames(offloading.name_of, self._ring)
             offloading.set_names(self._names)
         if speculator is not None:
@@ -224,7 +224,7 @@ class Tape(Journal):
         they end."""
         self._scheduler.journal = NOBODY_LISTENS
         if self._names is not None:
-            self._scheduler.offloading.set_names(self._names.name_of)
+            self._scheduler.parts[KVOffloading].set_names(self._names.name_of)
         if (speculator := self._scheduler.parts.get(Speculator)) is not None:
             speculator.watch = unwatched
         self._ring.end()

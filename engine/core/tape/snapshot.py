@@ -28,15 +28,14 @@ from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold
-from engine.core.features.holds.holds import Holds, NoHolds
+from engine.core.features.holds.holds import Holds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
-from engine.core.features.kv_fetching import KVFetching, NoFetching, PendingFetch
+from engine.core.features.kv_fetching import KVFetching, PendingFetch
 from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.core.features.kv_loading import KVLoading
-from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoOffloading
+from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.moves import Moves
 from engine.core.features.offers import Offers
@@ -121,8 +120,8 @@ KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
     CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
-    KVCost, KVFetching, KVLoading, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
-    NoDrafter, NoFetching, NoHashes, NoHolds, NoImageHandoffs, NoOffloading, NoUsage,
+    KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
+    NoDrafter, NoHashes, NoImageHandoffs, NoTiersBelow, NoUsage,
     Offers, OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
     RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
     RequestStates, SavedHolds,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
 from engine.wire.remote_request import KVHolder
@@ -156,7 +157,7 @@ def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_pa
     with Caches(config, config, ranks) as caches:
         caches.ask(caches.there, prompt(LENGTH))
         caches.settle()
-        caches.wait_for(lambda: caches.there.scheduler.offloading.flushed())
+        caches.wait_for(lambda: caches.there.scheduler.parts[KVOffloading].flushed())
         caches.there.scheduler.kv_cache.clear_cache()
         turn = prompt(LENGTH) + caches.answers[0][0] + [5, 6, 7]
         cached = caches.ask(caches.here, turn, holder=caches.there)

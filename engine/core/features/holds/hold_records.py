@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.core.features.holds.hold_table import Hold, HoldTable, refused
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.tiers.saved_holds import FoundHold
 from engine.core.features.tiers.tier import Tier
 from engine.wire.generate_request import HoldMark
@@ -20,7 +20,7 @@ SAVE_S = 1.0  # between two writes of one hold, since each use changes its end
 class HoldRecords:
     """Keeps what is written about the holds of a table on disk and in the store up to date."""
 
-    def __init__(self, table: HoldTable, below: KVOffloading | NoOffloading, block_size: int, max_ttl_s: float):
+    def __init__(self, table: HoldTable, below: KVOffloading | NoTiersBelow, block_size: int, max_ttl_s: float):
         """max_ttl_s: longest time of a hold, in seconds."""
         self._table, self._below, self._block_size, self._max_ttl_s = table, below, block_size, max_ttl_s
         self._changed: set[Hold] = set()  # since they were written

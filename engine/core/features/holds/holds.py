@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from engine.core.costs.block_usage import BlockUsage
+from engine.core.door.part import Part
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
-from engine.core.features.kv_offloading import KVOffloading, NoOffloading
+from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
@@ -21,45 +23,9 @@ from engine.wire.token_delta import HoldOutcome
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
-OFF = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
 
 
-class NoHolds:
-    """Stand-in for Holds in an engine that keeps none: it refuses them all."""
-
-    stats: HoldStats | None = None
-    ends: Sequence[bytes] = ()
-
-    def passed(self, request: Request, computed: int, now: float) -> None:
-        asked = request.holds
-        asked.outcomes += [refused(mark, "off", OFF) for mark in asked.take_marks(computed)]
-
-    def used(self, request: Request, matched: int, now: float) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def release(self, name: str, client: str | None) -> None:
-        pass
-
-    def update(self, now: float) -> None:
-        pass
-
-    def give(self, limit: int, now: float) -> list[HeldPrompt]:
-        return []
-
-    def clear(self) -> None:
-        pass
-
-    def num_only_held(self, group: int) -> int:
-        return 0
-
-    def check(self) -> None:
-        pass
-
-
-class Holds:
+class Holds(Part):
     """Keeps prefixes in the prefix cache, or in a tier below it, until their time ends.
 
     A hold is granted or refused once its prompt is computed up to the mark; the outcome is sent with the first token.
@@ -81,7 +47,7 @@ class Holds:
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        offloading: KVOffloading | NoOffloading | None = None,
+        offloading: KVOffloading | NoTiersBelow | None = None,
         usages: Sequence[BlockUsage] = (),
         *,
         max_model_len: int,
@@ -92,7 +58,7 @@ class Holds:
         """usages: of the pool of each KV cache group, by which requests pay for holds; empty if nobody pays.
         max_share: fraction of each group's blocks, or of a tier, for all holds; max_share_per_client: for the holds
         of one client. max_ttl_s: longest time of a hold, in seconds."""
-        self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoOffloading(), max_ttl_s
+        self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoTiersBelow(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
         self.table = HoldTable(
             kv_cache,
@@ -176,7 +142,7 @@ class Holds:
 
     # -- using ---------------------------------------------------------------------------------------------
 
-    def used(self, request: Request, matched: int, now: float) -> None:
+    def reserved(self, request: Request, matched: int, now: float) -> None:
         """Renew the holds that a request has read: those of its client within its first `matched` blocks, which were
         cached."""
         if self.table.by_end and matched and request.holds.renews:
@@ -258,14 +224,14 @@ class Holds:
                 deleted += hold.keys
         self._below.delete(deleted)
 
-    def forget(self, request: Request) -> None:
+    def invalidated(self, request: Request) -> None:
         """End the holds that share blocks with a request, since these may hold non-finite numbers."""
         known = min(request.computed, len(request.tokens)) // self._block_size
         hashes = set(request.hashes(known, self._block_size))
         for hold in [hold for hold in self.table.by_end.values() if not hashes.isdisjoint(hold.hashes)]:
             self._end(hold, "invalid")
 
-    def clear(self) -> None:
+    def cleared(self) -> None:
         """End all holds, because the prefix cache is emptied."""
         for hold in list(self.table.by_end.values()):
             self._end(hold, "cleared")
@@ -286,7 +252,10 @@ class Holds:
     def stats(self) -> HoldStats:
         return self.table.stats
 
-    def check(self) -> None:
+    def report(self) -> dict[str, Any]:
+        return {"holds": self.stats}
+
+    def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""
         self.table.check()
         assert all(hold.is_live and not hold.tiers for hold in self._to_move), "an ended hold would move"

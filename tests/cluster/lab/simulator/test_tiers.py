@@ -9,6 +9,7 @@ from cluster.config.simulation_options import SimulationOptions
 from cluster.lab.simulator.cluster import Cluster, simulate
 from cluster.lab.simulator.spec import ClusterSpec, TierSpec, find_trace, make_cluster
 from cluster.lab.simulator.trace import PIECE, Trace
+from engine.core.features.kv_offloading import KVOffloading
 from engine.errors import InvalidParameter
 from tests.cluster.lab.simulator.small_cluster import BLOCK, MODEL, small_cluster
 from tests.models import make_model
@@ -101,7 +102,9 @@ def test_replicas_learn_what_others_delete_from_the_store():
     prompts = np.array([PROMPT] * len(order) + [BLOCK // 2] * 2)  # the last two write nothing, and come later
     trace = Trace("turns", 20.0 * np.arange(len(ids)), prompts, np.full(len(ids), 4), ids)
     cluster = run(spec(tier("store", 2 * CACHE), replicas=2), trace)
-    found = [replica.scheduler.offloading.tiers[0].index(0).names for replica in cluster.pools["decode"].replicas]
+    found = [
+        replica.scheduler.parts[KVOffloading].tiers[0].index(0).names for replica in cluster.pools["decode"].replicas
+    ]
     assert sorted(found[0]) == sorted(found[1]) and found[0]
 
 

@@ -15,6 +15,7 @@ from engine.core.door.inputs import PartInput
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.engine import EngineCore
 from engine.core.features.kv_fetching import split_names
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import SETTLED, NoTape
 from engine.core.tape.ring import EngineTape, Ring, tape_with_key
@@ -102,20 +103,20 @@ def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
     first = [5 + i % 80 for i in range(80)]
     add(core, "first", first)
     go(core)
-    while not core.scheduler.offloading.flushed():
+    while not core.scheduler.parts[KVOffloading].flushed():
         core.step()
     for i in range(3):
         add(core, f"evicts{i}", [10 + i] * 150)
         go(core)
     add(core, "again", first)
     go(core)
-    assert core.scheduler.offloading.stats.hit_tokens >= 64
+    assert core.scheduler.parts[KVOffloading].stats.hit_tokens >= 64
     taken = core.tape.take()
     for block_hash in split_names(block_hashes(first, 4)[: 16 * 8]):
-        assert core.scheduler.offloading.name_of(0, block_hash) in taken
-        assert core.scheduler.offloading.name_of(0, block_hash) not in tape_with_key(taken, KEY)
+        assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) in taken
+        assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) not in tape_with_key(taken, KEY)
     found = replayed(core)
-    assert found.scheduler.offloading.stats.hit_tokens == core.scheduler.offloading.stats.hit_tokens
+    assert found.scheduler.parts[KVOffloading].stats.hit_tokens == core.scheduler.parts[KVOffloading].stats.hit_tokens
 
 
 def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog, monkeypatch):

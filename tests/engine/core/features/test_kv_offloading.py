@@ -86,7 +86,7 @@ def test_a_request_waits_for_blocks_that_come_for_another():
     for name in ("one", "two"):
         harness.add(name, [*PROMPT, 7], max_tokens=1)
     harness.step()
-    assert len(harness.offloading.loading) == 2
+    assert len(harness.offloading.waiting()) == 2
     assert len(harness.moving) == 1
     harness.run()
 

@@ -40,7 +40,7 @@ def in_tier_and_elsewhere(load_s: float, fetch_s: float, tier: int, elsewhere: i
 def taken(harness: TieredCacheHarness) -> str:
     """Where the KV of the prompt that waits comes from first. It comes, and the prompt is answered."""
     harness.step()
-    source = "tier" if harness.offloading.loading else "elsewhere" if harness.open else "here"
+    source = "tier" if harness.offloading.waiting() else "elsewhere" if harness.open else "here"
     harness.run()
     assert "a" in harness.finished
     return source

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import rule
 
 from engine.core.engine_stats import load_of
+from engine.core.features.holds.holds import Holds
 from engine.core.output import Event
 from engine.core.serving.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
@@ -242,7 +243,7 @@ def test_holds_are_told_when_they_begin_and_end_and_to_those_who_come_late():
     harness.add("held", prompt, max_tokens=2, hold=[(9, 100.0)])
     while "held" not in harness.finished:
         harness.step()
-    (end,) = harness.scheduler.holds.ends
+    (end,) = harness.scheduler.parts[Holds].ends
     assert end == split(block_hashes(prompt, harness.config.block_size))[1]
     assert [update.held for update in harness.send(early)] == [end]
     harness.add("other", [40], max_tokens=1)
@@ -251,7 +252,7 @@ def test_holds_are_told_when_they_begin_and_end_and_to_those_who_come_late():
     assert [update.held for update in harness.send(early)] == [None]
     harness.kv_events.subscribe(Subscribe("late"), harness.now)
     assert [update.held for update in harness.send(late, after_s=0)] == [end]
-    harness.scheduler.holds.clear()
+    harness.scheduler.parts[Holds].cleared()
     assert [update.held for update in harness.send(early)] == [b""]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.features.holds.holds import Holds
 from tests.engine.core.features.test_kv_offloading import PROMPT, make
 from tests.engine.core.tape.taped import TapedHarness, attach, replay
 from tests.fake_runner import Harness
@@ -23,7 +24,7 @@ def test_a_request_without_a_mark_renews_the_holds_of_its_client_again():
     for name, token in (("one", 41), ("two", 42), ("three", 43)):
         harness.add(name, [token] * 24, max_tokens=4)
         go(harness)
-    assert len(replay(harness.tape).scheduler.holds.ends) == len(harness.scheduler.holds.ends) == 1
+    assert len(replay(harness.tape).scheduler.parts[Holds].ends) == len(harness.scheduler.parts[Holds].ends) == 1
 
 
 def test_an_idle_engine_ends_a_hold_again():
@@ -31,8 +32,8 @@ def test_an_idle_engine_ends_a_hold_again():
     harness.add("first", PROMPT, max_tokens=4, hold=[(20, 5.0)], client="alice")
     go(harness)
     harness.now += 6
-    assert harness.step() is None and not harness.scheduler.holds.ends
-    assert not replay(harness.tape).scheduler.holds.ends
+    assert harness.step() is None and not harness.scheduler.parts[Holds].ends
+    assert not replay(harness.tape).scheduler.parts[Holds].ends
 
 
 def test_an_idle_engine_moves_a_hold_to_a_tier_again():
@@ -41,10 +42,11 @@ def test_an_idle_engine_moves_a_hold_to_a_tier_again():
     harness.add("first", PROMPT, max_tokens=4, hold=[(20, 50.0)], client="alice")
     go(harness)
     for _ in range(8):
+        harness.now += 1.0
         harness.step()
         for number in list(harness.moving):
             harness.progress(number, lambda count, fails=number == 1: [0] if fails else [])
-    (hold,) = harness.scheduler.holds.table.by_end.values()
+    (hold,) = harness.scheduler.parts[Holds].table.by_end.values()
     assert [tier.name for tier in hold.tiers] == ["host"], "the disk has failed"
-    (again,) = replay(tape).scheduler.holds.table.by_end.values()
+    (again,) = replay(tape).scheduler.parts[Holds].table.by_end.values()
     assert [tier.name for tier in again.tiers] == ["host"]

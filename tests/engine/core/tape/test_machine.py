@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
+from engine.core.features.holds.holds import Holds
 from engine.core.features.part_inputs import ReplicasSet
 from engine.wire.messages import PrefillReplica
 from tests.engine.core.features.test_holds import HoldsMachine
@@ -81,7 +82,8 @@ class TapedHoldsMachine(Replayed, HoldsMachine):
     harness = TapedHarness
 
     def end(self, found):
-        found.scheduler.holds.update(self.h.now + 1e9)  # as the end of a run does
+        if (holds := found.scheduler.parts.get(Holds)) is not None:
+            holds.update(self.h.now + 1e9)  # as the end of a run does
 
     @rule(prefix=st.sampled_from(PREFIXES), client=st.sampled_from(["a", "b"]))
     def read(self, prefix, client):

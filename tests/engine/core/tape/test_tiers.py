@@ -7,6 +7,7 @@ import pytest
 
 from cluster.lab.tape.replay import Replay
 from engine.core.door.inputs import Aborted
+from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
 from engine.errors import EngineError, RequestTimeout
 from engine.wire.kv_offload import KVOffloadStats
@@ -25,7 +26,7 @@ def stats(offloading: KVOffloading) -> KVOffloadStats:
 def replayed(harness: TierHarness, tape) -> Replay:
     found = replay(tape)
     assert found.scheduler.totals == harness.scheduler.totals
-    assert stats(found.scheduler.offloading) == stats(harness.offloading)
+    assert stats(found.scheduler.parts[KVOffloading]) == stats(harness.offloading)
     assert [p.ref_counts() for p in found.scheduler.kv_cache.pools] == [p.ref_counts() for p in harness.pools]
     return found
 
@@ -40,7 +41,9 @@ def test_a_request_whose_blocks_come_too_late_is_queued_again():
     harness.now += TIMEOUT_S + 1
     (number,) = harness.moving
     harness.step()
-    assert "late" in harness.finished and replayed(harness, tape).scheduler.offloading.moving, "the ranks' answer waits"
+    assert "late" in harness.finished and replayed(harness, tape).scheduler.parts[KVOffloading].moving, (
+        "the ranks' answer waits"
+    )
     assert [answer.number for answer in harness.answers] == [number], "the load was stopped"
     harness.run()
     replayed(harness, tape)
@@ -70,7 +73,7 @@ def test_blocks_that_came_up_for_another_engine_are_held_for_it():
     harness.take_answers()
     harness.step()
     assert harness.held["theirs"].upto == 20
-    assert replayed(harness, tape).scheduler.fetching.moving
+    assert replayed(harness, tape).scheduler.parts[KVFetching].moving
     harness.run()
     replayed(harness, tape)
 

@@ -1,0 +1,1 @@
+"""Which parts an engine has."""
