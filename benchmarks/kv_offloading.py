@@ -29,6 +29,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
+from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
 
@@ -121,7 +122,7 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
     began, start = time.perf_counter(), clock.monotonic()
     for number, (at, agent) in enumerate(order_of_turns(load)):
-        while not core.scheduler.offloading.flushed():
+        while not core.scheduler.parts[KVOffloading].flushed():
             core.step()  # in a pause there is time for it
         clock.wait_until(start + at)
         context, is_first = contexts[agent], len(contexts[agent]) == load.first

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
 from engine.core.assembly import parts
+from engine.core.assembly.loaded import Loaded
 from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
@@ -49,7 +50,6 @@ from engine.model.state import state_specs
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher
-from engine.runner.loaded import Loaded
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_setup import read_model, without_idle_moves

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.clock import Clock
+from engine.core.assembly.loaded import Loaded
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.cost_ledger import nanoseconds
 from engine.core.costs.step_cost import StepTimes
@@ -27,7 +28,6 @@ from engine.kv_transfer.no_channel import NoChannel
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import DraftBound, state_specs
 from engine.runner.kv_cache import group_needs
-from engine.runner.loaded import Loaded
 from engine.runner.memory import snapshot_bytes
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter

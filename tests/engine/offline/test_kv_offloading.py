@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
+from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import HoldsReleased
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
@@ -78,7 +79,7 @@ def answer(core: EngineCore, prompt: list[int], name: str = "a", **more: Any) ->
 
 def flush(core: EngineCore) -> None:
     """Let all blocks go down."""
-    while not core.scheduler.offloading.flushed():
+    while not core.scheduler.parts[KVOffloading].flushed():
         core.step()
 
 
