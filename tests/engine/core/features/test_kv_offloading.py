@@ -367,3 +367,21 @@ class TierMachine(SchedulerMachine):
 
 TestTiers = TierMachine.TestCase
 TestTiers.settings = settings(max_examples=examples(25), stateful_step_count=30)
+
+
+def test_files_for_which_an_engine_finds_no_room_at_its_start_are_deleted():
+    before = make(disk_blocks=20)
+    stored(before)
+
+    class Smaller(TierHarness):
+        def make_offloading(self, kv_cache):
+            offloading = super().make_offloading(kv_cache)
+            for name in before.disk:  # before there is a scheduler, as in an engine that starts
+                offloading.restore(name, 1, 0.0)
+            return offloading
+
+    after = Smaller(num_blocks=32, max_model_len=32, disk_blocks=2)
+    after.disk = dict(before.disk)
+    assert len(after.disk) == 5
+    after.pass_time()
+    assert len(after.disk) == after.offloading.stats.tiers["disk"].blocks == 2
