@@ -96,7 +96,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         check_devices(name, args, kwargs)
     on_device = any(isinstance(tensor, Cuda) for tensor in tensors((args, kwargs)))
     if (asked := kwargs.get("device")) is not None:
-        on_device, kwargs["device"] = is_cuda(asked), CPU
+        on_device, kwargs["device"] = is_cuda(asked), in_memory(asked)
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     with Plain():
@@ -118,9 +118,9 @@ def move(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(value, Tensor):
             target = isinstance(value, Cuda)
         elif isinstance(value, torch.device | str | int) and not isinstance(value, bool):
-            target, rest[i] = is_cuda(value), CPU
-    if name == "to" and kwargs.get("device") is not None:
-        target, kwargs["device"] = is_cuda(kwargs["device"]), CPU
+            target, rest[i] = is_cuda(value), in_memory(value)
+    if name == "to" and (asked := kwargs.get("device")) is not None:
+        target, kwargs["device"] = is_cuda(asked), in_memory(asked)
     with Plain():
         result = tensor.to(*rest, **kwargs) if name == "to" else tensor
         if result is tensor and target == source:
@@ -162,6 +162,11 @@ def placed(value: Any, on_device: bool, given: list[Tensor]) -> Any:
 
 def is_cuda(device: Any) -> bool:
     return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
+def in_memory(device: Any) -> torch.device:
+    """Return where a tensor of a device lies: the device itself, but for that which is stood in for."""
+    return CPU if is_cuda(device) else torch.device(device)
 
 
 class Event:

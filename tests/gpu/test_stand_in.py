@@ -52,6 +52,12 @@ def test_operations_on_the_card_stay_there(run):
     assert found.is_cuda and found.device == torch.device("cuda", 0) and not found.cpu().is_cuda
 
 
+def test_tensors_without_values_stay_so():
+    assert torch.empty(3, device="meta").is_meta and CARD.to("meta").is_meta and HOST.to(device="meta").is_meta
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta
+
+
 def test_a_tensor_of_the_card_is_no_array_and_its_copy_is_one():
     for array in (Tensor.numpy, np.asarray):
         with pytest.raises(TypeError, match="can't convert cuda"):
