@@ -33,6 +33,7 @@ NOISE = 9  # times the bytes of weights in 16 bits: their noise is made and scal
 LAUNCH_S = 20e-6  # of the host, for a kernel of Triton outside a graph
 GRAPH_S = 0.1  # to end a capture and to load a graph of some hundred kernels
 COMPARED_S = 0.03  # to copy a call twice, to compute it in plain torch and in a graph, and to compare
+RUNNERS, RUNNER_S = 5, 0.7  # of a trial: one for its kernels, four for whole steps; a layer or two with random weights
 PROFILE_S = 4.0  # to begin a profile, and to read its events
 KERNEL_TESTS, KERNEL_TEST_S = 378, 0.2  # a few small launches and their oracle
 TEST_VARIANTS = 425  # kernels that these tests compile, as the interpreter tells them apart
@@ -82,7 +83,8 @@ def compiling(machine: Machine) -> list[Cost]:
 
 def trials(machine: Machine) -> list[Cost]:
     calls = sum(calls_compared(machine, name) for name in first.TRIED)
-    return [Cost(calls * COMPARED_S, f"{calls} comparisons")]
+    runners = RUNNERS * len(first.TRIED)
+    return [Cost(calls * COMPARED_S, f"{calls} comparisons"), Cost(runners * RUNNER_S, f"{runners} small models")]
 
 
 def calls_compared(machine: Machine, name: str) -> int:
@@ -124,6 +126,7 @@ def starting(machine: Machine, shape: str, seqs: int) -> list[Cost]:
     return [
         Cost(NOISE * weights / CARD.bytes_per_s, f"{weights / 1e9:.0f} GB of random weights"),
         Cost(calls * COMPARED_S, f"{calls} comparisons of kernels"),
+        Cost(RUNNERS * RUNNER_S, f"{RUNNERS} small models"),
         Cost(graphs * (GRAPH_S + 2 * launches * LAUNCH_S), f"{graphs} graphs of {launches} kernels, launched twice"),
     ]
 

@@ -49,6 +49,8 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path, open_r
     without. Raises StartupError for a wrong kernel that nothing can replace."""
     if not has_kernels(config, model):
         return
+    from engine.model.ops.gpu import dependent_launch  # needs Triton
+
     started = time.perf_counter()
     verdicts = try_kernels(config, model, folder, open_runner)
     for verdict in verdicts:
@@ -59,12 +61,16 @@ def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path, open_r
             )
         if not verdict.wrong:
             continue
-        if not dispatch.refuse(verdict.kernel):
+        if verdict.kernel is dependent_launch.begin:
+            dependent_launch.refuse()
+            logger.warning("early launch: %s; kernels start one after another from now on", verdict.wrong)
+        elif dispatch.refuse(verdict.kernel):
+            logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
+        else:
             raise StartupError(
                 f"kernel {verdict.op}: {verdict.wrong} from plain torch ({environment()}). Update Triton, or set "
                 "TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer"
             )
-        logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
     gc.collect()  # the model's memory is free before the real one is loaded
     logger.info("%d kernels tried seconds=%.1f", len(verdicts), time.perf_counter() - started)
 
@@ -80,29 +86,48 @@ def has_kernels(config: EngineConfig, model: ModelConfig) -> bool:
 def try_kernels(
     config: EngineConfig, model: ModelConfig, folder: Path, open_runner: OpenRunner
 ) -> list[Verdict]:  # fmt: skip
-    """Return the verdict on each kernel that the layers of a model use. open_runner: as for `check_kernels`."""
+    """Return the verdict on each kernel that the layers of a model use, and on their early launch if the GPU has it.
+    open_runner: as for `check_kernels`."""
+    from engine.kernel_trial.early_launch import compare_steps  # needs Triton
+    from engine.model.ops.gpu import dependent_launch
+
+    def open_model(config: EngineConfig) -> Any:
+        runner = open_runner(config, reduced(model), folder, RankAlone(config.tensor_parallel_size))
+        if config.enable_lora:
+            fill_adapters(runner.model)
+        return runner
+
+    chosen = trial_config(config)
+    verdicts = try_each(open_model(chosen), chosen)
+    if dependent_launch.supported(torch.device("cuda")):
+        gc.collect()  # the runner's memory is free before the next one is opened
+        verdicts.append(compare_steps(chosen, open_model))
+    return verdicts
+
+
+def try_each(runner: Any, config: EngineConfig) -> list[Verdict]:
+    """Return the verdict on each kernel, by itself, in the steps of a trial. Closes the ModelRunner."""
     from engine.kernel_trial.trial import KernelTrial  # needs Triton
 
-    runner = open_runner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
     for tensor in (tensor for layer in runner.states.layers for tensor in layer.values()):
         tensor.zero_()  # what no sequence has written is compared too
-    if config.enable_lora:
-        fill_adapters(runner.model)
     trial = KernelTrial(runner.device)
     trial.watch(runner.model)
     runner.sample_rows = trial.watched(runner.sample_rows)
-    for plan in trial_plans(model.vocab_size, runner.model_config.kv_groups, runner.block_size, config.enable_lora):
+    groups, vocab_size = runner.model_config.kv_groups, runner.model_config.vocab_size
+    for plan in trial_plans(vocab_size, groups, runner.block_size, config.enable_lora):
         runner.collect(runner.launch(runner.prepare(plan)))
     runner.close()
     return list(trial.verdicts.values())
 
 
 def fill_adapters(model: nn.Module) -> None:
-    """Fill all slots for adapters with random factors."""
+    """Fill all slots for adapters with random factors, the same each time."""
     for layer in [value for module in model.modules() for value in vars(module).values()]:
         if isinstance(layer, LinearAdapters):
-            layer.weights.a.normal_(std=0.1)
-            layer.weights.b.normal_(std=0.1)
+            generator = torch.Generator(layer.weights.a.device).manual_seed(0)
+            layer.weights.a.normal_(std=0.1, generator=generator)
+            layer.weights.b.normal_(std=0.1, generator=generator)
             layer.weights.ranks.fill_(layer.weights.rank)
 
 

@@ -45,6 +45,11 @@ def off() -> Iterator[None]:
         _off.pop()
 
 
+def refuse() -> None:
+    """Launch no kernel early from now on."""
+    _off.append(None)
+
+
 @cache
 def supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY

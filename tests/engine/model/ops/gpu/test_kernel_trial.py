@@ -17,7 +17,16 @@ from engine.kernel_trial import check
 from engine.kernel_trial.check import check_kernels, try_kernels
 from engine.model.ops import dispatch, norm_plain
 from engine.model.ops import norm as plain_norm
-from engine.model.ops.gpu import activation, attention, latent_attention, low_rank, norm, rope, sampling
+from engine.model.ops.gpu import (
+    activation,
+    attention,
+    dependent_launch,
+    latent_attention,
+    low_rank,
+    norm,
+    rope,
+    sampling,
+)
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.runner.model_runner import ModelRunner
@@ -121,3 +130,51 @@ def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(ref
     monkeypatch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
     with pytest.raises(StartupError, match=r"kernel attention.paged_attention: a row of .*triton .*ptxas .*CUDA 13.1"):
         check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+
+
+class Racing:
+    """A kernel that reads too early, if it starts early behind a kernel that did so too."""
+
+    def __init__(self, kernel: Any):
+        self._right, self._wrong, self._early = kernel, Wrong(kernel), False
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            early, self._early = self._early, "DEPENDENT" in options
+            (self._wrong if early and self._early else self._right)[grid](*args, **options)
+
+        return launch
+
+
+@pytest.fixture
+def early(monkeypatch) -> None:
+    """Launch kernels early, as on Hopper."""
+    if "stand-in" in torch.cuda.get_device_name():
+        monkeypatch.setattr(dependent_launch, "supported", lambda device: True)
+        monkeypatch.setattr(dependent_launch, "gdc_wait", lambda: None)
+        monkeypatch.setattr(dependent_launch, "gdc_launch_dependents", lambda: None)
+    monkeypatch.setattr(dependent_launch, "_off", [])
+
+
+with_graphs = pytest.mark.skipif(not ON_A_CARD, reason="needs graphs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@with_graphs
+def test_whole_steps_are_the_same_with_early_launch_and_without(early):
+    *others, whole = try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    assert not [verdict for verdict in others if verdict.wrong]
+    assert whole.kernel is dependent_launch.begin and not whole.wrong
+    assert (whole.calls, whole.graphs, whole.error) == (8, 8, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@with_graphs
+def test_kernels_that_are_wrong_in_whole_steps_only_start_one_after_another(early, refused, monkeypatch, caplog):
+    monkeypatch.setattr(activation, "gated_kernel", Racing(activation.gated_kernel))
+    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert lines[-1].startswith("early launch: a row of what steps write differs by ")
+    assert not dependent_launch.options(DEVICE)
