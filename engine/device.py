@@ -106,7 +106,8 @@ class Device:
         return output, lambda: seconds
 
     def used_bytes(self) -> int:
-        """Return how much of the device's memory is in use, by any process."""
+        """Return how much of the device's memory this process has taken, since others may share the device. What CUDA
+        itself keeps for its context and for graphs does not count."""
         return 0
 
 
@@ -223,8 +224,7 @@ class CudaDevice(Device):
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()  # memory that torch keeps for later does not count as used
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return total - free
+        return torch.cuda.memory_reserved(self.torch_device)
 
 
 def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ NEEDED = {
 }
 USEFUL = {
     "triton": "our kernels; without it plain torch runs, many times slower, and without CUDA graphs",
+    "xdist": "tests in several processes (package pytest-xdist)",
     "zmq": "several ranks, and KV transfer between engines (package pyzmq)",
     "xxhash": "KV transfer over TCP",
     "numba": "fast kernels on the CPU, where the reference is computed",

@@ -42,6 +42,7 @@ OUT_OF_REACH = {
     "the_host_never_waits": "needs CUDA's own guard of synchronization",
     "the_host_does_not_wait": "needs CUDA's own guard of synchronization",
     "test_graphs_stay_within_their_budget": "needs the memory of a card",
+    "test_memory_of_another_process_does_not_count": "needs the memory of a card",
     "test_torch_compile": "Inductor compiles for the host, not for what stands in for a card",
     "BlockFP8": "torch multiplies blocks in FP8 on cards only",
 }

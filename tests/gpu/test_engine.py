@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch._dynamo import config as dynamo_config
 
 from engine import pocket
 from engine.core.engine import EngineCore
+from engine.device import CudaDevice
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
@@ -214,3 +217,22 @@ def test_graphs_stay_within_their_budget(folder_of):
 
 def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
+
+
+TAKES_MEMORY = """
+import torch
+taken = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("taken", flush=True)
+input()
+"""
+
+
+def test_memory_of_another_process_does_not_count():
+    device, own = CudaDevice(), torch.ones(2**24, dtype=torch.uint8, device="cuda")
+    before = device.used_bytes()
+    with subprocess.Popen([sys.executable, "-c", TAKES_MEMORY], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "taken\n"
+        assert device.used_bytes() == before >= len(own)
+        other.stdin.write("\n")
