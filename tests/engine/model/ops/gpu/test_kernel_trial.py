@@ -13,8 +13,12 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import StartupError
-from engine.kernel_trial import check
+from engine.kernel_trial import check, steps
 from engine.kernel_trial.check import check_kernels, try_kernels
+from engine.kernel_trial.early_launch import compare_steps
+from engine.kernel_trial.rank_alone import RankAlone
+from engine.kernel_trial.reduced_model import reduced
+from engine.kernel_trial.trial import Verdict
 from engine.model.ops import dispatch, norm_plain
 from engine.model.ops import norm as plain_norm
 from engine.model.ops.gpu import (
@@ -29,6 +33,7 @@ from engine.model.ops.gpu import (
 )
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.runner import model_runner
 from engine.runner.model_runner import ModelRunner
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
@@ -148,33 +153,44 @@ class Racing:
 
 @pytest.fixture
 def early(monkeypatch) -> None:
-    """Launch kernels early, as on Hopper."""
+    """Launch kernels early, as on Hopper, in steps of few tokens."""
     if "stand-in" in torch.cuda.get_device_name():
         monkeypatch.setattr(dependent_launch, "supported", lambda device: True)
         monkeypatch.setattr(dependent_launch, "gdc_wait", lambda: None)
         monkeypatch.setattr(dependent_launch, "gdc_launch_dependents", lambda: None)
-    monkeypatch.setattr(dependent_launch, "_off", [])
+    monkeypatch.setattr(steps, "PROMPTS", (12, 9, 5))
+    monkeypatch.setattr(steps, "CHUNKS", ({0: 8}, {0: 4, 1: 9}, {0: 1, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 3}))
+    monkeypatch.setattr(model_runner, "warm_up_plans", lambda *sizes: [])
 
 
-with_graphs = pytest.mark.skipif(not ON_A_CARD, reason="needs graphs")
+def compared_steps() -> Verdict:
+    model = reduced(MODELS["Qwen 3"])
+    config = replace(check.trial_config(EngineConfig(**OPTIONS)), max_num_batched_tokens=16)
+    return compare_steps(config, lambda config: ModelRunner(config, model, Path("/nowhere"), RankAlone(1)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@with_graphs
+@pytest.mark.skipif(not ON_A_CARD, reason="needs graphs")
 def test_whole_steps_are_the_same_with_early_launch_and_without(early):
-    *others, whole = try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
-    assert not [verdict for verdict in others if verdict.wrong]
-    assert whole.kernel is dependent_launch.begin and not whole.wrong
-    assert (whole.calls, whole.graphs, whole.error) == (8, 8, 0.0)
+    verdict = compared_steps()
+    assert not verdict.wrong
+    assert (verdict.calls, verdict.graphs, verdict.error) == (8, 8, 0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@with_graphs
-def test_kernels_that_are_wrong_in_whole_steps_only_start_one_after_another(early, refused, monkeypatch, caplog):
+@pytest.mark.skipif(not ON_A_CARD, reason="needs graphs")
+def test_a_kernel_that_is_wrong_when_others_start_early_is_found_in_whole_steps(early, monkeypatch):
     monkeypatch.setattr(activation, "gated_kernel", Racing(activation.gated_kernel))
+    assert compared_steps().wrong.startswith("a row of what steps write differs by ")
+
+
+def test_kernels_start_one_after_another_where_whole_steps_were_wrong(monkeypatch, caplog):
+    verdict = Verdict("dependent_launch.begin", dependent_launch.begin, wrong="a row differs by 9.0%")
+    monkeypatch.setattr(check, "try_kernels", lambda *args: [verdict])
+    monkeypatch.setattr(dependent_launch, "_off", [])
+    monkeypatch.setattr(dependent_launch, "supported", lambda device: True)
+    assert dependent_launch.options(DEVICE)
     check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
-    lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert lines[-1].startswith("early launch: a row of what steps write differs by ")
     assert not dependent_launch.options(DEVICE)
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert line == "early launch: a row differs by 9.0%; kernels start one after another from now on"
