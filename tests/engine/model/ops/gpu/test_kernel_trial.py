@@ -181,7 +181,7 @@ def test_whole_steps_are_the_same_with_early_launch_and_without(early):
 @pytest.mark.skipif(not ON_A_CARD, reason="needs graphs")
 def test_a_kernel_that_is_wrong_when_others_start_early_is_found_in_whole_steps(early, monkeypatch):
     monkeypatch.setattr(activation, "gated_kernel", Racing(activation.gated_kernel))
-    assert compared_steps().wrong.startswith("a row of what steps write differs by ")
+    assert "a row of what steps write differs by " in compared_steps().wrong
 
 
 def test_kernels_start_one_after_another_where_whole_steps_were_wrong(monkeypatch, caplog):
