@@ -72,7 +72,8 @@ def own_kernels(monkeypatch):
 
 
 class Wrong:
-    """A kernel that writes the last row of its results too large by half, and the first of its whole numbers by one."""
+    """A kernel that writes the last row of its results too large by half, and another number beside the first of its
+    whole numbers, no larger than it may be."""
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
@@ -86,7 +87,8 @@ class Wrong:
                 if len(changed) and each.is_floating_point():
                     each[changed[-1][0]] *= 1.5
                 elif len(changed):
-                    each[tuple(changed[0])] += 1
+                    first = tuple(changed[0])
+                    each[first] += 1 if each[first] == 0 else -1
 
         return launch
 
