@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 SOME_JSON = json.dumps([{"key": i, "text": "abc"} for i in range(20_000)])
 QUIET_S = 0.0085  # that it takes to parse that on two cores of a virtual AMD EPYC without AVX-512, if they are idle
-NEW_BYTES, QUIET_PAGES_S = 1 << 26, 0.04  # memory that is new to the process, and its time on a quiet machine
+MANY_NUMBERS, QUIET_NUMBERS_S = json.dumps([12345] * 10**6), 0.06  # as many objects as a body may have, and their time
 
 
 def slowness() -> float:
     """How many times as long as on that machine a thread takes here and now; at least 1. A core whose other half, or
-    whose caches, others use takes longer also in CPU time, and so does memory that a virtual machine must first get
-    from its host."""
+    whose caches, others use takes longer also in CPU time, and so do the objects of a large body, for which a virtual
+    machine must first get memory from its host."""
     gc.disable()
     started = time.thread_time()
     json.loads(SOME_JSON)
     read = time.thread_time()
-    _ = b"\1" * NEW_BYTES
-    paged = time.thread_time()
+    json.loads(MANY_NUMBERS)
+    made = time.thread_time()
     gc.enable()
-    return max(1.0, (read - started) / QUIET_S, (paged - read) / QUIET_PAGES_S)
+    return max(1.0, (read - started) / QUIET_S, (made - read) / QUIET_NUMBERS_S)
 
 
 @dataclass(slots=True)
