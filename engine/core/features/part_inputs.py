@@ -21,7 +21,7 @@ from engine.wire.messages import PrefillReplica
 from engine.wire.stats.handoff_stats import Role
 
 
-class Scheduler(Kernel, Protocol):
+class KernelWithParts(Kernel, Protocol):
     """A scheduler with its parts, and with what is no part yet."""
 
     parts: Parts
@@ -36,14 +36,14 @@ class HandoffWentOn(PartInput, frozen=True):
 
     event: HandoffEvent
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         scheduler.handle(self.event, now)
 
 
 class StuckRefused(PartInput, frozen=True):
     """Refuses the prompts of other engines that could wait for blocks for ever (HandoffManager.stuck)."""
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         for request in scheduler.handoffs.stuck(scheduler.queue, now):
             scheduler.abort(request.request_id, now, Overloaded(STUCK))
 
@@ -53,14 +53,14 @@ class ReplicasSet(PartInput, frozen=True):
 
     replicas: list[PrefillReplica]
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         scheduler.handoffs.set_prefill_replicas(self.replicas)
 
 
 class RoleSet(PartInput, frozen=True):
     role: Role
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         scheduler.handoffs.switch(self.role)
 
 
@@ -71,7 +71,7 @@ class LinksRest(PartInput, frozen=True):
     of_images: bool = False
     """Whether these are the links to encode engines."""
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         if self.of_images:
             scheduler.parts[EncoderCacheManager].handoffs.resting = self.engines
             return
@@ -86,7 +86,7 @@ class ImageWentOn(PartInput, frozen=True):
 
     event: HandoffEvent
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         scheduler.parts[EncoderCacheManager].handoffs.handle(self.event)
 
 
@@ -95,7 +95,7 @@ class EncodersSet(PartInput, frozen=True):
 
     replicas: list[PrefillReplica]
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         scheduler.parts[EncoderCacheManager].handoffs.replicas = self.replicas
 
 
@@ -105,7 +105,7 @@ class HoldsReleased(PartInput, frozen=True):
     name: str
     client: str | None
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         if (holds := scheduler.parts.get(Holds)) is not None:
             holds.release(self.name, self.client)
 
@@ -115,14 +115,14 @@ class HoldsGiven(PartInput, frozen=True):
 
     limit: int
 
-    def apply(self, scheduler: Scheduler, now: float) -> Any:
+    def apply(self, scheduler: KernelWithParts, now: float) -> Any:
         return [] if (holds := scheduler.parts.get(Holds)) is None else holds.give(self.limit, now)
 
 
 class TimePassed(PartInput, frozen=True):
     """Parts go on in an engine that plans no more steps."""
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         for update in scheduler.parts.update:
             update(now)
 
@@ -132,7 +132,7 @@ class AdapterNumbered(PartInput, frozen=True):
 
     lora: LoRARequest
 
-    def apply(self, scheduler: Scheduler, now: float) -> int:
+    def apply(self, scheduler: KernelWithParts, now: float) -> int:
         if (slots := scheduler.parts.get(AdapterSlots)) is None:
             raise AdapterError.without_slots(self.lora.lora_name)
         return slots.new_load(self.lora)
@@ -146,7 +146,7 @@ class AdapterRead(PartInput, frozen=True):
     error: Any = None
     """A ServingError if it has failed on a rank."""
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         lora = scheduler.parts[AdapterSlots].loaded(self.number, failed=self.error is not None)
         waiting = [] if lora is None else [r for r in scheduler.queue.waiting if r.prefix.adapter == lora.digest]
         for request in waiting:
@@ -156,6 +156,6 @@ class AdapterRead(PartInput, frozen=True):
 class TiersAnswered(PartInput, frozen=True):
     answers: list[TierAnswer | StoreListing]
 
-    def apply(self, scheduler: Scheduler, now: float) -> None:
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
         for answer in self.answers:
             scheduler.parts[KVOffloading].answered(answer, now)

@@ -92,6 +92,7 @@ class EngineEndpoint:
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._trials = TrialQueue()
+        self._images = core.scheduler.parts.get(EncoderCacheManager)
         fetching = core.scheduler.parts.get(KVFetching)
         self._fetching_peer = None if fetching is None else fetching.peer
         self._ended: list[str] = []  # requests and remote prefills, since the last status
@@ -228,7 +229,7 @@ class EngineEndpoint:
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
         core, channel, image_channel = self._core, self._core.mail.channel, self._core.mail.image_channel
-        images = core.scheduler.parts.get(EncoderCacheManager)
+        images = self._images
         match command:
             case PrefillReplicas(replicas, "encode") if image_channel.peer is not None:
                 core.apply(part_inputs.EncodersSet(replicas))
@@ -287,7 +288,6 @@ class EngineEndpoint:
     def _send_status(self, now: float) -> None:
         scheduler, mail = self._core.scheduler, self._core.mail
         handoffs, channel, image_channel = scheduler.handoffs, mail.channel, mail.image_channel
-        images = scheduler.parts.get(EncoderCacheManager)
         status = EngineStatus(
             engine_id=self._engine_id,
             ended=self._ended,
@@ -297,7 +297,7 @@ class EngineEndpoint:
             image_handoffs=image_channel.stats(),
             live_handoffs=[*channel.snapshot(), *image_channel.snapshot()][:MAX_LIVE_HANDOFFS],
             fingerprint=handoffs.fingerprint,
-            encode_fingerprint="" if images is None else images.handoffs.fingerprint,
+            encode_fingerprint="" if self._images is None else self._images.handoffs.fingerprint,
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), image_channel.refused_by_ranks()),
             role=handoffs.role,
             role_changes=handoffs.role_changes,

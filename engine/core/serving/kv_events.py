@@ -39,6 +39,8 @@ class KVEventPublisher:
         self._blocks = HashChanges()
         tiers = scheduler.parts.get(KVOffloading)
         self._below = NoHashes() if tiers is None else tiers.hashes
+        self._holds, fetching = scheduler.parts.get(Holds), scheduler.parts.get(KVFetching)
+        self._peer = None if fetching is None else fetching.peer
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load, self._held = 0, EngineLoad(), b""  # of the last update
@@ -89,8 +91,7 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        holds, role = self._scheduler.parts.get(Holds), self._scheduler.handoffs.role
-        held = b"" if holds is None else b"".join(holds.ends)
+        held, role = b"" if self._holds is None else b"".join(self._holds.ends), self._scheduler.handoffs.role
         told = (load, held, role) == (self._load, self._held, self._role)
         changed = self.draining or self._blocks or not told
         if not (changed or self._admitted or self._prefilled):
@@ -143,7 +144,7 @@ class KVEventPublisher:
             removed=b"",
             admitted=list(live),
             prefilled=[(name, r.prefix.num_cached) for name, r in live.items() if name not in self._prefilling],
-            peer=None if (fetching := self._scheduler.parts.get(KVFetching)) is None else fetching.peer,
+            peer=self._peer,
             held=held,
             draining=self.draining,
             role=self._scheduler.handoffs.role,
