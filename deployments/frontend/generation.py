@@ -16,6 +16,7 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.observability.telemetry import current_request
 from engine.errors import Overloaded
 from engine.fairness.fair_queue import QueuedRequest
+from engine.overriding import overriding
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.token_delta import TokenDelta
@@ -69,8 +70,7 @@ class LiveGeneration:
         )
         found = (observe(size, self._bill) for observe in context.generation_observers)
         self._observers = [observer for observer in found if observer is not None]
-        overridden = [each for each in self._observers if type(each).waiting is not GenerationObserver.waiting]
-        self._waiting = [observer.waiting for observer in overridden]
+        self._waiting = overriding(self._observers, GenerationObserver.waiting)
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
         the generator is closed."""

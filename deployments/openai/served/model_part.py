@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from deployments.billing.bill import Bill
 from deployments.frontend.observers import GenerationObserver, RequestSize, SequenceObserver, SequenceView
@@ -72,13 +72,3 @@ class ModelPart:
     def generation_observer(self, size: RequestSize, bill: Bill) -> GenerationObserver | None:
         """Return what observes the sequences of an HTTP request, or None for one that it does not observe."""
         return None
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def overriding(parts: Sequence[ModelPart], method: Callable[Concatenate[Any, P], T]) -> list[Callable[P, T]]:
-    """Return a method of ModelPart, bound to those parts that override it."""
-    name = method.__name__
-    return [getattr(part, name) for part in parts if getattr(type(part), name) is not method]

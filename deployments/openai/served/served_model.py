@@ -35,7 +35,7 @@ from deployments.openai.formats.choice_parser import OutputFormat
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.openai.sampling_body import INT32, GenerationBody
-from deployments.openai.served.model_part import Draft, ModelPart, overriding
+from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
@@ -46,6 +46,7 @@ from engine.errors import (
     PromptTooLong,
     RequestTimeout,
 )
+from engine.overriding import overriding
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
@@ -174,7 +175,7 @@ class ServedModel:
         self.frontend = replace(
             self.frontend,
             observers=(partial(SequenceTrial, self.poison), *overriding(found, ModelPart.observer)),
-            generation_observers=tuple(overriding(found, ModelPart.generation_observer)),
+            generation_observers=overriding(found, ModelPart.generation_observer),
         )
 
     def adapted(self, adapter: Adapter) -> ServedModel:

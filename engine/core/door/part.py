@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from engine.core.door.offer import Offer
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request
+from engine.overriding import overriding
 
 if TYPE_CHECKING:
     from engine.core.door.kernel import Kernel
@@ -142,9 +143,7 @@ class Part:
 
 HOOKS = tuple(name for name, value in vars(Part).items() if callable(value) and name != "attach")
 """The methods that a scheduler calls."""
-T = TypeVar("T")
 P = TypeVar("P", bound=Part)
-Hooks = tuple[Callable[..., T], ...]
 
 
 class Parts:
@@ -152,35 +151,32 @@ class Parts:
 
     def __init__(self, parts: Sequence[Part] = ()):
         self.all = tuple(parts)
-        self.check: Hooks[None] = self._bound("check")
-        self.opened: Hooks[None] = self._bound("opened")
-        self.may_start: Hooks[bool] = self._bound("may_start")
-        self.shorten: Hooks[int] = self._bound("shorten")
-        self.offer: Hooks[Offer | None] = self._bound("offer")
-        self.waiting: Hooks[Sequence[Request]] = self._bound("waiting")
-        self.reserved: Hooks[None] = self._bound("reserved")
-        self.passed: Hooks[None] = self._bound("passed")
-        self.started: Hooks[None] = self._bound("started")
-        self.invalidated: Hooks[None] = self._bound("invalidated")
-        self.ending: Hooks[None] = self._bound("ending")
-        self.update: Hooks[None] = self._bound("update")
-        self.heard: Hooks[bool] = self._bound("heard")
-        self.cleared: Hooks[None] = self._bound("cleared")
-        self.ended: Hooks[None] = self._bound("ended")
-        self.may_plan: Hooks[bool] = self._bound("may_plan")
-        self.start_step: Hooks[None] = self._bound("start_step")
-        self.up_to: Hooks[int] = self._bound("up_to")
-        self.drafts: Hooks[list[int]] = self._bound("drafts")
-        self.planned: Hooks[None] = self._bound("planned")
-        self.step_ended: Hooks[None] = self._bound("step_ended")
-        self.verified: Hooks[int] = self._bound("verified")
-        self.guess: Hooks[list[int]] = self._bound("guess")
-        self.load: Hooks[dict[str, Any]] = self._bound("load")
-        self.report: Hooks[dict[str, Any]] = self._bound("report")
-        self.audit: Hooks[None] = self._bound("audit")
-
-    def _bound(self, name: str) -> Hooks[Any]:
-        return tuple(getattr(part, name) for part in self.all if overrides(type(part), name))
+        self.check = overriding(parts, Part.check)
+        self.opened = overriding(parts, Part.opened)
+        self.may_start = overriding(parts, Part.may_start)
+        self.shorten = overriding(parts, Part.shorten)
+        self.offer = overriding(parts, Part.offer)
+        self.waiting = overriding(parts, Part.waiting)
+        self.reserved = overriding(parts, Part.reserved)
+        self.passed = overriding(parts, Part.passed)
+        self.started = overriding(parts, Part.started)
+        self.invalidated = overriding(parts, Part.invalidated)
+        self.ending = overriding(parts, Part.ending)
+        self.update = overriding(parts, Part.update)
+        self.heard = overriding(parts, Part.heard)
+        self.cleared = overriding(parts, Part.cleared)
+        self.ended = overriding(parts, Part.ended)
+        self.may_plan = overriding(parts, Part.may_plan)
+        self.start_step = overriding(parts, Part.start_step)
+        self.up_to = overriding(parts, Part.up_to)
+        self.drafts = overriding(parts, Part.drafts)
+        self.planned = overriding(parts, Part.planned)
+        self.step_ended = overriding(parts, Part.step_ended)
+        self.verified = overriding(parts, Part.verified)
+        self.guess = overriding(parts, Part.guess)
+        self.load = overriding(parts, Part.load)
+        self.report = overriding(parts, Part.report)
+        self.audit = overriding(parts, Part.audit)
 
     def takes(self, field: str) -> bool:
         """Return whether a part understands this field of a request."""
@@ -194,8 +190,3 @@ class Parts:
         if (part := self.get(kind)) is None:
             raise KeyError(kind.__name__)
         return part
-
-
-def overrides(kind: type[Part], name: str) -> bool:
-    """Return whether a class of parts has its own method of this name."""
-    return getattr(kind, name) is not getattr(Part, name)

@@ -22,7 +22,7 @@ from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.outputs import Outputs
-from engine.core.door.part import HOOKS, Part, Parts, overrides
+from engine.core.door.part import HOOKS, Part, Parts
 from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots
 from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
@@ -88,6 +88,7 @@ from engine.core.tape.object_graph import (
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
+from engine.overriding import overrides
 from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.text.free_text import FREE_TEXT
@@ -148,7 +149,7 @@ KINDS.methods += [
     for told in KINDS.objects
     if issubclass(told.kind, Part)
     for hook in HOOKS
-    if overrides(told.kind, hook)
+    if overrides(told.kind, getattr(Part, hook))
 ]
 
 
