@@ -71,6 +71,12 @@ def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
     return []
 
 
+def classes_of(file: Path) -> list[ast.ClassDef]:
+    """The classes of a file, also those inside functions."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
 def uses_torch_distributed(source: str) -> bool:
     if "distributed" not in source:
         return False
@@ -268,6 +274,24 @@ def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
     for folder in {file.parent for files in FILES.values() for file in files}:
         files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
         assert len(files) <= MAX_FILES, f"{folder} has {len(files)} files"
+
+
+MAX_ARGUMENTS = 8  # of a constructor; a record has the fields that it needs
+LONG_CONSTRUCTORS = {"KVOffloading": 9}
+"""Those that take more arguments; the list may only get shorter."""
+
+
+def test_constructors_take_few_arguments():
+    """Written ones, without `self`. What takes more has more than one task, or needs a record."""
+    long = {}
+    for node in [node for files in FILES.values() for file in files for node in classes_of(file)]:
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                given = method.args
+                count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+                if count > MAX_ARGUMENTS:
+                    long[node.name] = count
+    assert long == LONG_CONSTRUCTORS
 
 
 def test_nothing_from_outside_enters_a_scheduler_but_by_apply():

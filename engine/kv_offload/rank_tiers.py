@@ -16,7 +16,8 @@ from engine.errors import ConfigError
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, sealed_size
 from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, choose_secret
 from engine.kv_offload.store import StoreFolder
-from engine.kv_offload.tier_worker import LIST_S, TierWorker
+from engine.kv_offload.store_lister import LIST_S, StoreLister
+from engine.kv_offload.tier_worker import TierWorker
 from engine.user_folder import user_folder
 from engine.wire.kv_offload import FoundBlock, SavedHold
 
@@ -64,7 +65,7 @@ def open_tiers(
     slots = host_slots(config, [len(cache) for cache in caches], block_bytes)
     disk_sizes = sizes_in(config, "kv_offloading_disk_size", of_ranks, sealed_size)
     store_sizes = sizes_in(config, "kv_offloading_store_size", of_ranks, lambda size: size + OVERHEAD)
-    secret, disk, store = choose_secret(config.kv_offloading_key_file, tp.key), None, None
+    secret, disk, store, lister = choose_secret(config.kv_offloading_key_file, tp.key), None, None, None
     names = BlockNames(secret)
     key = f"{TEMPORARY_KEY}{names.folder('')}-" if config.kv_offloading_key_file is None else ""
     # numbers differ between devices and numbers of ranks, and a rank's file has its heads and layers only
@@ -81,18 +82,10 @@ def open_tiers(
             raise ConfigError("kv_offloading_key_file", None, limit)
         folder, sealer = key + names.folder(shared), Sealer(secret, own)
         store = StoreFolder(config.kv_offloading_store, folder, sealer, rank=tp.rank, ranks=tp.size)
+        if tp.rank == 0:
+            lister = StoreLister(store, LIST_S, config.kv_offloading_ttl_s, key)
     found = [] if disk is None else on_all_ranks(disk, tp)
-    ttl_s = config.kv_offloading_ttl_s
-    worker = TierWorker(
-        caches,
-        host_slots=slots,
-        rank=tp.rank,
-        disk=disk,
-        store=store,
-        list_s=LIST_S,
-        ttl_s=ttl_s,
-        temporary_key=key,
-    )
+    worker = TierWorker(caches, host_slots=slots, rank=tp.rank, disk=disk, store=store, lister=lister)
     opened.callback(worker.close)
     holds = [] if disk is None else disk.find_holds()
     return RankTiers(worker, names, block_bytes, slots, disk_sizes, store_sizes, found, holds)

@@ -15,6 +15,7 @@ from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.hold_writer import HoldWriter
 from engine.kv_offload.sealing import Unsealable
 from engine.kv_offload.store import StoreFolder, Unreachable
+from engine.kv_offload.store_lister import StoreLister
 from engine.wire.kv_offload import (
     DropBlocks,
     DropHold,
@@ -33,12 +34,8 @@ logger = logging.getLogger(__name__)
 READERS = 4  # threads: a disk is faster if it is asked for several blocks at a time
 GETTERS = 8  # threads: a store takes longer to answer, and answers many at a time
 PUTTERS = 4
-LIST_S = 5.0  # between two listings of the store, at least
-LIST_SHARE = 20  # a listing is followed by a wait of so many times its duration, at least: a store may cost per request
-CLEAN_S = 3600.0  # between two deletions of what nobody will read
 CLOSE_S = 2.0  # that `close` waits for all threads
 
-NOTHING = StoreListing([], [])
 Task = Callable[[], None]
 
 
@@ -113,14 +110,12 @@ class TierWorker:
         rank: int = 0,
         disk: DiskFolder | None = None,
         store: StoreFolder | None = None,
-        list_s: float = LIST_S,
-        ttl_s: float | None = None,
-        temporary_key: str = "",
+        lister: StoreLister | None = None,
         wake: Callable[[], None] = lambda: None,
     ):
         """caches: as for DeviceBlocks. host_slots: number of blocks of each group that fit in host memory; empty
-        without this tier. list_s: seconds between two listings of the store. ttl_s, temporary_key: as for
-        `StoreFolder.delete_stale`. wake: function called from a thread when `answers` has something new."""
+        without this tier. lister: of the store, on rank 0. wake: function called from a thread when `answers` has
+        something new."""
         self._device, self._disk, self._store, self.wake = DeviceBlocks(caches), disk, store, wake
         self._rank = rank
         self._host = [self._device.buffer(group, count) for group, count in enumerate(host_slots)]
@@ -139,11 +134,9 @@ class TierWorker:
             holder = TaskThreads("kv hold")
             self._holds[True] = HoldWriter(store, holder.submit)
             self._threads += [self._putters, holder, self._getters]
-            if rank == 0:
-                lister = threading.Thread(
-                    target=self._list, args=(store, list_s, ttl_s, temporary_key), name="kv list", daemon=True
-                )
-                lister.start()
+        if lister is not None:
+            run = lister.run
+            threading.Thread(target=run, args=(self._listed, self._closing), name="kv list", daemon=True).start()
 
     def submit(self, command: TierCommand) -> None:
         match command:
@@ -254,27 +247,9 @@ class TierWorker:
         except Unreachable as error:  # they are deleted when they are too old, or evicted by another engine
             logger.warning("%d blocks could not be deleted in %s: %s", len(names), store.url, error)
 
-    def _list(self, store: StoreFolder, list_s: float, ttl_s: float | None, temporary_key: str) -> None:
-        """Report what other engines have written to the store and deleted from it, until `close`."""
-        is_reachable, is_first, clean_at = True, True, 0.0
-        while True:
-            began_at = time.monotonic()
-            try:
-                listing = store.list()
-                if is_first or listing != NOTHING:
-                    is_first = False
-                    self._listings.put(listing)
-                    self.wake()
-                if time.monotonic() >= clean_at:
-                    store.delete_stale(ttl_s, temporary_key)
-                    clean_at = time.monotonic() + CLEAN_S
-                is_reachable = True
-            except Exception as error:  # noqa: BLE001 - what it has is known from the listing before
-                if is_reachable:
-                    logger.warning("%s cannot be listed: %s", store.url, error)
-                is_reachable = False
-            if self._closing.wait(max(list_s, LIST_SHARE * (time.monotonic() - began_at))):
-                return
+    def _listed(self, listing: StoreListing) -> None:
+        self._listings.put(listing)
+        self.wake()
 
     # -- up ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from engine.distributed.refusals import Counts
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.kv_transfer.endpoint import CLOSE_S, MAX_WAIT_S, HandoffEndpoint
 from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.wire.handoff import HandoffAction, HandoffEvent, Leave
 from engine.wire.remote_request import Peer
@@ -57,11 +58,9 @@ class HandoffChannel:
         self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: MAX_QUEUED_MESSAGES}, key)
         self._workers = PushSockets(self._context, PING, key)
         self._worker_addresses = [worker.address for worker in workers]
+        ranks = [worker.description for worker in workers]
         self._endpoint = HandoffEndpoint(
-            config,
-            self.peer,
-            ranks=[worker.description for worker in workers],
-            block_size=block_size,
+            HandoffProtocol(config, self.peer, ranks=ranks, block_size=block_size),
             answers_to=self._answers.address,
             send=self._send,
             command=self._command,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from engine.clock import SYSTEM_CLOCK, Clock
-from engine.config import HandoffConfig
 from engine.distributed.refusals import Counts, add_up
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.protocol.messages import Attach, Envelope, KVWorkerAnswer, RankRefusals
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.wire.handoff import Closed, Failed, HandoffAction, HandoffEvent, Leave, Noted, Received
-from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.timeline import TimelineEvent
 
@@ -33,25 +31,21 @@ class HandoffEndpoint:
 
     def __init__(
         self,
-        config: HandoffConfig,
-        peer: Peer,
+        protocol: HandoffProtocol,
         *,
-        ranks: Sequence[dict[str, bytes]],
-        block_size: int,
         answers_to: str,
         send: Callable[[str, bytes], None],
         command: Callable[[bytes], None],
         wake: Callable[[], None],
         clock: Clock = SYSTEM_CLOCK,
     ):
-        """peer: this engine. ranks: addresses of its ranks' memory, as in Progress. answers_to: address to which its KV
-        workers send their answers. send: function that sends a message to the channel at an address, and may lose it.
-        command: function that sends a command to the KV workers of all ranks. wake: function called when `events` has
-        something new."""
-        self.peer = peer
+        """answers_to: address to which this engine's KV workers send their answers. send: function that sends a message
+        to the channel at an address, and may lose it. command: function that sends a command to the KV workers of all
+        ranks. wake: function called when `events` has something new."""
+        self.peer = protocol.peer
         self._send, self._command, self._wake, self._clock = send, command, wake, clock
         self._encode = msgspec.msgpack.Encoder().encode
-        self._protocol = HandoffProtocol(config, peer, ranks=list(ranks), block_size=block_size)
+        self._protocol = protocol
         self._protocol.out.commands.append(Attach(answers_to))
         self._refused: dict[int, Counts] = {}  # by rank above 0
         self._actions: deque[HandoffAction] = deque()

@@ -50,6 +50,7 @@ from engine.kv_transfer.protocol.messages import (
     ReadEnded,
     StopRead,
 )
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.lora.group_loader import GroupLoader
 from engine.model.kv_groups import KVCacheSpec
 from engine.runner.launching.launcher import Launcher
@@ -389,10 +390,7 @@ class Channel:
         engine.cluster.channels[address] = self
         self.peer = Peer(engine.engine_id, self.address, engine.rng.getrandbits(64))
         self.endpoint = HandoffEndpoint(
-            config,
-            self.peer,
-            ranks=[{"fake": b""}],
-            block_size=engine.runner.block_size,
+            HandoffProtocol(config, self.peer, ranks=[{"fake": b""}], block_size=engine.runner.block_size),
             answers_to="",
             send=self._send,
             command=self._command,

@@ -28,8 +28,8 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.receive_state import ReceiveState
-from engine.wire.handoff import Failed, Received, Spent
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.handoff import Failed, OpenHandoff, Received, Spent
+from engine.wire.remote_request import Peer
 
 READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, since the link is too slow to be useful
 LOST = ("unknown", "expired")  # reasons of Refused that mean the lease is over
@@ -77,10 +77,7 @@ class DecodeHandoff:
 
     def __init__(
         self,
-        remote_request: RemoteRequest,
-        groups: list[list[int]],
-        claimed: Peer | None,
-        names: list[bytes],
+        opened: OpenHandoff,
         *,
         config: HandoffConfig,
         block_size: int,
@@ -90,10 +87,9 @@ class DecodeHandoff:
         out: Effects,
         now: float,
     ):
-        """groups: blocks of each KV cache group, as in OpenHandoff. claimed, names: `source` and `names` of
-        OpenHandoff."""
-        self.remote_request = remote_request
-        self.receive_state = ReceiveState(remote_request, groups, block_size, named=bool(names))
+        self.remote_request = opened.remote_request
+        groups = [opened.blocks, *opened.others]
+        self.receive_state = ReceiveState(opened.remote_request, groups, block_size, named=bool(opened.names))
         self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
         self.opened_at = now
@@ -108,7 +104,7 @@ class DecodeHandoff:
         self.lease = 0  # lease at the source, once there is one
         self._sent = self._echo = 0  # numbers of the last heartbeat sent, and of the last one echoed
         self._accepted_at = self._first_at = self._released_at = now
-        self._claimed, self._names = claimed, names
+        self._claimed, self._names = opened.source, opened.names
         self._spent_ns = self._paid_ns = 0
         self._claim()
 

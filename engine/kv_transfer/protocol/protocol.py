@@ -254,10 +254,7 @@ class HandoffProtocol:
         )
         assert len(action.blocks) <= -(-missing // self._block_size), "more blocks than tokens from skip on"
         self.decode_handoffs[remote_request.handoff_id] = DecodeHandoff(
-            remote_request,
-            [action.blocks, *action.others],
-            action.source,
-            action.names,
+            action,
             config=self._config,
             block_size=self._block_size,
             num_ranks=len(self._ranks),

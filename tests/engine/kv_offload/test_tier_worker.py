@@ -10,6 +10,7 @@ import torch
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.sealing import Sealer
 from engine.kv_offload.store import StoreFolder, Unreachable
+from engine.kv_offload.store_lister import StoreLister
 from engine.kv_offload.tier_worker import TierWorker
 from engine.wire.kv_offload import (
     DropBlocks,
@@ -37,7 +38,7 @@ class Rank:
             host_slots=host_slots,
             disk=self.disk,
             store=self.store_folder,
-            list_s=list_s,
+            lister=StoreLister(self.store_folder, list_s),
             wake=self.came.set,
         )
         self._answers: list[TierAnswer] = []
