@@ -30,7 +30,8 @@ from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.core.features.kv_offloading import KVOffloading
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
 
 HELD_S = 300.0
@@ -130,9 +131,8 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
         prompt = context if is_first else [*context, *tool]
         started, first, began_at = time.perf_counter(), None, clock.monotonic()
         hold = PromptHold(marks=[HoldMark(len(prompt), HELD_S)]) if tier in WITH_HOLDS else None
-        core.add(
-            GenerateRequest(request_id=str(number), prompt=prompt, params=params, client=f"agent {agent}", hold=hold)
-        )
+        request = GenerateRequest(request_id=str(number), prompt=prompt, params=params, client=f"agent {agent}")
+        core.add(request.asking(hold))
         granted = 0
         answer: list[int] = []
         hit = 0

@@ -91,7 +91,7 @@ class Replicas:
         prompt = self._digester.digest(request.request_id, request.prompt, "")
         decision = self._balancer.choose(prompt, self._names)
         holder = decision.holder if fetching else None
-        request = msgspec.structs.replace(request, kv_holder=holder, reply_to=self._reply_to)
+        request = msgspec.structs.replace(request.asking(holder), reply_to=self._reply_to)
         self._engines[decision.engines[0]].send(Add(request))
         first_s, cached, answer = 0.0, 0, list[int]()
         while True:

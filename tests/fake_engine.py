@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from engine.core.stats import RequestMetrics
-from engine.wire.generate_request import GenerateRequest, HoldMark
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import (
     Abort,
@@ -37,6 +37,8 @@ from engine.wire.messages import (
     TakeTape,
     TapeTaken,
 )
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.prediction import Prediction
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
@@ -192,6 +194,7 @@ class FakeEngine:
                 prompt = [None, *(TokenLogprob(t, -1.0, 2, []) for t in request.prompt[1:])]
             reason = None if answer else "stop" if token == EOS else "length"
             position = len(self._script(request)[: request.params.max_tokens]) - len(answer) - 1
+            hold = request.record(PromptHold)
             delta = TokenDelta(
                 request_id=request.request_id,
                 position=position,
@@ -201,8 +204,8 @@ class FakeEngine:
                 finish_reason=reason,  # type: ignore[arg-type]
                 timeline=[TimelineEvent.now("first token")] if first else [],
                 num_cached_tokens=0 if position else self.cached_tokens,
-                holds=[self.hold_answer(mark) for mark in request.hold.marks] if request.hold and not position else [],
-                prediction_tokens=(1, 2) if request.prediction else None,
+                holds=[] if hold is None or position else [self.hold_answer(mark) for mark in hold.marks],
+                prediction_tokens=(1, 2) if Prediction.part in request.parts else None,
             )
             self._send(request, delta)
 

@@ -15,10 +15,12 @@ from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.door.kernel import ModelLimits
+from engine.core.door.part import Part
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_table import HoldTable
 from engine.core.features.holds.holds import Holds
+from engine.core.features.holds.no_holds import NoHolds
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.kv_offloading import KVOffloading
@@ -31,8 +33,11 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.spec_decode.drafter import HostDrafter
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.part_record import encoded
+from engine.wire.parts.prediction import Prediction
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
@@ -326,7 +331,7 @@ class Harness:
             speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB, bound)
         self.step_times = StepTimes()
         offloading, usages = self.make_offloading(kv_cache), observe_usage(kv_cache)
-        holds = None
+        holds: Part = NoHolds()
         if held_share:
             holds = Holds(
                 kv_cache,
@@ -394,14 +399,16 @@ class Harness:
             priority=priority,
             cache_salt=cache_salt,
             prefill=prefill,
-            prediction=prediction or [],
             lora=lora,
             kv_source=kv_source,
-            kv_holder=kv_holder,
             client=client,
-            hold=PromptHold(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
-            if hold
-            else None,
+            parts=encoded(
+                Prediction(prediction) if prediction else None,
+                kv_holder,
+                PromptHold(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
+                if hold
+                else None,
+            ),
         )
         self.pooled |= {name} if pooling else set()
         self.scheduler.apply(Added(message), self.now)

@@ -173,6 +173,7 @@ OTHER_MODELS = """
     core/features/offers.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/costs/block_usage.py core/request_cost.py
+    core/features/holds/request_holds.py core/features/holds/no_holds.py wire/parts/holds.py wire/parts/prediction.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
     core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py

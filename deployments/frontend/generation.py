@@ -19,6 +19,7 @@ from engine.fairness.fair_queue import QueuedRequest
 from engine.overriding import overriding
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.prediction import Prediction
 from engine.wire.token_delta import TokenDelta
 
 TIMEOUT_GRACE_S = 10.0
@@ -45,7 +46,7 @@ class LiveGeneration:
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
-            has_prediction=bool(prompts[0][0].prediction),
+            has_prediction=Prediction.part in prompts[0][0].parts,
             prices=context.prices,
         )
         self._bill = Bill(self._used)

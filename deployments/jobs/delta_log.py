@@ -14,6 +14,7 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.prediction import Prediction
 from engine.wire.token_delta import TokenDelta
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class LoggedGeneration:
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(map(len, self.prompts)),
-            has_prediction=bool(prompts[0][0].prediction),
+            has_prediction=Prediction.part in prompts[0][0].parts,
             prices=frontend.prices,
         )
         self._requests = [request for requests in prompts for request in requests]

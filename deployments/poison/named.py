@@ -11,6 +11,7 @@ import msgspec
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.prediction import Prediction
 
 
 class Named(NamedTuple):
@@ -45,8 +46,9 @@ def _own(request: GenerateRequest) -> Named:
     lora = None if request.lora is None else request.lora.digest
     images = [feature.mm_hash for feature in request.mm_features]
     params = msgspec.structs.replace(request.params, seed=None)
-    parts = msgspec.msgpack.encode([request.prompt, params, request.pooling, lora, images, request.prediction])
-    return Named(hashlib.blake2b(parts, digest_size=16).hexdigest(), "computed this request", is_own=True)
+    prediction = request.record(Prediction)
+    what = msgspec.msgpack.encode([request.prompt, params, request.pooling, lora, images, prediction])
+    return Named(hashlib.blake2b(what, digest_size=16).hexdigest(), "computed this request", is_own=True)
 
 
 def suspected(request: GenerateRequest, request_id: str, doing: Sequence[str], *, began: bool) -> Named | None:

@@ -36,4 +36,4 @@ class EncodedRequest:
     def with_holder(self, holder: KVHolder) -> EncodedRequest:
         """Return this GenerateRequest with an engine from which KV can be fetched."""
         request = msgspec.msgpack.decode(self.start, type=Add).request
-        return self.of(msgspec.structs.replace(request, kv_holder=holder))
+        return self.of(request.asking(holder))

@@ -15,9 +15,11 @@ from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import HeldPrompt
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
@@ -96,8 +98,10 @@ def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, repl
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         client=prompt.client,
         cache_salt=prompt.cache_salt,
-        kv_holder=None if peer is None else KVHolder(peer, num_tokens),
-        hold=PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
+        parts=encoded(
+            PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
+            None if peer is None else KVHolder(peer, num_tokens),
+        ),
         model=model,
         reply_to=reply_to,
     )

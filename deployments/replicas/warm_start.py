@@ -18,6 +18,7 @@ from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import HotPrefix, HotPrefixes
+from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
@@ -110,7 +111,7 @@ def _request(prefix: HotPrefix, peer: Peer, reply_to: str) -> GenerateRequest:
         prompt=prefix.token_ids,
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         cache_salt=prefix.cache_salt,
-        kv_holder=KVHolder(peer, len(prefix.token_ids)),
+        parts=encoded(KVHolder(peer, len(prefix.token_ids))),
         prefill="local",
         reply_to=reply_to,
     )

@@ -32,7 +32,7 @@ def tokens_delta(
         token_ids=tokens,
         logprobs=None if logprobs is None else logprobs[: len(tokens)],
         num_cached_tokens=request.prefix.num_cached if first else 0,
-        holds=request.holds.take_outcomes() if first else [],
+        holds=request.hold_outcomes if first else [],
         prompt_logprobs=request.prompt_logprobs if first else None,
         prediction_tokens=request.drafts.take_verified(),
         times=request.times(now) if first else None,

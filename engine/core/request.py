@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.core.request_cost import RequestCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
@@ -59,7 +59,6 @@ class BlockTable:
 
 
 NEVER = 1 << 62  # a position
-NO_HOLDS = "this server keeps no holds (max_held_share is 0, or prefix caching is off)"
 
 
 class StateSnapshot(NamedTuple):
@@ -117,45 +116,6 @@ class PrefixUse:
     def root(self) -> bytes:
         """Parent hash of the first block."""
         return root_hash(root_keys(self.salt, self.adapter))
-
-
-@dataclass(slots=True)
-class RequestHolds:
-    """Holds that one request asks for."""
-
-    client: str = ""
-    name: str = ""
-    response_id: str = ""
-    marks: list[HoldMark] = field(default_factory=list)
-    """Marks that have not been decided yet, ascending."""
-    next_mark: int = NEVER
-    """Tokens of the first of them."""
-    renews: bool = True
-    """Whether the request renews the holds that it reads: not if it only moves one from another engine."""
-    outcomes: list[HoldOutcome] = field(default_factory=list)
-    """Decisions that no delta has reported yet."""
-
-    @classmethod
-    def of(cls, message: GenerateRequest, num_prompt: int) -> RequestHolds:
-        asked = message.hold or PromptHold(marks=[])
-        marks = [HoldMark(min(mark.tokens, num_prompt), mark.ttl_s, mark.left_s) for mark in asked.marks]
-        holds = cls(message.client, asked.name, asked.response_id, sorted(marks, key=lambda mark: mark.tokens))
-        holds.next_mark = holds.marks[0].tokens if marks else NEVER
-        holds.renews = all(mark.left_s is None for mark in marks)
-        return holds
-
-    def take_marks(self, computed: int) -> list[HoldMark]:
-        """Return the marks within the first `computed` tokens that no earlier call has returned."""
-        taken = [mark for mark in self.marks if mark.tokens <= computed]
-        self.marks = self.marks[len(taken) :]
-        self.next_mark = self.marks[0].tokens if self.marks else NEVER
-        return taken
-
-    def take_outcomes(self) -> list[HoldOutcome]:
-        """Return the decisions since the last call. Marks on which nobody has decided by then are refused."""
-        outcomes, self.outcomes = self.outcomes, []
-        left = self.take_marks(NEVER)
-        return outcomes + [HoldOutcome(tokens=m.tokens, ttl_s=m.ttl_s, refusal="off", reason=NO_HOLDS) for m in left]
 
 
 @dataclass(slots=True)
@@ -224,7 +184,12 @@ class Request:
     timeline: list[TimelineEvent] = field(default_factory=list)
     """Events since its last delta."""
     prefix: PrefixUse = field(default_factory=PrefixUse)
-    holds: RequestHolds = field(default_factory=RequestHolds)
+    of: dict[str, Any] = field(default_factory=dict)
+    """What parts keep of it, by their names."""
+    marks: list[int] = field(default_factory=list)
+    """Numbers of leading tokens, ascending: parts hear as soon as so many are in the prefix cache (Part.passed)."""
+    hold_outcomes: list[HoldOutcome] = field(default_factory=list)
+    """Decisions on its holds, which the delta with its first token reports."""
     remote: RemotePrompt = field(default_factory=RemotePrompt)
     asked_by: RemoteRequest | None = None
     """The request of another engine for which this prompt is computed, if any. A request that moves gets one when it
@@ -258,12 +223,10 @@ class Request:
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
             lora=message.lora,
-            holds=RequestHolds.of(message, num_prompt),
-            remote=RemotePrompt(message.prefill, source=message.kv_source, holder=message.kv_holder),
+            remote=RemotePrompt(message.prefill, source=message.kv_source),
             images=message.mm_features,
             pooling=message.pooling,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            drafts=SequenceDrafts(message.prediction),
             cost=RequestCost(
                 known=len(message.prompt) if len(message.prompt) > num_prompt else 0, reported=message.report_cost
             ),

@@ -25,6 +25,8 @@ class RequestChecks:
             raise InvalidParameter(
                 "max_tokens", params.max_tokens, f"above {given}, the number of output tokens that already exist"
             )
+        for kind in self._parts.asked if message.parts else ():
+            message.record(kind)
         self._check_parts(message, message.prompt[: message.num_prompt])
         whole = params.prompt_logprobs is not None or pooling is not None
         if message.prefill == "remote" and (whole or not self._handoffs.decides):

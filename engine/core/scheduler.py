@@ -151,13 +151,13 @@ class Scheduler:
         turn = self._num_arrived - (BEFORE_OTHERS if message.kv_source else 0)  # it was running already
         request = Request.create(message, (priority, turn), self.limits.max_model_len, now)
         request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
-        return self._enqueue(request)
+        return self._enqueue(request, message)
 
     def _add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
         """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
         self._checks.check_remote(asked_by)
         self._check_capacity()
-        return self._enqueue(Request.for_other_engine(asked_by, (0, self._num_arrived), now))
+        return self._enqueue(Request.for_other_engine(asked_by, (0, self._num_arrived), now), asked_by)
 
     def check_request(self, message: GenerateRequest) -> None:
         """Raise RequestError if this request could never be served."""
@@ -169,12 +169,12 @@ class Scheduler:
         if (waiting := self.num_waiting) >= self.config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting, the limit is {self.config.max_waiting}")
 
-    def _enqueue(self, request: Request) -> Request:
+    def _enqueue(self, request: Request, asked: GenerateRequest | RemoteRequest) -> Request:
         self._num_arrived += 1
         behind, given = self.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
         for opened in self.parts.opened:
-            opened(request)
+            opened(request, asked)
         self.queue.add(request)
         if (deadline := request.clock.deadline_at) is not None and deadline < self.next_deadline:
             self.next_deadline = deadline
@@ -387,7 +387,7 @@ class Scheduler:
                 request.computed -= rejected if running else 0
             if known := running and computed <= request.computed:  # else it was preempted meanwhile
                 cache_blocks(request, computed)
-            if computed >= request.holds.next_mark and (known or tokens):  # the first token reports all outcomes
+            if request.marks and computed >= request.marks[0] and (known or tokens):  # all, before its first token
                 self._passed(request, computed, now)
             if rows := result.prompt_logprobs[i]:
                 request.add_prompt_logprobs(start, rows)
@@ -401,6 +401,7 @@ class Scheduler:
         self.metrics.observe_tokens([e.request for e in self.out.events[before:] if e.delta.token_ids], now)
 
     def _passed(self, request: Request, computed: int, now: float) -> None:
+        request.marks = [mark for mark in request.marks if mark > computed]
         for passed in self.parts.passed:
             passed(request, computed, now)
 

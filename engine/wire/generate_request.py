@@ -1,4 +1,4 @@
-"""A request to an engine, and what it asks to hold in the prefix cache."""
+"""A request to an engine."""
 
 from __future__ import annotations
 
@@ -6,35 +6,17 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import RequestError
 from engine.wire.lora import LoRARequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.part_record import PartRecord, R, Records, encoded, record_in
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVHolder, KVSource
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 
 TRIAL_TOKENS = 8  # after which a request on trial is no suspect any more
 TRIAL_S = 30.0  # after which the next suspect does not wait any longer for the one that is tried
-
-
-class HoldMark(msgspec.Struct, frozen=True, array_like=True):
-    """Asks to keep the first `tokens` tokens of a prompt for `ttl_s` seconds after their last use."""
-
-    tokens: int
-    ttl_s: float
-    left_s: float | None = None
-    """Seconds until its first end, if another engine has kept them for a part of the time; None for `ttl_s`."""
-
-
-class PromptHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The holds that one request asks for."""
-
-    marks: list[HoldMark]
-    """In ascending order."""
-    response_id: str = ""
-    """Id of the response, by which the holds can be released."""
-    name: str = ""
-    """Name that the client gives to its conversation; the holds can be released by it too."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,12 +43,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests that have the same salt."""
-    prediction: list[int] = []
-    """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
     kv_source: KVSource | None = None
     """Engine that this request moves from, and that holds the KV of all tokens of `prompt`."""
-    kv_holder: KVHolder | None = None
-    """Another engine that has more of the prompt cached than the engine that gets this request."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
@@ -76,14 +54,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
-    hold: PromptHold | None = None
-    """Parts of the prompt that the client wants to stay cached."""
+    parts: Records = {}
+    """What it asks of the parts of an engine. Engines without a part ignore its record."""
     report_cost: bool = False
     """Whether every delta tells the cost so far, and not only the last one."""
     on_trial: bool = False
     """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
+
+    def record(self, kind: type[R]) -> R | None:
+        """Return the record of this kind among `parts`. Raises RequestError if it has another form."""
+        try:
+            return record_in(self.parts, kind)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"the record of {kind.part} is not valid: {error}") from None
+
+    def asking(self, *records: PartRecord | None) -> GenerateRequest:
+        """Return the request with these records too."""
+        return msgspec.structs.replace(self, parts=self.parts | encoded(*records))
 
     def continued(self, output: list[int]) -> GenerateRequest:
         """Return the request for another engine, which continues after this output; prompt_logprobs came before it."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.part_record import PartRecord
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -29,8 +32,11 @@ class KVSource(msgspec.Struct, frozen=True, array_like=True):
     engine: Peer
 
 
-class KVHolder(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that has the first tokens of a prompt in its prefix cache, as a router expects."""
+class KVHolder(PartRecord, frozen=True, array_like=True):
+    """Another engine that has more of the prompt in its prefix cache than the engine that gets the request, as a router
+    expects."""
+
+    part: ClassVar[str] = "kv_fetching"
 
     engine: Peer
     num_tokens: int

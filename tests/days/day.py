@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.prediction import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.days import autoscaler, batches, encoders, quotas, stills
@@ -251,7 +252,7 @@ def _predicted(rng: random.Random, max_model_len: int, request: GenerateRequest)
     wrong = rng.choice([0.0, 0.1, 0.5])
     tokens = alone(request, max_model_len)[0]
     prediction = [rng.randrange(64) if rng.random() < wrong else token for token in tokens]
-    return msgspec.structs.replace(request, prediction=prediction)
+    return request.asking(Prediction(prediction))
 
 
 def shrink(day: Day, fails: Callable[[Day], bool], tries: int = 60) -> Day:

@@ -17,6 +17,7 @@ from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.request import Request
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from engine.wire.parts.prediction import Prediction
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.engine import Channel, Engine
 from tests.days.model import IMAGE, Runner, alone, chain, embedding, inputs
@@ -258,8 +259,8 @@ def _with_images(rng: random.Random, ask: Ask, album: list[MultiModalFeatureSpec
 
     def changed(request: GenerateRequest) -> GenerateRequest:
         request = msgspec.structs.replace(request, prompt=prompt, mm_features=images)
-        if request.prediction:
-            request = msgspec.structs.replace(request, prediction=alone(request, max_model_len)[0])
+        if request.record(Prediction) is not None:
+            request = request.asking(Prediction(alone(request, max_model_len)[0]))
         return request
 
     return replace(ask, requests=tuple(map(changed, ask.requests)))

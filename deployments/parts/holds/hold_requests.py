@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.conversation import FunctionDefinition, ImagePart, Message, TextPart, Tool
 from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.served.served_model import ServedModel
 from deployments.parts.holds.marked_text import MarkedText, common_prefix, hold_marks
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.holds import HoldMark, PromptHold
 
 
 class HoldRequests(ModelPart):
@@ -27,9 +26,7 @@ class HoldRequests(ModelPart):
         held = []
         for first, *others in requests:
             if marks := self._marks(draft, body, first.prompt):
-                first = msgspec.structs.replace(
-                    first, hold=PromptHold(marks=marks, response_id=draft.request_id, name=name)
-                )
+                first = first.asking(PromptHold(marks=marks, response_id=draft.request_id, name=name))
             held.append([first, *others])
         return held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from engine.wire.generate_request import HoldMark
+from engine.wire.parts.holds import HoldMark
 
 
 class MarkedText:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.served.model_part import Draft, ModelPart
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.prediction import Prediction
 
 
 class Predictions(ModelPart):
@@ -26,6 +25,5 @@ class Predictions(ModelPart):
         text = body.prediction.text
         self._tokenizer.check_length(text, self._max_model_len, field="prediction")
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        return [
-            [msgspec.structs.replace(request, prediction=tokens) for request in sequences] for sequences in requests
-        ]
+        prediction = Prediction(tokens) if tokens else None
+        return [[request.asking(prediction) for request in sequences] for sequences in requests]

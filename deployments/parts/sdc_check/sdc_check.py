@@ -95,7 +95,7 @@ class SampledAnswer:
             reply_to=reply_to,
             cache_salt=secrets.token_hex(8),
             session_id="",
-            prediction=[],
+            parts={},
             when_idle=True,
             **changes,
         )

@@ -13,6 +13,7 @@ from engine.core.door.part import Part
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.holds import Holds
+from engine.core.features.holds.no_holds import NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching
@@ -47,7 +48,7 @@ def make_holds(
 ) -> list[Part]:
     config = loaded.config
     if not (config.max_held_share and config.enable_prefix_caching) or loaded.model.bidirectional:
-        return []
+        return [NoHolds()]
     holds = Holds(
         kv_cache,
         offloading,

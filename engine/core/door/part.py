@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.errors import ServingError
     from engine.wire.generate_request import GenerateRequest
     from engine.wire.handoff import HandoffEvent
+    from engine.wire.parts.part_record import PartRecord
     from engine.wire.plan import StepPlan
     from engine.wire.remote_request import RemoteRequest
 
@@ -27,6 +28,8 @@ class Part:
 
     field: ClassVar[str] = ""
     """The field of a request that only this part understands."""
+    asks: ClassVar[type[PartRecord] | None] = None
+    """Its record in requests."""
     out: Outputs
     """Where its messages go."""
 
@@ -39,8 +42,8 @@ class Part:
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
         """Raise RequestError for a request that this engine could never serve. prompt: without output tokens."""
 
-    def opened(self, request: Request) -> None:
-        """A request is queued."""
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        """A request is queued. What the part keeps of it goes into `request.of`."""
 
     def may_start(self, request: Request) -> bool:
         """Return whether a waiting request may start. If not, later ones may."""
@@ -177,6 +180,11 @@ class Parts:
         self.load = overriding(parts, Part.load)
         self.report = overriding(parts, Part.report)
         self.audit = overriding(parts, Part.audit)
+
+    @property
+    def asked(self) -> list[type[PartRecord]]:
+        """The records of requests that parts read."""
+        return [part.asks for part in self.all if part.asks is not None]
 
     def takes(self, field: str) -> bool:
         """Return whether a part understands this field of a request."""

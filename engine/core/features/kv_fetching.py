@@ -28,6 +28,7 @@ from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import (
     NO_TOKEN,
     BlocksAsked,
@@ -41,7 +42,7 @@ from engine.wire.handoff import (
     Received,
     RefusePrefill,
 )
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
 BRING_SHARE = 0.5  # of the time that the other engine waits, in which blocks come up from tiers here
@@ -98,6 +99,7 @@ class PendingFetch:
 class KVFetching(Part):
     """Fetches the first blocks of prompts from the caches and tiers of other engines, and lets other engines fetch."""
 
+    asks = KVHolder
     _queue: RequestQueue
 
     def __init__(
@@ -133,6 +135,10 @@ class KVFetching(Part):
     def attach(self, kernel: Kernel) -> None:
         super().attach(kernel)
         self._queue = kernel.queue
+
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        if isinstance(asked, GenerateRequest):
+            request.remote.holder = asked.record(KVHolder)
 
     def waiting(self) -> list[Request]:
         found = [request for fetch in self._fetches.values() for request in fetch.requests]

@@ -17,7 +17,10 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.prediction import Prediction
 from engine.wire.plan import ON_DEVICE, StepPlan
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import SpecDecodeStats
 
 LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
@@ -39,6 +42,7 @@ class Speculator(Part):
     A request is not planned ahead while its drafts are being verified, or while drafts may follow its token in flight.
     """
 
+    asks = Prediction
     _kv_cache: KVCacheManager
     _max_model_len: int
 
@@ -83,6 +87,10 @@ class Speculator(Part):
     def attach(self, kernel: Kernel) -> None:
         super().attach(kernel)
         self._kv_cache, self._max_model_len = kernel.kv_cache, kernel.limits.max_model_len
+
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        if isinstance(asked, GenerateRequest) and (prediction := asked.record(Prediction)) is not None:
+            request.drafts.prediction = prediction.tokens
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         """Decide how many tokens a drafter with weights should propose per request at the end of this step."""

@@ -29,6 +29,7 @@ from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.part_record import encoded
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -129,8 +130,10 @@ class AddedShape(Shape, frozen=True):
     images: ImageShapes | None = None
 
     @classmethod
-    def of(cls, message: GenerateRequest, vocab_size: int, order: int) -> AddedShape:
+    def of(cls, message: GenerateRequest, scheduler: Scheduler, order: int) -> AddedShape:
         """order: as in ImageShapes."""
+        vocab_size, kinds = scheduler.limits.vocab_size, scheduler.parts.asked if message.parts else []
+        records = [record for kind in kinds if (record := message.record(kind)) is not None]
         images = ImageShapes.of(message.mm_features, order)
         return cls(len(message.prompt), images=images, message=GenerateRequest(
             request_id=message.request_id,
@@ -141,12 +144,10 @@ class AddedShape(Shape, frozen=True):
             client=message.client,
             timeout_s=message.timeout_s,
             priority=message.priority,
-            prediction=[ORDINARY] if message.prediction else [],
             kv_source=message.kv_source,
-            kv_holder=message.kv_holder,
             prefill=message.prefill,
             num_prompt=message.num_prompt,
-            hold=message.hold,
+            parts=encoded(*(record.without_text() for record in records)),
         ))  # fmt: skip
 
     def live(self, scheduler: Scheduler, answers: Answers) -> Added:

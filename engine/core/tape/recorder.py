@@ -328,7 +328,7 @@ class Tape(Journal):
         match given:
             case Added(message):
                 order = self._hashes_of([image.mm_hash for image in message.mm_features])
-                return AddedShape.of(message, self._vocab_size, order)
+                return AddedShape.of(message, self._scheduler, order)
             case AddedRemote(asked_by):
                 self._has_details = True
                 order = self._hashes_of([image.mm_hash for image in asked_by.mm_features])

@@ -29,6 +29,8 @@ from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold
 from engine.core.features.holds.holds import Holds
+from engine.core.features.holds.no_holds import NoHolds
+from engine.core.features.holds.request_holds import RequestHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
 from engine.core.features.kv_fetching import KVFetching, PendingFetch
@@ -53,7 +55,6 @@ from engine.core.request import (
     RemotePrompt,
     Request,
     RequestClock,
-    RequestHolds,
     RequestStates,
     State,
     StateSnapshot,
@@ -93,7 +94,6 @@ from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, Ver
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.text.free_text import FREE_TEXT
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.generate_request import HoldMark
 from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
 from engine.wire.kv_offload import (
     DropBlocks,
@@ -108,6 +108,7 @@ from engine.wire.kv_offload import (
 from engine.wire.lora import AdapterLoad, LoRARequest
 from engine.wire.messages import PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.holds import HoldMark
 from engine.wire.plan import ON_DEVICE, ReceivedImage, StateRestore, StateSave, StepPlan
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
@@ -122,7 +123,7 @@ KINDS.add_objects(
     CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
-    NoDrafter, NoHashes, NoImageHandoffs, NoTiersBelow, NoUsage,
+    NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
     Offers, OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
     RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
     RequestStates, SavedHolds,

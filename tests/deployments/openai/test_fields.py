@@ -12,6 +12,7 @@ from deployments.http.body import parse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from engine.text.tokenizer import Tokenizer
+from engine.wire.parts.prediction import Prediction
 from tests.deployments.fake_api import MAX_MODEL_LEN, FakeApi, fake_api, says, tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -59,7 +60,7 @@ async def test_prediction_of_the_answer_goes_to_the_engine_and_its_tokens_are_co
         ask = {"messages": HELLO, "max_tokens": 2, "prediction": {"type": "content", "content": content}}
         answer = await api.post("chat/completions", **ask)
         assert "warning" not in answer.headers
-        assert tokenizer().decode(api.engine.added[-1].prediction) == "the answer"
+        assert tokenizer().decode(api.engine.added[-1].record(Prediction).tokens) == "the answer"
         usage = answer.json()["usage"]
         expected = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
         assert usage["completion_tokens_details"] == expected

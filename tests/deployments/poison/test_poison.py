@@ -20,6 +20,8 @@ from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, PoisonRequest, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.part_record import encoded
+from engine.wire.parts.prediction import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenBatch
@@ -257,7 +259,7 @@ def test_a_request_is_suspected_for_what_the_engine_did_with_it(fields, doing, w
         ({"prompt": [1]}, False),
         ({"params": SamplingParams(temperature=0.5)}, False),
         ({"lora": SQL}, False),
-        ({"prediction": [4]}, False),
+        ({"parts": encoded(Prediction([4]))}, False),
     ],
 )
 def test_it_is_remembered_by_what_decides_what_is_computed(fields, same):

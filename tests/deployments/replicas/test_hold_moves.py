@@ -14,9 +14,10 @@ from deployments.replicas import hold_moves
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.hold_moves import move_holds
 from engine.errors import EngineUnavailable, Overloaded
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus, HeldPrompt
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.remote_request import KVHolder, Peer
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.test_departure import replica
@@ -83,15 +84,17 @@ def test_each_hold_is_a_request_for_one_token_with_its_remaining_time(caplog):
     asked = sorted(other.added, key=lambda request: request.prompt)
     assert [request.prompt for request in asked] == [[n] * 32 for n in range(6)]
     first = asked[0]
-    assert first.hold == PromptHold(marks=[HoldMark(32, 300.0, 120.0)], name="talk 0", response_id="resp-0")
+    assert first.record(PromptHold) == PromptHold(
+        marks=[HoldMark(32, 300.0, 120.0)], name="talk 0", response_id="resp-0"
+    )
     assert (first.client, first.cache_salt, first.params.max_tokens) == ("alice", "salt", 1)
-    assert (first.kv_holder, first.model) == (KVHolder(peer, 32), MODEL)
+    assert (first.record(KVHolder), first.model) == (KVHolder(peer, 32), MODEL)
     assert "holds have moved granted=6 of=6" in caplog.text
 
 
 def test_an_engine_from_which_nothing_can_be_fetched_is_not_named():
     (asked,) = leave([prompt(1)], others=[replica("a")]).added
-    assert asked.kv_holder is None
+    assert asked.record(KVHolder) is None
 
 
 @pytest.mark.parametrize("others", [[], [replica("fake")], [replica("a", fingerprint="another model")],

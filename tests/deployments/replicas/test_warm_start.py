@@ -91,7 +91,7 @@ def test_each_prefix_is_a_request_for_one_token_with_the_peer_as_its_holder(monk
     engine = Engine(reports=3)
     warm(engine, [told(A, prefix(1, 64, 2, "salt")), told(B, prefix(2, 32, 1))])
     first, second = engine.requests
-    assert first.kv_holder == KVHolder(A, 64) and second.kv_holder == KVHolder(B, 32)
+    assert first.record(KVHolder) == KVHolder(A, 64) and second.record(KVHolder) == KVHolder(B, 32)
     assert (first.prompt, first.cache_salt, first.params.max_tokens) == ([1, *range(1, 64)], "salt", 1)
     assert first.prefill == "local" and first.reply_to.startswith("tcp://127.0.0.1:")
 

@@ -10,7 +10,9 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
 from tests.deltas import deltas_of
@@ -23,7 +25,7 @@ BLOCKS = {"llama": 128, "gemma3": 128, "qwen3_next": 1024, "deepseek_v3": 128}
 
 def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] | None = None) -> list[TokenDelta]:
     asked = PromptHold(marks=hold) if hold else None
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", hold=asked))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", parts=encoded(asked)))
     deltas = list(deltas_of(core, errors=True))
     return deltas
 

@@ -12,7 +12,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import TPGroup
 from engine.wire.block_hash import block_hashes
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Abort,
     Add,
@@ -29,6 +29,8 @@ from engine.wire.messages import (
     ResetPrefixCache,
     Subscribe,
 )
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
@@ -316,7 +318,7 @@ def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, contr
         prompt=list(range(3, 23)),
         params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
         reply_to=ingress.address,
-        hold=PromptHold(marks=[HoldMark(16, 0.3)]),
+        parts=encoded(PromptHold(marks=[HoldMark(16, 0.3)])),
     )
     ingress.send(Add(asked))
     ingress.last("a")

@@ -29,6 +29,7 @@ from engine.wire.messages import (
     RemoteRequestFailed,
     Subscribe,
 )
+from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
@@ -179,7 +180,7 @@ class FaultyPair:
         **params: Any,
     ) -> Asked:
         settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
-        request = GenerateRequest(request_id=name, prompt=prompt, params=settings, kv_holder=holder, lora=lora)
+        request = GenerateRequest(request_id=name, prompt=prompt, params=settings, parts=encoded(holder), lora=lora)
         self.asked[name] = Asked(request, to)
         self.is_settled = False
         self._send(self.asked[name])

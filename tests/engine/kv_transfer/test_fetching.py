@@ -12,6 +12,7 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
+from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
@@ -68,7 +69,7 @@ class Caches(Pair):
         self.requests.append(request)
         self._ingresses[engine].send(
             Add(GenerateRequest(request_id=name, prompt=tokens, params=params, **more,
-                kv_holder=None if peer is None else KVHolder(peer, held), reply_to=self._ingresses[engine].address))
+                parts=encoded(peer and KVHolder(peer, held)), reply_to=self._ingresses[engine].address))
         )  # fmt: skip
         return name
 

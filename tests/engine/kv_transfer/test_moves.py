@@ -17,6 +17,8 @@ from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.part_record import encoded
+from engine.wire.parts.prediction import Prediction
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenLogprob
 from tests.deltas import deltas_of
@@ -128,7 +130,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.start("grammar", prompt(30), max_tokens=None, structured_outputs=grammar, **RANDOM)
         movers.start("drafts", repeated, max_tokens=150, cache_salt="salt")
         movers.start("random drafts", repeated, max_tokens=150, **RANDOM)
-        movers.start("expected", prompt(10), max_tokens=150, prediction=[5, 6, 7, 8] * 40)
+        movers.start("expected", prompt(10), max_tokens=150, parts=encoded(Prediction([5, 6, 7, 8] * 40)))
         movers.start("no seed", prompt(12), max_tokens=150, temperature=1.0)
         movers.start("log-probabilities", prompt(14), max_tokens=150, logprobs=4, frequency_penalty=0.5)
         movers.start("bounds", prompt(33), max_tokens=150, min_tokens=140, ignore_eos=False, temperature=1.0, seed=1)

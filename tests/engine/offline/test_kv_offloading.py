@@ -28,8 +28,10 @@ from engine.kv_offload import rank_tiers
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.generate_request import GenerateRequest, HoldMark, PromptHold
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Subscribe
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.models import with_slow
@@ -229,7 +231,7 @@ def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
     """Ask for a hold of a prompt, and return for how many tokens it is granted."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     hold = PromptHold(name=name, marks=[HoldMark(len(prompt), 600.0)])
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice", hold=hold))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice", parts=encoded(hold)))
     outcomes = []
     while core.has_work:
         outcomes += [outcome for event in core.step() for outcome in event.delta.holds]

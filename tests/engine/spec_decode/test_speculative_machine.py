@@ -22,6 +22,8 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.part_record import encoded
+from engine.wire.parts.prediction import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, VOCAB, make_drafters
@@ -159,8 +161,9 @@ class SpeculativeMachine(RuleBasedStateMachine):
             stop = answer[at], answer[at + 1]
         name = f"r{len(self.sent)}"
         prediction = [VOCAB - 1 if i == at else token for i, token in enumerate(answer)] if predicted else []
+        parts = encoded(Prediction(prediction) if prediction else None)
         params = kind.params(max_tokens)
-        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, prediction=prediction))
+        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, parts=parts))
         self.sent[name] = Sent(prompt, kind, max_tokens, stop, [])
 
     @rule(steps=st.integers(1, 5))

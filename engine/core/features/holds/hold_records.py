@@ -8,8 +8,8 @@ from engine.core.features.holds.hold_table import Hold, HoldTable, refused
 from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.tiers.saved_holds import FoundHold
 from engine.core.features.tiers.tier import Tier
-from engine.wire.generate_request import HoldMark
 from engine.wire.kv_offload import SavedHold
+from engine.wire.parts.holds import HoldMark
 from engine.wire.stats.engine_stats import HoldEnd
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import BlockAccount, RequestCost
-from engine.wire.generate_request import HoldMark
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.holds import HoldMark
 from engine.wire.stats.engine_stats import HoldEnd, HoldStats
 from engine.wire.token_delta import HoldOutcome, HoldRefusal
 

@@ -10,14 +10,17 @@ from engine.core.costs.block_usage import BlockUsage
 from engine.core.door.part import Part
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
+from engine.core.features.holds.request_holds import RequestHolds, holds_of
 from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import longest_prefix
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_cost import RequestCost
-from engine.wire.generate_request import HoldMark
+from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import HeldPrompt
+from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import HoldEnd, HoldStats
 from engine.wire.token_delta import HoldOutcome
 
@@ -43,6 +46,8 @@ class Holds(Part):
     On disk and in the store the hold itself is written too (HoldRecords), so that the next start restores it with its
     remaining time, if the blocks are still there.
     """
+
+    asks = PromptHold
 
     def __init__(
         self,
@@ -78,12 +83,16 @@ class Holds(Part):
 
     # -- granting ------------------------------------------------------------------------------------------
 
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        holds = request.of[self.asks.part] = RequestHolds.of(asked, request.num_prompt)
+        request.marks = sorted([*request.marks, *(mark.tokens for mark in holds.marks)])
+
     def passed(self, request: Request, computed: int, now: float) -> None:
         """Grant or refuse the holds of a request whose marks are within its first `computed` tokens, which have been
         entered into the prefix cache."""
-        for mark in request.holds.take_marks(computed):
+        for mark in holds_of(request).take_marks(computed):
             outcome = self._ask(request, mark, now)
-            request.holds.outcomes.append(outcome)
+            request.hold_outcomes.append(outcome)
             if outcome.refusal is None:
                 self.table.granted += 1
                 request.note(f"{outcome.tokens} tokens are held for {outcome.ttl_s:g} s")
@@ -102,7 +111,7 @@ class Holds(Part):
         hashes = hashes[: longest_prefix(self._kv_cache, hashes)]
         if not hashes:
             return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
-        asked, expires_at = request.holds, now + (mark.ttl_s if mark.left_s is None else mark.left_s)
+        asked, expires_at = holds_of(request), now + (mark.ttl_s if mark.left_s is None else mark.left_s)
         if (same := self.table.by_end.get((asked.client, hashes[-1]))) is not None:
             self.table.pay(same, request.cost)
             same.renew(mark.ttl_s, expires_at)
@@ -145,9 +154,9 @@ class Holds(Part):
     def reserved(self, request: Request, matched: int, now: float) -> None:
         """Renew the holds that a request has read: those of its client within its first `matched` blocks, which were
         cached."""
-        if self.table.by_end and matched and request.holds.renews:
+        if self.table.by_end and matched and (asked := holds_of(request)).renews:
             self.update(now)
-            for hold in self.table.prefixes(request.holds.client, request.hashes(matched, self._block_size)):
+            for hold in self.table.prefixes(asked.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
                 self.table.pay(hold, request.cost)
                 self._records.changed(hold)

@@ -120,7 +120,7 @@ class EncoderCacheManager(Part):
         super().attach(kernel)
         self.handoffs.out = kernel.out
 
-    def opened(self, request: Request) -> None:
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         """Let the request share the pixels of an image that another live request has."""
         found = []
         for image in request.images:

@@ -116,7 +116,7 @@ class StateCacheManager(KVCacheManager):
                 borders.add(known * self._kv_size // self.pool.block_size * self.pool.block_size)
             borders.add(last)
             size = self.pool.block_size
-            borders.update(mark.tokens // size * size for mark in request.holds.marks)
+            borders.update(mark // size * size for mark in request.marks)
         elif any(states.handed_over):
             borders.add(last)
         states.wanted = sorted(border for border in borders if position < border <= last)

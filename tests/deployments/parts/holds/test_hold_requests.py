@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
-from engine.wire.generate_request import HoldMark
 from engine.wire.messages import ReleaseHolds
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.token_delta import HoldOutcome, TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
@@ -29,12 +29,13 @@ def openai_client(api: FakeApi, key: str = "none") -> AsyncOpenAI:
 def marked(api: FakeApi, template: str = QWEN) -> list[tuple[str, float]]:
     """The text up to each mark of the newest request, and its seconds."""
     request, decode = api.engine.added[-1], chat_tokenizer(template).decode
-    marks = [] if request.hold is None else request.hold.marks
+    hold = request.record(PromptHold)
+    marks = [] if hold is None else hold.marks
     return [(decode(request.prompt[: mark.tokens], skip_special_tokens=False), mark.ttl_s) for mark in marks]
 
 
 def tokens(api: FakeApi) -> list[int]:
-    hold = api.engine.added[-1].hold
+    hold = api.engine.added[-1].record(PromptHold)
     return [] if hold is None else [mark.tokens for mark in hold.marks]
 
 
@@ -148,7 +149,7 @@ async def test_refused_hold_is_answered_all_the_same_and_says_why():
 async def test_request_without_marks_asks_for_nothing_and_is_told_nothing():
     async with serving("hi") as (client, api):
         message = await client.messages.create(**ASKED, messages=[{"role": "user", "content": "hello"}])
-        assert api.engine.added[-1].hold is None
+        assert api.engine.added[-1].record(PromptHold) is None
         assert message.usage.cache_creation is None and "holds" not in message.usage.model_dump()
 
 
@@ -170,7 +171,7 @@ async def test_openais_fields_ask_for_a_hold_in_all_three_apis(fields, ttl_s):
         await client.chat.completions.create(model="fake", messages=turns, prompt_cache_key="talk", **fields)
         expected = [] if ttl_s is None else [("<|im_start|>user\nhello", ttl_s)]
         assert marked(api) == expected
-        assert ttl_s is None or api.engine.added[-1].hold.name == "talk"
+        assert ttl_s is None or api.engine.added[-1].record(PromptHold).name == "talk"
         response = await client.responses.create(model="fake", input="hello", **fields)
         assert marked(api) == expected
         assert response.usage is not None
@@ -199,7 +200,7 @@ async def test_openais_breakpoints_are_marks_with_the_time_of_their_own_or_of_th
 async def test_prompts_of_several_answers_are_held_once():
     async with fake_api(says("hi")) as api:
         await api.post("completions", prompt=["hello", "world"], n=2, hold_s=9, max_tokens=2)
-        assert [request.hold is not None for request in api.engine.added] == [True, False, True, False]
+        assert [request.record(PromptHold) is not None for request in api.engine.added] == [True, False, True, False]
 
 
 async def test_more_marks_than_four_and_times_that_no_api_has_are_refused():
@@ -218,8 +219,8 @@ async def test_hold_ends_by_its_name_and_with_the_response_that_is_deleted():
     async with serving("hi") as (_, api):
         client = openai_client(api)
         response = await client.responses.create(model="fake", input="hello", prompt_cache_retention="24h")
-        assert api.engine.added[-1].hold is not None
-        assert api.engine.added[-1].hold.response_id == response.id
+        assert api.engine.added[-1].record(PromptHold) is not None
+        assert api.engine.added[-1].record(PromptHold).response_id == response.id
         await client.responses.delete(response.id)
         answer = await api.client.delete("/v1/holds/talk/1")
         assert answer.json() == {"id": "talk/1", "object": "hold", "deleted": True}

@@ -1,0 +1,41 @@
+"""What messages say to and of parts. A message carries it encoded, by the part's name, so that only the ends of the
+part need to know its form."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import ClassVar, Self, TypeVar
+
+import msgspec
+
+Records = dict[str, msgspec.Raw]
+"""Records in msgpack, by the names of their parts."""
+
+
+class PartRecord(msgspec.Struct, frozen=True):
+    """What a message says to or of one part."""
+
+    part: ClassVar[str]
+
+    def without_text(self) -> Self:
+        """Return what a tape keeps of it, from which the part decides the same."""
+        return self
+
+
+R = TypeVar("R", bound=PartRecord)
+
+
+def encoded(*records: PartRecord | None) -> Records:
+    """Return records as messages carry them, without those that are None."""
+    return {each.part: msgspec.Raw(msgspec.msgpack.encode(each)) for each in records if each is not None}
+
+
+def record_in(records: Records, kind: type[R]) -> R | None:
+    """Return the record of this kind, or None if there is none. Raises msgspec.ValidationError."""
+    raw = records.get(kind.part)
+    return None if raw is None else _decoder(kind).decode(raw)
+
+
+@cache
+def _decoder(kind: type[R]) -> msgspec.msgpack.Decoder[R]:
+    return msgspec.msgpack.Decoder(kind)
