@@ -241,7 +241,7 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
     if config.kv_cache_dtype == "auto":
         return dtype
     if device.type == "cpu":
-        logger.warning("kv cache in FP8 on a CPU: attention runs in plain torch, several times slower; meant for tests")
+        logger.warning("kv cache in FP8 on a CPU: each step converts what it reads, which is slow; meant for tests")
     elif torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise ConfigError(

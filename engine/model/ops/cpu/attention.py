@@ -192,14 +192,13 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype. Uses the plain
-    version if the cache is in float8."""
+    """Attend: q [tokens, heads, head_dim] -> the same shape and dtype. sinks: [heads] of q's dtype."""
     scores: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
-    if batch.kv_scales is not None:
-        return attention_plain.paged_attention(q, batch, layer, scale, window, **scores)
     assert sinks is None or sinks.dtype == q.dtype, "the kernel reads sinks as it reads q"
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
+    if batch.kv_scales is not None:
+        return paged_attention(q, dequantized(batch, layer, q.dtype), 0, scale, window, **scores)
     if rest := -q.shape[2] % LANES:
         out = paged_attention(*padded_heads(q, batch, layer, rest), 0, scale, window, **scores)
         return out[..., :-rest].contiguous()
@@ -236,12 +235,28 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
 def padded_heads(q: Tensor, batch: Batch, layer: int, rest: int) -> tuple[Tensor, Batch]:
     """Append `rest` zeros to each head, which change no score. Returns q, and a batch whose cache has one layer: copies
     of the blocks that this step reads."""
-    blocks = -(-batch.kv_len // batch.kv_cache.shape[4])
-    read = torch.arange(batch.block_table.shape[1]) < blocks[:, None]
-    table = torch.zeros_like(batch.block_table)
-    table[read] = torch.arange(int(blocks.sum()), dtype=table.dtype)
-    cache = F.pad(batch.kv_cache[batch.block_table[read], layer], (0, rest))[:, None]
+    table, blocks = read_blocks(batch, layer)
+    cache = F.pad(blocks, (0, rest))[:, None]
     return F.pad(q, (0, rest)), replace(batch, block_table=table, kv_cache=cache)
+
+
+def dequantized(batch: Batch, layer: int, dtype: torch.dtype) -> Batch:
+    """Return a batch whose cache has one layer: the blocks that this step reads, as the numbers that a cache in float8
+    stands for."""
+    assert batch.kv_scales is not None
+    table, blocks = read_blocks(batch, layer)
+    cache = (blocks.float() * batch.kv_scales[layer][:, None, None, None]).to(dtype)[:, None]
+    return replace(batch, block_table=table, kv_cache=cache, kv_scales=None)
+
+
+def read_blocks(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
+    """Copy the blocks of a layer that this step reads: a block table, and [blocks, 2, kv_heads, block_size,
+    head_dim]."""
+    counts = -(-batch.kv_len // batch.kv_cache.shape[4])
+    read = torch.arange(batch.block_table.shape[1]) < counts[:, None]
+    table = torch.zeros_like(batch.block_table)
+    table[read] = torch.arange(int(counts.sum()), dtype=table.dtype)
+    return table, batch.kv_cache[batch.block_table[read], layer]
 
 
 def latent_tiles(batch: Batch, heads: int) -> Tensor:

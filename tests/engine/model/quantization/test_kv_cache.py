@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_attention_over_fp8_is_attention_over_what_is_stored(ops):
     attention_plain.write_kv(meant_k, meant_v, exact, 1)
     expected = attention_plain.paged_attention(q, exact, 1, 0.25)
     torch.testing.assert_close(ops.paged_attention(q, batch, 1, 0.25), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_whether_its_prompt_comes_whole_or_in_chunks(dtype):
+    length, whole = 16, make_batch([16, 16], FP8, SCALES)
+    q, k, v = (randn(2 * length, heads, HEAD_DIM).to(dtype) for heads in (4, KV_HEADS, KV_HEADS))
+    attention_plain.write_kv(k, v, whole, 1)
+    expected = cpu_attention.paged_attention(q, whole, 1, 0.25)
+    for rows in (1, 5):
+        single, chunks = split([rows], [length])
+        start = torch.tensor([0, rows], dtype=torch.int32)
+        last = replace(
+            whole, query_start=start, kv_len=whole.kv_len[:1], block_table=whole.block_table[:1],
+            single=single, chunks=chunks, tiles=None,
+        )  # fmt: skip
+        found = cpu_attention.paged_attention(q[length - rows : length].contiguous(), last, 1, 0.25)
+        assert torch.equal(found, expected[length - rows : length])
 
 
 def test_values_that_are_too_large_become_the_largest_one():
@@ -155,7 +173,7 @@ def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(c
         core = build_engine(make_config())
     assert core.ranks.runner.kv_caches[0].dtype == FP8
     said = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("kv cache in FP8 on a CPU: attention runs in plain torch") for line in said)
+    assert any(line.startswith("kv cache in FP8 on a CPU: each step converts what it reads") for line in said)
     assert any(line == "kv cache in FP8: no scales, all are 1" for line in said)
     assert len(answer(core, prompt(40))) == 8
     core.close()
