@@ -37,6 +37,7 @@ from engine.offline.outputs import RequestOutput
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import DispatchRemote
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 
 BATCH = 16
@@ -161,7 +162,7 @@ def scenarios(
             "preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs]
         )
     with engine(speculative_config=SPECULATIVE) as llm:
-        outputs, verified = one_by_one(llm, prompts, params), llm.stats().spec_decode
+        outputs, verified = one_by_one(llm, prompts, params), llm.stats().record(SpecDecodeStats)
         assert verified is not None
         yield Scenario("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
     for size in ranks:

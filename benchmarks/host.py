@@ -29,6 +29,7 @@ from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 
 SHAPE: dict[str, Any] = {
@@ -117,8 +118,8 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
             core.step()
         parts = time_steps(core, steps)
     assert len(core.scheduler.queue.running) == sequences, "some have ended"
-    assert not drafts or core.stats().spec_decode.num_accepted_tokens >= sequences * steps
-    assert sampling != "eagle3" or core.stats().spec_decode.num_draft_tokens >= 3 * sequences * steps
+    assert not drafts or core.stats().record(SpecDecodeStats).num_accepted_tokens >= sequences * steps
+    assert sampling != "eagle3" or core.stats().record(SpecDecodeStats).num_draft_tokens >= 3 * sequences * steps
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
 

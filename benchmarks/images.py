@@ -34,6 +34,7 @@ from engine.model.config import ModelConfig
 from engine.multimodal.image import decode
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
+from engine.wire.parts.images import ImageStats
 from engine.wire.sampling_params import SamplingParams
 
 QUESTIONS = 10  # about each image
@@ -183,10 +184,10 @@ class Questioner:
 
     def ask_about(self, seed: int) -> dict[str, list[Timing]]:
         """Return the timings of all requests about one new image, by their kind."""
-        file, encoded = picture(self._side, seed), self._sees.stats().images_encoded
+        file, encoded = picture(self._side, seed), self._sees.stats().record(ImageStats).encoded
         first, *later = [self._question(file, f"What is in part {i} of it?") for i in range(QUESTIONS)]
         behind = [self._question(file, "What is it?", self._rng.randbytes(8).hex()) for _ in range(OTHERS)]
-        encoded = self._sees.stats().images_encoded - encoded
+        encoded = self._sees.stats().record(ImageStats).encoded - encoded
         if encoded != 1:
             raise SystemExit(f"an image was encoded {encoded} times for {QUESTIONS + OTHERS} questions about it")
         texts: dict[LLM, list[Timing]] = {self._sees: [], self._reads: []}

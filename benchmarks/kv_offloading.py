@@ -31,6 +31,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.sampling_params import SamplingParams
 
@@ -151,7 +152,7 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
         if not is_first:
             first_token_s.append(first - started)
             resumed, cached = resumed + len(prompt), cached + hit
-    tiers = core.stats().kv_offload
+    tiers = core.stats().record(KVOffloadStats)
     errors = {} if tiers is None else {f"{t} {k}": n for t, s in tiers.tiers.items() for k, n in s.errors.items()}
     return TierResult(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
 

@@ -28,6 +28,7 @@ from engine.core.engine import EngineCore
 from engine.model.checkpoint.folder import resolve
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
@@ -129,9 +130,10 @@ class Bench:
                 after = core.stats()
                 if repetition:
                     own.append(seconds)
-                if before.spec_decode and after.spec_decode:
-                    drafted = after.spec_decode.num_draft_tokens - before.spec_decode.num_draft_tokens
-                    accepted = after.spec_decode.num_accepted_tokens - before.spec_decode.num_accepted_tokens
+                earlier, later = before.record(SpecDecodeStats), after.record(SpecDecodeStats)
+                if earlier and later:
+                    drafted = later.num_draft_tokens - earlier.num_draft_tokens
+                    accepted = later.num_accepted_tokens - earlier.num_accepted_tokens
                     steps, tokens = after.steps - before.steps, after.generation_tokens - before.generation_tokens
         (wall, cpu), (wall_with, cpu_with) = ([list(column) for column in zip(*own, strict=True)] for own in times)
 

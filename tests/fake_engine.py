@@ -38,7 +38,7 @@ from engine.wire.messages import (
     TapeTaken,
 )
 from engine.wire.parts.holds import HoldMark, PromptHold
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent

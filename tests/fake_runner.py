@@ -37,7 +37,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.part_record import encoded
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource

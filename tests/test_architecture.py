@@ -170,10 +170,11 @@ OTHER_MODELS = """
     core/features/kv_fetching.py core/features/prefix_pins.py
     core/assembly/parts.py core/features/part_inputs.py core/mail/part_mail.py core/mail/compilations.py
     core/features/speculator.py core/features/images/encoder_cache_manager.py core/features/images/image_handoffs.py
-    core/features/offers.py
+    core/features/offers.py core/features/draft_totals.py
     core/features/micro_batches.py core/costs/cost_ledger.py core/costs/tier_usage.py
     core/costs/block_usage.py core/request_cost.py
-    core/features/holds/request_holds.py core/features/holds/no_holds.py wire/parts/holds.py wire/parts/prediction.py
+    core/features/holds/request_holds.py core/features/holds/no_holds.py
+    wire/parts/holds.py wire/parts/speculation.py wire/parts/images.py wire/parts/lora.py wire/parts/kv_fetching.py
     core/features/holds/holds.py core/features/holds/hold_table.py core/features/holds/hold_records.py
     core/features/tiers/saved_holds.py
     core/features/block_events.py wire/kv_events.py distributed/kv_event_publisher.py

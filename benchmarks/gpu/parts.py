@@ -43,6 +43,7 @@ from engine.model.ops.gpu.libraries import choice
 from engine.model.quantization.weight import FP8 as FLOAT8
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.spec_decode.ngram import NgramSequence
+from engine.wire.parts.speculation import SpecDecodeStats
 
 DEVICE = "cuda"
 FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -260,7 +261,7 @@ def verifying(batch_size: int, options: dict[str, Any]) -> Numbers:
 
 
 def num_drafts(run: Decoding) -> int:
-    stats = run.core.stats().spec_decode
+    stats = run.core.stats().record(SpecDecodeStats)
     return 0 if stats is None else stats.num_draft_tokens
 
 

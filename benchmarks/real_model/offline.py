@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from engine.model.checkpoint.folder import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tools.gguf_numbers import write_numbers
@@ -80,7 +81,7 @@ def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
         before = {method: llm.stats() for method, llm in engines.items()}
         found = [{method: answer(llm, text, params) for method, llm in engines.items()} for text in texts]
         for method, llm in engines.items():
-            verified, earlier = llm.stats().spec_decode, before[method].spec_decode
+            verified, earlier = llm.stats().record(SpecDecodeStats), before[method].spec_decode
             if verified is None or earlier is None:
                 continue
             assert all(tokens_of(outputs[method]) == tokens_of(outputs[""]) for outputs in found)

@@ -19,7 +19,7 @@ from engine.fairness.fair_queue import QueuedRequest
 from engine.overriding import overriding
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.token_delta import TokenDelta
 
 TIMEOUT_GRACE_S = 10.0

@@ -14,7 +14,7 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.token_delta import TokenDelta
 
 T = TypeVar("T")

@@ -1,10 +1,9 @@
-"""Prometheus series defined by tables, and the tables for the reports of engines."""
+"""Prometheus series defined by tables, and the tables for the reports of engines. Parts have their own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
@@ -13,6 +12,7 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
 from engine.wire.messages import EngineStatus
+from engine.wire.parts.part_record import PartRecord
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.stats.histogram import Histogram
@@ -104,33 +104,12 @@ def _overlap(stats: HandoffStats) -> float | None:
     return stats.bytes_overlapped / total if total else None
 
 
-def _tiers(field: str) -> Callable[[EngineStats], dict[str, Any]]:
-    def read(stats: EngineStats) -> dict[str, Any]:
-        tiers = {} if stats.kv_offload is None else stats.kv_offload.tiers
-        return {name: getattr(tier, field) for name, tier in tiers.items()}
-
-    return read
-
-
 def _stages(field: str) -> Callable[[EngineStats], list[float]]:
     return lambda stats: [getattr(stage, field) for stage in stats.stages]
 
 
 def _experts(field: str) -> Callable[[EngineStats], dict[int, Any]]:
     return lambda stats: {experts.stage: getattr(experts, field) for experts in stats.experts}
-
-
-def _adapters_resident(stats: EngineStats) -> int | None:
-    return len(stats.adapters) if stats.max_loras else None
-
-
-def _lora_requests(stats: EngineStats) -> dict[int, dict[str, dict[str, float]]]:
-    """Return the current time, labelled with the names of running and waiting adapters, as vLLM does. Only the labels
-    matter. Empty for an engine without adapters."""
-    if not stats.max_loras:
-        return {}
-    running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
-    return {stats.max_loras: {running: {waiting: time.time()}}}
 
 
 # of EngineStats
@@ -142,18 +121,6 @@ REQUESTS: list[Row] = [
     (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to other requests.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
-    (
-        Counter,
-        "vllm:external_prefix_cache_queries",
-        "Prompt tokens looked up in the tiers below the KV cache.",
-        "kv_offload.queried_tokens",
-    ),
-    (
-        Counter,
-        "vllm:external_prefix_cache_hits",
-        "Prompt tokens whose KV came from these tiers.",
-        "kv_offload.hit_tokens",
-    ),
     *histograms(
         {
             "inter_token_latency_seconds": "Time from one token of a request to the next.",
@@ -167,21 +134,6 @@ REQUESTS: list[Row] = [
             "request_params_max_tokens": "Tokens that a request may generate.",
             "request_num_preemptions": "How often a request lost its KV blocks.",
         }
-    ),
-    (Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified.", "spec_decode.num_drafts"),
-    (Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", "spec_decode.num_draft_tokens"),
-    (
-        Counter,
-        "vllm:spec_decode_num_accepted_tokens",
-        "Draft tokens that were accepted.",
-        "spec_decode.num_accepted_tokens",
-    ),
-    (
-        Counter,
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Draft tokens that were accepted, by their position in a draft.",
-        "spec_decode.num_accepted_tokens_per_pos",
-        "position",
     ),
     (
         Counter,
@@ -197,30 +149,6 @@ LOAD: list[Row] = [
     *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
     (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", "kv_usage"),
     (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
-    (
-        Gauge,
-        "vllm:lora_requests_info",
-        "Slots for LoRA adapters, and the adapters of running and of waiting requests.",
-        _lora_requests,
-        "max_lora",
-        "running_lora_adapters",
-        "waiting_lora_adapters",
-    ),
-    (Gauge, "manta_adapters_resident", "LoRA adapters in slots.", _adapters_resident),
-    (Counter, "manta_kv_fetched_tokens", "Prompt tokens whose KV another engine had cached.", "fetched_tokens"),
-    (Gauge, "manta_holds", "Prompts that clients hold in the KV cache.", "holds.holds"),
-    (Gauge, "manta_held_blocks", "KV blocks that holds keep.", "holds.blocks"),
-    (Gauge, "manta_max_held_blocks", "Maximum number of KV blocks that holds keep, without tiers.", "holds.max_blocks"),
-    (
-        Counter,
-        "manta_holds_unused_block_seconds",
-        "KV blocks on the device times the seconds for which holds kept them that no later request has used.",
-        "holds.unused_block_s",
-    ),
-    (Counter, "manta_holds_granted", "Holds that were granted.", "holds.granted"),
-    (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", "holds.restored"),
-    (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
-    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found in the cache.", "encoder_cache_hits"),
 ]
 LABELLED: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
@@ -241,8 +169,6 @@ LABELLED: list[Row] = [
         "where",
         "reason",
     ),
-    (Counter, "manta_holds_refused", "Holds that were refused, by reason.", "holds.refused", "reason"),
-    (Counter, "manta_holds_ended", "Holds that ended, by reason.", "holds.ended", "reason"),
     (
         Counter,
         "manta_stage_busy_seconds",
@@ -302,35 +228,6 @@ LABELLED: list[Row] = [
         "shared.pause_s",
     ),
     (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
-    (Counter, "manta_kv_fetches", "Prompts of which another engine had more cached, by outcome.", "fetches", "outcome"),
-]
-# of EngineStats, as far as an engine has tiers; vLLM's names, and what it has none for
-TIERS: list[Row] = [
-    (
-        Counter,
-        "manta_kv_offload_gib_seconds",
-        "GiB in a tier times the seconds for which they were kept, by holds or as a cache.",
-        _tiers("gib_s"),
-        "tier",
-        "kept_by",
-    ),
-    (Counter, "vllm:kv_offload_tiering_read_bytes", "KV loaded from a tier.", _tiers("read_bytes"), "tier"),
-    (Counter, "vllm:kv_offload_tiering_write_bytes", "KV written to a tier.", _tiers("write_bytes"), "tier"),
-    (Counter, "vllm:kv_offload_tiering_read_time", "Seconds that loads took.", _tiers("read_s"), "tier"),
-    (Counter, "vllm:kv_offload_tiering_write_time", "Seconds that writing took.", _tiers("write_s"), "tier"),
-    (Gauge, "manta_kv_offload_used_bytes", "Space that blocks take in a tier.", _tiers("used_bytes"), "tier"),
-    (Gauge, "manta_kv_offload_total_bytes", "Space of a tier.", _tiers("total_bytes"), "tier"),
-    (Gauge, "manta_kv_offload_blocks", "Blocks in a tier.", _tiers("blocks"), "tier"),
-    (
-        Counter,
-        "manta_kv_offload_errors",
-        "Blocks that could not be moved: read, write, or deadline.",
-        _tiers("errors"),
-        "tier",
-        "reason",
-    ),
-    (Counter, "manta_kv_offload_not_stored", "Blocks evicted before they were copied.", "kv_offload.not_stored"),
-    (Gauge, "manta_kv_offload_loading", "Requests that wait for KV from a tier.", "kv_offload.loading"),
 ]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [
@@ -376,6 +273,26 @@ STATUS: list[Row] = [
 ]
 
 
+class PartMetrics(NamedTuple):
+    """The metrics of what a part of engines reports."""
+
+    kind: type[PartRecord]
+    """What the table reads."""
+    table: list[Row]
+    of_answers: bool = False
+    """Whether only decode engines count, so that a request counts once."""
+    absent: PartRecord | None = None
+    """What an engine without the part reports; None for no series."""
+
+
+def part_metrics(parts: Iterable[PartMetrics], answering: Engines, engines: Engines) -> Iterator[Metric]:
+    """Yield the metrics of parts. answering: decode engines."""
+    for kind, table, of_answers, absent in parts:
+        counted = answering if of_answers else engines
+        told = [(labels, status.stats.record(kind) or absent) for labels, status in counted]
+        yield from collect(table, LABELS, [(labels, record) for labels, record in told if record is not None])
+
+
 def request_metrics(engines: Engines) -> Iterator[Metric]:
     """Return the metrics of requests. engines: decode engines only, so that a request counts once."""
     return collect(REQUESTS, LABELS, [(labels, status.stats) for labels, status in engines])
@@ -389,8 +306,6 @@ def handoff_metrics(engines: Engines, encode: Engines = ()) -> Iterator[Metric]:
     """Yield the metrics of prompts and images that engines compute for each other. Engines without handoffs have only
     blocks and decisions. encode: engines of encode pools."""
     yield from collect(LABELLED, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
-    if tiered := [(labels, status.stats) for labels, status in engines if status.stats.kv_offload is not None]:
-        yield from collect(TIERS, LABELS, tiered)
     found = [([*labels, "prefill"], status.handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.image_handoffs) for labels, status in engines]
     found += [([*labels, "encode"], status.handoffs) for labels, status in encode]

@@ -22,11 +22,13 @@ from prometheus_client.registry import Collector
 from deployments.observability.engine_metrics import (
     LABELS,
     STATUS,
+    PartMetrics,
     Row,
     collect,
     handoff_metrics,
     histograms,
     load_metrics,
+    part_metrics,
     request_metrics,
 )
 from deployments.observability.stats import IngressStats, ModelStats, RouteStats
@@ -176,9 +178,9 @@ class Metrics:
     """Renders scrapes, one at a time and outside the event loop, so that streams go on meanwhile. Scrapes that come
     while one of their kind is rendered get the same text."""
 
-    def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
+    def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry, parts: Sequence[PartMetrics] = ()):
         """pools: by model name."""
-        self._pools, self._telemetry = pools, telemetry
+        self._pools, self._telemetry, self._parts = pools, telemetry, parts
         self._rendering: dict[tuple[str | None, bool], asyncio.Task[bytes]] = {}
         self._one = asyncio.Lock()
 
@@ -203,15 +205,21 @@ class Metrics:
             # a copy, since this ingress goes on counting
             ingresses = msgspec.msgpack.decode(msgspec.msgpack.encode(ingresses), type=list[IngressStats])
             registry = CollectorRegistry()
-            registry.register(_Snapshot(replicas, ingresses, MODELS if by_key else ANONYMOUS))
+            registry.register(_Snapshot(replicas, ingresses, MODELS if by_key else ANONYMOUS, self._parts))
             return await asyncio.to_thread(generate_latest, registry)
 
 
 class _Snapshot(Collector):
     """Answers of all replicas and ingresses to one scrape."""
 
-    def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats], of_models: Sequence[Row]):
-        self._replicas, self._ingresses, self._of_models = replicas, ingresses, of_models
+    def __init__(
+        self,
+        replicas: Sequence[ModelReplicas],
+        ingresses: Sequence[IngressStats],
+        of_models: Sequence[Row],
+        parts: Sequence[PartMetrics],
+    ):
+        self._replicas, self._ingresses, self._of_models, self._parts = replicas, ingresses, of_models, parts
         self._answering = [([r.model, status.engine_id], status) for r in replicas for status in r.answering]
         self._decode = [([r.model, status.engine_id], status) for r in replicas for status in r.decode]
         self._prefill = [([r.model, status.engine_id], status) for r in replicas for status in r.prefill]
@@ -224,6 +232,7 @@ class _Snapshot(Collector):
         others = [*self._decode, *self._prefill]
         yield from load_metrics([*others, *self._encode])
         yield from collect(STATUS, LABELS, [*others, *self._encode])
+        yield from part_metrics(self._parts, self._answering, [*others, *self._encode])
         yield from handoff_metrics(others, self._encode)
         yield from self._routing()
         yield from collect(self._of_models, MODEL_LABELS, self._models)

@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING
 from deployments.edge_part import EdgePart
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
+from deployments.observability.engine_metrics import PartMetrics
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.model_part import ModelPart
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.parts.adapters.adapter_models import AdapterModels
+from deployments.parts.adapters.metrics import METRICS as adapters
 from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
 from deployments.parts.holds.hold_requests import HoldRequests
+from deployments.parts.holds.metrics import METRICS as holds
 from deployments.parts.holds.routes import HoldRoutes
 from deployments.parts.images.image_inputs import ImageInputs
+from deployments.parts.images.metrics import METRICS as images
 from deployments.parts.keys.routes import KeyRoutes
+from deployments.parts.kv_fetching.metrics import METRICS as fetching
+from deployments.parts.kv_tiers.metrics import METRICS as tiers
 from deployments.parts.operators.routes import OperatorRoutes
+from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.parts.prediction.prediction import Predictions
 from deployments.parts.quotas.quota_part import QuotaChecks, QuotaEdge
 from deployments.parts.sdc_check.sdc_check import SdcCheck
@@ -69,6 +76,8 @@ class PartSpec:
     """Names of the parts that it imports."""
     edge: Callable[[EdgeSetup], EdgePart | None] = lambda setup: None
     model: Callable[[ModelSetup], ModelPart | None] = lambda setup: None
+    metrics: tuple[PartMetrics, ...] = ()
+    """Of what its end in engines reports."""
 
 
 def _adapters(setup: EdgeSetup) -> EdgePart:
@@ -80,6 +89,10 @@ def _keys(setup: EdgeSetup) -> EdgePart | None:
     if setup.api_keys is None or not setup.auth.allow_runtime_key_updating:
         return None
     return KeyRoutes.of(setup.store, setup.api_keys, setup.quotas, setup.auth.key_limits)
+
+
+def _operators(setup: EdgeSetup) -> EdgePart:
+    return OperatorRoutes(setup.models, setup.telemetry, [each for spec in PARTS for each in spec.metrics])
 
 
 def _console(setup: EdgeSetup) -> EdgePart | None:
@@ -109,15 +122,22 @@ def _sdc_check(setup: ModelSetup) -> ModelPart | None:
 
 
 PARTS = (
-    PartSpec("adapters", edge=_adapters),
+    PartSpec("adapters", edge=_adapters, metrics=adapters),
     PartSpec("keys", edge=_keys),
     PartSpec("quotas", edge=lambda setup: QuotaEdge(setup.quotas), model=_quotas),
-    PartSpec("images", model=_images),
+    PartSpec("images", model=_images, metrics=images),
     PartSpec("thinking_budget", model=lambda setup: ThinkingBudgets(setup.model.format, setup.model.markers)),
-    PartSpec("prediction", model=_prediction),
+    PartSpec("prediction", model=_prediction, metrics=speculation),
     PartSpec("sdc_check", model=_sdc_check),
-    PartSpec("holds", edge=lambda setup: HoldRoutes(setup.models), model=lambda setup: HoldRequests(setup.model)),
-    PartSpec("operators", edge=lambda setup: OperatorRoutes(setup.models, setup.telemetry)),
+    PartSpec(
+        "holds",
+        edge=lambda setup: HoldRoutes(setup.models),
+        model=lambda setup: HoldRequests(setup.model),
+        metrics=holds,
+    ),
+    PartSpec("kv_tiers", metrics=tiers),
+    PartSpec("kv_fetching", metrics=fetching),
+    PartSpec("operators", edge=_operators),
     PartSpec("console", edge=_console),
 )
 

@@ -11,7 +11,7 @@ import msgspec
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 
 
 class Named(NamedTuple):

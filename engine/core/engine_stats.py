@@ -7,9 +7,9 @@ from typing import Any
 from engine.core.block_pool import BlockPool
 from engine.core.features.holds.holds import Holds
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import EngineLoad
+from engine.wire.parts.part_record import encoded
 from engine.wire.stats.engine_stats import EngineStats
 
 
@@ -41,9 +41,6 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     pool = kv_cache.pool
     pools = pools_by_name(kv_cache) if len(kv_cache.groups) > 1 else {}
     receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
-    fields = dict[str, Any]()
-    for report in scheduler.parts.report:
-        fields |= report()
     return EngineStats(
         running=len(queue.running),
         waiting=scheduler.num_waiting,
@@ -71,15 +68,8 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         queued_tokens=queue.queued_tokens,
         prefill_decisions=scheduler.handoffs.decisions(),
         moves=dict(scheduler.handoffs.moves),
-        running_adapters=adapter_names(queue.running),
-        waiting_adapters=adapter_names(queue.waiting),
-        **fields,
+        parts=encoded(*(report() for report in scheduler.parts.report)),
     )
-
-
-def adapter_names(requests: list[Request]) -> list[str]:
-    """Return the names of the requests' adapters, each once."""
-    return list(dict.fromkeys(request.lora.lora_name for request in requests if request.lora is not None))
 
 
 def pools_by_name(kv_cache: KVCacheManager) -> dict[str, BlockPool]:

@@ -3,9 +3,11 @@ ranks' answers."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
+
+from engine.wire.parts.part_record import PartRecord
 
 
 class TierBlock(NamedTuple):
@@ -137,10 +139,12 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """GiB times the seconds for which they were kept: `holds`, as far as holds kept them, and `cache`."""
 
 
-class KVOffloadStats(msgspec.Struct, frozen=True, kw_only=True):
+class KVOffloadStats(PartRecord, frozen=True, kw_only=True):
     """The tiers below the KV cache of one engine."""
 
-    tiers: dict[str, TierStats] = {}
+    part: ClassVar[str] = "kv_tiers"
+
+    tiers: dict[str, TierStats] = msgspec.field(default_factory=dict)
     """The tiers `host`, `disk` and `store`, as far as the engine has them."""
     loading: int = 0
     """Requests that wait for blocks."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.days import autoscaler, batches, encoders, quotas, stills

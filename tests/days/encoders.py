@@ -17,7 +17,7 @@ from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.request import Request
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.engine import Channel, Engine
 from tests.days.model import IMAGE, Runner, alone, chain, embedding, inputs

@@ -15,6 +15,7 @@ from engine import pocket
 from engine.core.engine import EngineCore
 from engine.device import CudaDevice
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
@@ -87,7 +88,7 @@ def test_drafts_change_no_token_and_the_host_does_not_wait_for_them(method, draf
     speculative = {**options, "num_speculative_tokens": HEADS}
     core = make_core(folder, "cuda", speculative_config=speculative)
     check_same(run(core, wanted), generate(folder, "cpu", wanted), EXACT)
-    assert core.stats().spec_decode.num_draft_tokens > 0
+    assert core.stats().record(SpecDecodeStats).num_draft_tokens > 0
     run_strictly(core, wanted, wanted)
     core.close()
 

@@ -11,6 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, Tenso
 from engine.model.checkpoint import smollm2
 from engine.model.checkpoint.folder import read_json, resolve
 from engine.offline.llm import LLM
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 
 SUBJECTS = (
@@ -112,5 +113,5 @@ def test_a_stop_string_ends_the_text_before_it(llm, together):
 def test_drafts_change_no_answer(together):
     with LLM(**OPTIONS, speculative_config={"method": "ngram", "prompt_lookup_min": 1}) as llm:
         assert answers(llm, CHATS) == together
-        drafted = llm.stats().spec_decode
+        drafted = llm.stats().record(SpecDecodeStats)
     assert drafted is not None and drafted.num_draft_tokens

@@ -105,7 +105,7 @@ class TierTraffic:
     def use(self, replicas: list[Replica]) -> TierUse:
         """Return what the replicas have copied."""
         found = [
-            tiers.stats for replica in replicas if (tiers := replica.scheduler.parts.get(KVOffloading)) is not None
+            tiers.report() for replica in replicas if (tiers := replica.scheduler.parts.get(KVOffloading)) is not None
         ]
         return TierUse(
             loaded_tokens=sum(stats.hit_tokens for stats in found),

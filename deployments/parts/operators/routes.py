@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import Request, Response
 
@@ -13,6 +14,7 @@ from deployments.http.json_body import json_response
 from deployments.http.route import ADMIN, KEY, OPEN, OWNER, Route
 from deployments.http.server_header import NODE_HEADER
 from deployments.observability.cluster_tapes import cluster_tapes
+from deployments.observability.engine_metrics import PartMetrics
 from deployments.observability.prometheus import CONTENT_TYPE, Metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
@@ -24,9 +26,10 @@ PROGRESS = "whether the engines make progress"
 
 
 class OperatorRoutes(EdgePart):
-    def __init__(self, models: ServedModels, telemetry: Telemetry):
+    def __init__(self, models: ServedModels, telemetry: Telemetry, metrics: Sequence[PartMetrics]):
+        """metrics: of parts."""
         self._models, self._telemetry = models, telemetry
-        self._metrics = Metrics(models.pools(), telemetry)
+        self._metrics = Metrics(models.pools(), telemetry, metrics)
 
     def routes(self) -> list[Route]:
         healthy = "200 if every model has an engine that makes progress."

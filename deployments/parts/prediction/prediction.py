@@ -6,7 +6,7 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.served.model_part import Draft, ModelPart
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 
 
 class Predictions(ModelPart):

@@ -136,9 +136,9 @@ class Part:
         """Return fields of EngineLoad. requests: all that run or wait in the queue."""
         return {}
 
-    def report(self) -> dict[str, Any]:
-        """Return fields of EngineStats."""
-        return {}
+    def report(self) -> PartRecord | None:
+        """Return its figures for EngineStats."""
+        return None
 
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if its books do not balance."""

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.door.kernel import Kernel
 from engine.core.door.part import Part
 from engine.core.request import Request
+from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import AdapterError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import AdapterLoad, LoRARequest
+from engine.wire.parts.lora import AdapterStats
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -46,6 +49,7 @@ class AdapterSlots(Part):
     """
 
     field = "lora"
+    _queue: RequestQueue
 
     def __init__(self, max_loras: int):
         self.slots = [AdapterSlot() for _ in range(max_loras)]
@@ -53,6 +57,10 @@ class AdapterSlots(Part):
         self._running: dict[Request, AdapterSlot] = {}
         self._committed = 0
         self._num_loads = 0
+
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        self._queue = kernel.queue
 
     @property
     def max_loras(self) -> int:
@@ -105,8 +113,9 @@ class AdapterSlots(Part):
     def load(self, requests: Iterable[Request]) -> dict[str, Any]:
         return {"adapters": tuple(self.digests)}
 
-    def report(self) -> dict[str, Any]:
-        return {"max_loras": self.max_loras, "adapters": self.digests}
+    def report(self) -> AdapterStats:
+        queue = self._queue
+        return AdapterStats(self.max_loras, self.digests, names_in(queue.running), names_in(queue.waiting))
 
     def new_load(self, lora: LoRARequest) -> int:
         """Ask the ranks to read an adapter into host memory. Returns the command's number."""
@@ -169,3 +178,8 @@ class AdapterSlots(Part):
     def _empty(self, slot: AdapterSlot) -> None:
         self._by_digest.pop(slot.digest, None)
         slot.lora = slot.kept_for = slot.wanted_by = None
+
+
+def names_in(requests: Iterable[Request]) -> list[str]:
+    """Return the names of the requests' adapters, each once."""
+    return list(dict.fromkeys(request.lora.lora_name for request in requests if request.lora is not None))

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from engine.core.costs.step_cost import LinearCost, StepTimes
 from engine.core.door.kernel import Kernel
@@ -42,6 +41,7 @@ from engine.wire.handoff import (
     Received,
     RefusePrefill,
 )
+from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
@@ -357,8 +357,8 @@ class KVFetching(Part):
                 return False
         return True
 
-    def report(self) -> dict[str, Any]:
-        return {"fetches": dict(self.fetches), "fetched_tokens": self.fetched_tokens}
+    def report(self) -> FetchStats:
+        return FetchStats(dict(self.fetches), self.fetched_tokens)
 
     def cleared(self) -> None:
         """Discard the blocks that are still to arrive, since the cache is emptied."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import Kernel
@@ -473,8 +472,7 @@ class KVOffloading(Part):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    @property
-    def stats(self) -> KVOffloadStats:
+    def report(self) -> KVOffloadStats:
         return KVOffloadStats(
             tiers={tier.name: tier.stats() for tier in self.tiers},
             loading=len(self.waiting()),
@@ -482,9 +480,6 @@ class KVOffloading(Part):
             hit_tokens=self._hit_tokens,
             not_stored=sum(writer.not_stored for writer in self._writers),
         )
-
-    def report(self) -> dict[str, Any]:
-        return {"kv_offload": self.stats}
 
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError unless tiers and pins add up."""

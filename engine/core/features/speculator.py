@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from itertools import islice, takewhile
-from typing import Any
 
 from engine.config import SpeculativeConfig
 from engine.config_sections import MAX_SPECULATIVE_TOKENS
 from engine.core.door.kernel import Kernel
 from engine.core.door.part import Part
+from engine.core.features.draft_totals import DraftTotals
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
@@ -18,10 +18,9 @@ from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction, SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepPlan
 from engine.wire.remote_request import RemoteRequest
-from engine.wire.stats.engine_stats import SpecDecodeStats
 
 LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so loaded that they gain little
 
@@ -65,7 +64,7 @@ class Speculator(Part):
         self._cost = 0, 0.0, 0.0, 0.0
         self._step = self._undrafted = StepDrafts(*self._cost)
         self._num_proposed = 0  # per request, in the step planned last
-        self.totals = SpecDecodeStats()
+        self.totals = DraftTotals()
         #: Called with each new drafter of a sequence; returns the one to use.
         self.watch: Callable[[SequenceDrafter], SequenceDrafter] = unwatched
 
@@ -78,11 +77,6 @@ class Speculator(Part):
     def lookahead(self) -> int:
         """Tokens after the drafts for which a request needs blocks: a drafter with weights writes their KV."""
         return self._limit if self.has_weights else 0
-
-    @property
-    def stats(self) -> SpecDecodeStats | None:
-        """A copy of the totals."""
-        return deepcopy(self.totals)
 
     def attach(self, kernel: Kernel) -> None:
         super().attach(kernel)
@@ -203,8 +197,8 @@ class Speculator(Part):
         if self._drafter is not None:
             self._drafter.finish(request.tokens, request.num_prompt, request.prefix.salt)
 
-    def report(self) -> dict[str, Any]:
-        return {"spec_decode": self.stats}
+    def report(self) -> SpecDecodeStats:
+        return self.totals.stats()
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, and set up its drafter the first time."""

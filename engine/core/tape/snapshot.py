@@ -24,6 +24,7 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.door.outputs import Outputs
 from engine.core.door.part import HOOKS, Part, Parts
 from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots
+from engine.core.features.draft_totals import DraftTotals
 from engine.core.features.handoff_progress import HandoffProgress
 from engine.core.features.handoffs import HandoffManager
 from engine.core.features.holds.hold_records import HoldRecords
@@ -113,14 +114,13 @@ from engine.wire.plan import ON_DEVICE, ReceivedImage, StateRestore, StateSave, 
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.stats.engine_stats import SpecDecodeStats
 from engine.wire.stats.histogram import Histogram
 from engine.wire.token_delta import HoldOutcome
 
 KINDS = Kinds()
 KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
-    CommandQueue, DecodeCost, DraftBound, DraftCost, EncoderCacheManager, FoundHold, HandoffManager,
+    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, HandoffManager,
     HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
     KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
     NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
@@ -135,7 +135,7 @@ KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
     AdapterLoad, DropBlocks, DropHold, EngineConfig, HandoffConfig, Histogram, HoldMark, HoldOutcome, KVCacheSpec,
     KVHolder, KVSource, LoRARequest, LoadBlocks, MultiModalFeatureSpec, Peer, PoolingParams, PrefillReplica, PromptCost,
-    ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SpecDecodeStats, SpeculativeConfig, StepPlan,
+    ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SpeculativeConfig, StepPlan,
     StopLoad, StoreBlocks,
 ]  # fmt: skip
 KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]

@@ -2,60 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from engine.wire.kv_offload import KVOffloadStats
+from engine.wire.parts.part_record import R, Records, record_in
 from engine.wire.stats.histogram import Histogram
-
-HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
-# cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite. lost: a tier lost a
-# block.
-
-
-class SpecDecodeStats(msgspec.Struct, kw_only=True):
-    """Totals of speculative decoding, named like vLLM's metrics."""
-
-    num_drafts: int = 0
-    """Verified drafts: one per sequence and step that verified draft tokens."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
-    """Accepted tokens by their position in the draft, from the first position on."""
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += drafted
-        self.num_accepted_tokens += accepted
-        per_position = self.num_accepted_tokens_per_pos
-        per_position += [0] * (drafted - len(per_position))
-        for position in range(accepted):
-            per_position[position] += 1
-
-
-class HoldStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The holds of one engine, and totals since its start."""
-
-    holds: int = 0
-    clients: int = 0
-    """Clients that have holds."""
-    blocks: int = 0
-    """Blocks of the first KV cache group that are kept, on the device or in a tier."""
-    device_blocks: int = 0
-    """Of these, blocks on the device."""
-    max_blocks: int | None = None
-    """Limit of blocks of this group that holds keep; None with tiers, of which a share is the limit."""
-    granted: int = 0
-    restored: int = 0
-    """Holds of an earlier start that were found on disk or in the store."""
-    refused: dict[str, int] = {}
-    """Refused holds by HoldRefusal."""
-    ended: dict[str, int] = {}
-    """Ended holds by HoldEnd."""
-    unused_block_s: float = 0.0
-    """Blocks of the first KV cache group on the device times the seconds for which holds kept them that no later
-    request has used."""
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,11 +84,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     moves: dict[str, int] = {}
     """Requests that moved, by outcome: `received` or `failed` in the engine that continues; `released`, `cancelled` or
     `expired` in the engine that has stopped."""
-    fetches: dict[str, int] = {}
-    """Prompts of which another engine had more cached, by outcome: `received` or `failed` if that KV was fetched, and
-    `costs_more` if computing it was expected to be faster."""
-    fetched_tokens: int = 0
-    """Prompt tokens whose KV was fetched from the prefix caches of other engines."""
     receiving: int = 0
     """Requests whose KV is coming from another engine."""
     leased: int = 0
@@ -159,23 +104,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that this engine computed to their end."""
     prefill_decisions: dict[str, dict[str, int]] = {}
     """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
-    images_encoded: int = 0
-    """Images that the vision encoder has computed."""
-    encoder_cache_hits: int = 0
-    """Times that a step found the embeddings of an image in the cache."""
-    spec_decode: SpecDecodeStats | None = None
-    """None without speculative decoding."""
-    max_loras: int = 0
-    """Slots for adapters; 0 in an engine without adapters."""
-    adapters: list[str] = []
-    """Digests of the adapters in slots."""
-    running_adapters: list[str] = []
-    """Names of the adapters of running requests, in order."""
-    waiting_adapters: list[str] = []
-    kv_offload: KVOffloadStats | None = None
-    """None without tiers below the KV cache."""
-    holds: HoldStats | None = None
-    """None in an engine that keeps no holds."""
     stages: list[StageStats] = []
     """Pipeline stages in order; empty in an engine with one."""
     experts: list[ExpertStats] = []
@@ -188,6 +116,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
+    parts: Records = {}
+    """What the engine's parts report."""
+
+    def record(self, kind: type[R]) -> R | None:
+        """Return what a part reports; None in an engine without the part."""
+        return record_in(self.parts, kind)
 
     @property
     def kv_usage(self) -> float:

@@ -9,13 +9,16 @@ import msgspec
 from prometheus_client.core import Metric
 
 from deployments.http.debug import live_handoffs
-from deployments.observability.engine_metrics import handoff_metrics, request_metrics
+from deployments.observability.engine_metrics import handoff_metrics, part_metrics
+from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.replicas.pools import ReplicaStatus
-from engine.core.stats import RequestMetrics
+from engine.core.features.draft_totals import DraftTotals
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus, PeerPool
-from engine.wire.stats.engine_stats import ExpertStats, SharedSteps, SpecDecodeStats, StageStats
+from engine.wire.parts.part_record import encoded
+from engine.wire.parts.speculation import SpecDecodeStats
+from engine.wire.stats.engine_stats import ExpertStats, SharedSteps, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from tests.deployments.replicas.fake_prefill import status
 
@@ -135,17 +138,17 @@ def test_decisions_are_counted_by_place_and_reason():
 
 
 def test_drafted_tokens_are_counted_by_what_became_of_them_and_not_at_all_without_speculation():
-    totals = SpecDecodeStats()
+    totals = DraftTotals()
     totals.observe(4, 2)
     totals.observe(2, 0)
-    stats = msgspec.structs.replace(status("e").stats, histograms=RequestMetrics().histograms)
 
     def samples(spec_decode: SpecDecodeStats | None) -> dict[tuple[str, str | None], float]:
-        replaced = msgspec.structs.replace(stats, spec_decode=spec_decode)
-        metrics = request_metrics([(["m", "e"], msgspec.structs.replace(status("e"), stats=replaced))])
+        stats = msgspec.structs.replace(status("e").stats, parts=encoded(spec_decode))
+        told = msgspec.structs.replace(status("e"), stats=stats)
+        metrics = part_metrics(speculation, [(["m", "e"], told)], [])
         return {(s.name, s.labels.get("position")): s.value for metric in metrics for s in metric.samples}
 
-    found = samples(totals)
+    found = samples(totals.stats())
     assert found["vllm:spec_decode_num_drafts_total", None] == 2
     assert found["vllm:spec_decode_num_draft_tokens_total", None] == 6
     assert found["vllm:spec_decode_num_accepted_tokens_total", None] == 2

@@ -12,7 +12,7 @@ from deployments.http.body import parse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from engine.text.tokenizer import Tokenizer
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from tests.deployments.fake_api import MAX_MODEL_LEN, FakeApi, fake_api, says, tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -21,7 +21,7 @@ from engine.errors import EngineUnavailable, PoisonRequest, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.part_record import encoded
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenBatch

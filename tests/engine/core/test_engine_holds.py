@@ -11,7 +11,7 @@ from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
@@ -55,7 +55,7 @@ def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tm
             answer(core, f"flood {number}", draw.choices(range(3, 97), k=190))
         again, missed = answer(core, "held again", [*held, 7]), answer(core, "other again", [*other, 7])
         assert (again[0].num_cached_tokens, missed[0].num_cached_tokens) == (outcome.tokens, 0)
-        stats = core.stats().holds
+        stats = core.stats().record(HoldStats)
         assert stats is not None and (stats.holds, stats.granted) == (1, 1)
         core.apply(CacheCleared())
         computed = answer(core, "computed", [*held, 7])
@@ -75,7 +75,7 @@ def test_request_that_bans_all_tokens_ends_no_hold_and_costs_no_cached_block(tmp
         banned = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]])
         core.add(GenerateRequest(request_id="banned", prompt=[*prompt[:20], 7], params=banned, client="mallory"))
         deltas = list(deltas_of(core, errors=True))
-        stats = core.stats().holds
+        stats = core.stats().record(HoldStats)
         assert stats is not None and (stats.holds, stats.ended) == (1, {})
         assert deltas[-1].error is not None and deltas[-1].error.type == "invalid_request_error"
         assert answer(core, "again", [*prompt, 7])[0].num_cached_tokens == 48

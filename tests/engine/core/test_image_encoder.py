@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.wire.multimodal import PlaceholderRange
+from engine.wire.parts.images import ImageStats
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.vision_models import IMAGE, Prompt, make_vision_model
@@ -56,6 +57,6 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
         cache = core.ranks.runner.kv_caches[0][blocks]  # [blocks, levels, 2, 1, block_size, hidden / 2]
         rows = cache.permute(0, 4, 1, 2, 3, 5).reshape(-1, levels * core.model_config.hidden_size)
         assert torch.equal(rows[: image.num_embeds], expected)
-    assert core.stats().images_encoded == 1, "the second time the image is found by its hash"
+    assert core.stats().record(ImageStats).encoded == 1, "the second time the image is found by its hash"
     core.close()
     local.close()

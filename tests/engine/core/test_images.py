@@ -24,6 +24,8 @@ from engine.model.transformers_backend.example_image import example_image
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
+from engine.wire.parts.images import ImageStats
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
 from tests.deltas import deltas_of
@@ -172,7 +174,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     run(core, *asked)
     assert load_of(core.scheduler).queued_embeds == 0
     stats = core.stats()
-    assert (stats.images_encoded, stats.encoder_cache_hits) == (1, 9)
+    assert stats.record(ImageStats) == ImageStats(encoded=1, cache_hits=9)
     core.close()
 
 
@@ -194,7 +196,7 @@ def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, m
     drafter.rest_of = lambda tokens: right[len(tokens) - len(wanted.tokens) :]
     core = engine(folder("qwen2_5_vl"), speculative_config={"method": "ngram"})
     assert run(core, wanted) == [right]
-    assert core.stats().spec_decode.num_accepted_tokens > 0
+    assert core.stats().record(SpecDecodeStats).num_accepted_tokens > 0
     core.close()
 
 

@@ -29,7 +29,7 @@ from engine.wire.messages import (
     ResetPrefixCache,
     Subscribe,
 )
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -323,7 +323,7 @@ def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, contr
     ingress.send(Add(asked))
     ingress.last("a")
     assert [outcome.refusal for delta in ingress.deltas["a"] for outcome in delta.holds] == [None]
-    while not (holds := control.receive().stats.holds).ended:
+    while not (holds := control.receive().stats.record(HoldStats)).ended:
         pass
     thread.stop()
     assert (holds.granted, holds.holds, holds.device_blocks, holds.ended) == (1, 0, 0, {"expired": 1})

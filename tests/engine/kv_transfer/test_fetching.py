@@ -11,7 +11,9 @@ import pytest
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
+from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
@@ -122,7 +124,7 @@ def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_pat
         assert cached >= LENGTH // 64 * 64
         assert caches.ask(caches.here, [*turn, 8]) >= cached, "fetched blocks are cached like all others"
         stats = caches.here.server._core.stats()
-        assert (stats.fetches, stats.fetched_tokens) == ({"received": 1}, cached)
+        assert (stats.record(FetchStats).fetches, stats.record(FetchStats).fetched_tokens) == ({"received": 1}, cached)
         caches.check(make_config(config.model, fetching=False, dtype=dtype))
 
 
@@ -138,7 +140,7 @@ def test_a_new_engine_fetches_the_prefix_that_the_other_one_uses_most(ranks):
         caches.ask(
             caches.here, prefix.token_ids, holder=caches.there, held=len(prefix.token_ids), params={"max_tokens": 1}
         )
-        assert caches.here.server._core.stats().fetched_tokens == len(prefix.token_ids) - 16
+        assert caches.here.server._core.stats().record(FetchStats).fetched_tokens == len(prefix.token_ids) - 16
         assert caches.ask(caches.here, [*prompt(LENGTH), 8]) == len(prefix.token_ids)
         caches.check(make_config("pocket", fetching=False))
 
@@ -164,8 +166,8 @@ def test_what_the_other_engine_has_in_a_tier_only_comes_up_and_is_fetched(tmp_pa
         cached = caches.ask(caches.here, turn, holder=caches.there)
         assert cached >= LENGTH // 64 * 64
         stats = caches.here.server._core.stats()
-        assert (stats.fetches, stats.fetched_tokens) == ({"received": 1}, cached)
-        loaded = caches.there.server._core.stats().kv_offload
+        assert (stats.record(FetchStats).fetches, stats.record(FetchStats).fetched_tokens) == ({"received": 1}, cached)
+        loaded = caches.there.server._core.stats().record(KVOffloadStats)
         assert loaded is not None and loaded.tiers["host"].read_bytes > 0
         caches.check(make_config(config.model, fetching=False))
 
@@ -179,7 +181,7 @@ def test_what_the_other_engine_has_not_is_computed(ranks):
         assert caches.ask(caches.here, prompt(100)[:96] + prompt(LENGTH), holder=caches.there) == 96
         assert caches.ask(caches.here, prompt(LENGTH)[1:], holder=caches.there) == 0
         assert caches.ask(caches.here, prompt(LENGTH)[2:], holder=caches.here) == 0
-        assert caches.here.server._core.stats().fetches == {"received": 1, "failed": 1}
+        assert caches.here.server._core.stats().record(FetchStats).fetches == {"received": 1, "failed": 1}
         caches.check(make_config("pocket", fetching=False))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.wire.messages import Abort, ResetPrefixCache
+from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.remote_request import KVHolder
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair
 from tests.engine.kv_transfer.test_faults import BLOCK, BLOCK_BYTES, LEASE_S, alone, live, prompt
@@ -39,7 +40,7 @@ class Case:
     def __init__(self, pair: FaultyPair, name: str):
         self.pair, self.name = pair, name
         self.cache(name)
-        self.before = dict(pair.decode.status.stats.fetches)
+        self.before = dict(pair.decode.status.stats.record(FetchStats).fetches)
 
     def cache(self, name: str) -> None:
         self.pair.ask(f"{name}, there", prompt(name, LENGTH), to="prefill", max_tokens=1)
@@ -63,7 +64,7 @@ class Case:
         assert asked.last is not None and asked.last.finish_reason == "length", asked.last
         assert asked.tokens == alone(asked)
         pair.settle()
-        now = pair.decode.status.stats.fetches
+        now = pair.decode.status.stats.record(FetchStats).fetches
         assert {key for key in now if now[key] > self.before.get(key, 0)} == {outcome}
         self.works_again(alone)
 
@@ -72,14 +73,14 @@ class Case:
         pair.settle()
         for attempt in range(ATTEMPTS):  # the lease of one may end where the machine stands still
             pair.until(lambda: not pair.decode.status.handoffs.quarantined, "the pair has rested")
-            before = pair.decode.status.stats.fetches.get("received", 0)
+            before = pair.decode.status.stats.record(FetchStats).fetches.get("received", 0)
             name = f"{self.name}, again {attempt}"
             self.cache(name)
             fresh = self.ask(name)
             pair.end_of(name)
             assert fresh.tokens == alone(fresh)
             pair.settle()
-            if pair.decode.status.stats.fetches.get("received", 0) == before + 1:
+            if pair.decode.status.stats.record(FetchStats).fetches.get("received", 0) == before + 1:
                 return
         pytest.fail("nothing was fetched")
 
@@ -88,7 +89,7 @@ def test_without_a_fault(pair, alone):
     case = Case(pair, "no fault")
     case.ask()
     case.ends_well(alone, "received")
-    assert pair.decode.status.stats.fetched_tokens >= LENGTH // BLOCK * BLOCK
+    assert pair.decode.status.stats.record(FetchStats).fetched_tokens >= LENGTH // BLOCK * BLOCK
 
 
 def test_the_holder_is_killed_while_its_blocks_are_read(pair, alone):

@@ -18,7 +18,7 @@ from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.part_record import encoded
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenLogprob
 from tests.deltas import deltas_of
@@ -137,7 +137,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        assert movers.prefill.scheduler.parts[Speculator].stats.num_accepted_tokens > 0
+        assert movers.prefill.scheduler.parts[Speculator].report().num_accepted_tokens > 0
         assert movers.prefill.scheduler.handoffs.moves == {"received": len(movers.streams)}
         check(movers, make_config("pocket", moves=False, dtype=dtype))
 
@@ -152,7 +152,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
         movers.leave(0, tokens=4)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        stats = movers.prefill.scheduler.parts[Speculator].stats
+        stats = movers.prefill.scheduler.parts[Speculator].report()
         assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 0
         check(movers, make_config("pocket", moves=False))
 

@@ -16,6 +16,7 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.engine.spec_decode.draft_checkpoints import HEADS, VOCAB, make_drafters
@@ -373,7 +374,7 @@ def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(rank
             assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length), max_tokens=24)
         pair.settle()
         assert results(pair) == 3
-        stats = stats_of(pair.decode.scheduler).spec_decode
+        stats = stats_of(pair.decode.scheduler).record(SpecDecodeStats)
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0, "the model drafts for itself"
 
 
@@ -397,7 +398,7 @@ def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatc
             assert pair.ingress.tokens(f"random {length}") == alone(tokens, max_tokens=60, **RANDOM)
         pair.settle()
         assert results(pair) == 6
-        assert stats_of(pair.decode.scheduler).spec_decode.num_accepted_tokens > 0
+        assert stats_of(pair.decode.scheduler).record(SpecDecodeStats).num_accepted_tokens > 0
 
 
 @pytest.mark.slow
@@ -432,7 +433,7 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
         assert [pair.ingress.tokens(f"again {i}") for i in range(len(requests))] == [e[7:] for e in expected]
         pair.settle()
         assert results(pair) == 2 * len(requests)
-        assert stats_of(pair.decode.scheduler).spec_decode.num_draft_tokens > 0
+        assert stats_of(pair.decode.scheduler).record(SpecDecodeStats).num_draft_tokens > 0
 
 
 @pytest.mark.slow

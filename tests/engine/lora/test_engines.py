@@ -20,6 +20,7 @@ from engine.lora.adapter_files import open_adapter
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenDelta, TokenLogprob
@@ -114,7 +115,8 @@ def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, p
         stats = core.stats()
     if family == "llama":  # others have windows, states or other blocks
         assert (stats.preemptions > 0) == (way == "chunks and preemption")
-    assert (stats.spec_decode is not None and stats.spec_decode.num_accepted_tokens > 0) == (way == "drafts")
+    drafts = stats.record(SpecDecodeStats)
+    assert (drafts is not None and drafts.num_accepted_tokens > 0) == (way == "drafts")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_drafts_change_no_token_of_an_adapter(method, drafters, tmp_path, opened
     opened.append(plain := build_engine(config(folder)))
     opened.append(core := build_engine(config(folder, speculative_config=SpeculativeConfig(**options))))
     assert ask(core, requests, max_tokens=24).tokens == ask(plain, requests, max_tokens=24).tokens
-    assert core.stats().spec_decode.num_draft_tokens > 0
+    assert core.stats().record(SpecDecodeStats).num_draft_tokens > 0
 
 
 def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):

@@ -10,6 +10,7 @@ import pytest
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.errors import ConfigError
+from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.model.test_parity import Reference, Run
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import HYBRIDS, make_model, with_slow
@@ -80,7 +81,7 @@ def test_drafts_change_no_bit(reference, dtype, monkeypatch):
         answers.append((run.tokens, run.logprobs))
         drafter.know_texts([prompt + run.tokens[name] for name, prompt in prompts.items()])
     assert answers[0] == answers[1]
-    assert 0 < stats.spec_decode.num_accepted_tokens < stats.spec_decode.num_draft_tokens
+    assert 0 < stats.record(SpecDecodeStats).num_accepted_tokens < stats.record(SpecDecodeStats).num_draft_tokens
 
 
 def test_what_does_not_go_with_recurrent_layers_is_refused_at_start(tmp_path):

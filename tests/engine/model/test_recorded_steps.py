@@ -11,6 +11,7 @@ import pytest
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.wire.parts.speculation import SpecDecodeStats
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.lora.test_engines import Answers, ask, prompt
@@ -88,7 +89,7 @@ def test_drafts_change_no_bit_of_recorded_steps(family, method, tmp_path, opened
     core = build(folder, opened, speculative_config=SpeculativeConfig(method=method, num_speculative_tokens=4))
     assert recorded(core)
     found = ask(core, REQUESTS, max_tokens=24)
-    stats = core.stats().spec_decode
+    stats = core.stats().record(SpecDecodeStats)
     assert stats is not None and stats.num_draft_tokens > stats.num_accepted_tokens >= (method == "ngram")
     assert found.tokens == alone.tokens and found.logprobs == alone.logprobs
 

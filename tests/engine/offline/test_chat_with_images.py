@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from engine import LLM, SamplingParams
 from engine.errors import InvalidParameter
+from engine.wire.parts.images import ImageStats
 from tests.engine.multimodal.images import QWEN, picture
 from tests.models import make_model
 from tests.vision_models import BREAK, IMAGE, Prompt, expected_tokens, make_vision_model
@@ -47,7 +48,7 @@ def test_a_chat_about_images_gives_the_tokens_of_transformers(tmp_path):
     (folder / "preprocessor_config.json").write_text(json.dumps(QWEN))
     with LLM(str(folder), **SIZES) as llm:
         outputs = llm.chat([conversation(1), conversation(), conversation(2, 1)], GREEDY, use_tqdm=False)
-        assert llm.stats().images_encoded == 2
+        assert llm.stats().record(ImageStats).encoded == 2
     for output, count in zip(outputs, (1, 0, 2), strict=True):
         assert len(output.mm_features) == count
         prompt = Prompt("qwen2_5_vl", output.prompt_token_ids, output.mm_features)

@@ -17,6 +17,7 @@ from engine.free_memory import FreeMemory
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
 from engine.runner.launching import recovery
+from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
@@ -165,11 +166,11 @@ def test_drafters_with_weights_go_on_without_a_lost_engine_and_change_no_text(dr
     options |= {"speculative_config": {**speculative, "num_speculative_tokens": 3}}
     with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, RANDOM, [1])
-        before = [stats.spec_decode.num_draft_tokens for stats in group_of(llm).all_stats()]
+        before = [stats.record(SpecDecodeStats).num_draft_tokens for stats in group_of(llm).all_stats()]
         assert answers(llm, RANDOM) == expected
         wait_until(
             lambda: all(
-                stats.spec_decode.num_draft_tokens > drafts
+                stats.record(SpecDecodeStats).num_draft_tokens > drafts
                 for stats, drafts in zip(group_of(llm).all_stats(), before, strict=True)
             )
         )

@@ -29,8 +29,9 @@ from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Subscribe
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
@@ -114,7 +115,7 @@ def test_a_second_start_continues_from_the_disk_of_the_first(folder_of, plainly,
         found, cached = answer(core, next_turn(first))
         assert found == second
         assert cached >= 128, "but for the rest after the last border of a recurrent state"
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
     assert stats is not None and stats.hit_tokens == cached
     assert stats.tiers["disk"].errors == {}
 
@@ -136,7 +137,7 @@ def test_host_memory_keeps_what_the_cache_evicts(folder_of, plainly, family):
 def listed(core: EngineCore, blocks: int) -> None:
     """Wait until an engine knows of so many blocks in its slowest tier."""
     deadline = time.monotonic() + WAIT_S
-    while (stats := core.stats().kv_offload) is not None and [*stats.tiers.values()][-1].blocks < blocks:
+    while (stats := core.stats().record(KVOffloadStats)) is not None and [*stats.tiers.values()][-1].blocks < blocks:
         assert time.monotonic() < deadline, stats
         core.step()
 
@@ -154,13 +155,13 @@ def test_what_one_engine_has_written_to_the_store_another_reads(folder_of, plain
     with engine(folder_of(family), **shared) as one, engine(folder_of(family), **shared) as other:
         assert answer(one, PROMPT) == (first, 0)
         flush(one)
-        stats = one.stats().kv_offload
+        stats = one.stats().record(KVOffloadStats)
         assert stats is not None
         listed(other, stats.tiers["store"].blocks)
         found, cached = answer(other, next_turn(first))
         assert found == second
         assert cached >= 128, "but for the rest after the last border of a recurrent state"
-        stats = other.stats().kv_offload
+        stats = other.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["store"].errors == {} and stats.hit_tokens == cached
 
 
@@ -195,7 +196,7 @@ def test_damaged_objects_and_a_store_that_is_away_cost_time_only(folder_of, plai
     with engine(folder_of("llama"), **shared) as core:
         listed(core, 40)
         assert answer(core, PROMPT) == (plainly("llama")[0], 0)
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["store"].errors == {"read": 37}
         flush(core)
 
@@ -206,7 +207,7 @@ def test_damaged_objects_and_a_store_that_is_away_cost_time_only(folder_of, plai
     with engine(folder_of("llama"), **shared) as core:
         listed(core, 40)
         assert answer(core, PROMPT) == (plainly("llama")[0], 0)
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["store"].errors == {"read": 37}
         assert stats.tiers["store"].blocks == 40, "they may be there when it is back"
 
@@ -221,7 +222,7 @@ def test_a_store_that_hangs_costs_the_timeout_only(folder_of, plainly, shared, m
         listed(core, 40)
         assert answer(core, PROMPT) == (plainly("llama")[0], 0)
         assert answer(core, PROMPT[1:], "other")[1] == 0
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["store"].errors == {"deadline": 37}
         assert not core.scheduler.kv_cache.pool.pinned, "a block is still kept for the store"
         go_on.set()
@@ -243,7 +244,7 @@ def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
 def restored(core: EngineCore) -> int:
     """Return how many holds of an earlier start an engine has restored, once it has listed its store."""
     deadline = time.monotonic() + WAIT_S
-    while (stats := core.stats().holds) is not None and not stats.restored and time.monotonic() < deadline:
+    while (stats := core.stats().record(HoldStats)) is not None and not stats.restored and time.monotonic() < deadline:
         core.step()
     return 0 if stats is None else stats.restored
 
@@ -259,7 +260,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
     with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         answer(core, PROMPT)
         flush(core)
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None
         size = 1.5 * stats.tiers[place].used_bytes / 2**30
         core.apply(CacheCleared())
@@ -269,7 +270,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
     started_at = time.monotonic()
     with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
         assert restored(core) == 1
-        kept = core.stats().kv_offload.tiers[place].gib_s
+        kept = core.stats().record(KVOffloadStats).tiers[place].gib_s
         assert 0 <= kept["holds"] <= sum(kept.values()) <= size * (time.monotonic() - started_at), (
             "not of the time before"
         )
@@ -280,7 +281,7 @@ def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, t
         first, cached = answer(core, PROMPT)
         assert first == plainly(family)[0]
         assert cached >= tokens - 4, "the last token of a prompt is always computed, with its block"
-        stats = core.stats().holds
+        stats = core.stats().record(HoldStats)
         assert stats is not None and (stats.holds, stats.ended) == (1, {})
 
 
@@ -316,7 +317,7 @@ def test_damaged_files_cost_time_only(folder_of, plainly, tmp_path, key_file):
         file.write_bytes(data[: number * 10] if number % 2 else data[:-1] + bytes([data[-1] ^ 1]))
     with engine(folder_of("llama"), **tiers) as core:
         assert answer(core, PROMPT) == (plainly("llama")[0], 0)
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["disk"].errors == {"read": 37}  # of the prompt's 150 tokens
         core.scheduler.kv_cache.clear_cache()
 
@@ -330,7 +331,7 @@ def test_a_disk_that_hangs_costs_the_timeout_only(folder_of, plainly, tmp_path, 
     monkeypatch.setattr(DiskFolder, "read", lambda self, name: go_on.wait(60) and b"")
     with engine(folder_of("llama"), **tiers) as core:
         assert answer(core, PROMPT) == (plainly("llama")[0], 0)
-        stats = core.stats().kv_offload
+        stats = core.stats().record(KVOffloadStats)
         assert stats is not None and stats.tiers["disk"].errors == {"deadline": 37}
         assert not core.scheduler.kv_cache.pool.pinned, "a block is still kept for the disk"
         go_on.set()
@@ -366,7 +367,7 @@ def test_two_ranks_each_keep_their_part_and_hit_together(folder_of, plainly, tmp
         with pool.engine(config) as core:
             found, cached = answer(core, turn)
             assert found == second and 0 < cached < 164
-            stats = core.stats().kv_offload
+            stats = core.stats().record(KVOffloadStats)
             assert stats is not None and stats.tiers["disk"].errors == {}
 
 
@@ -385,7 +386,7 @@ def test_two_ranks_write_parts_to_the_store_that_hit_together(folder_of, shared)
             listed(core, 43)
             found, cached = answer(core, turn)
             assert found == second and 0 < cached < 164
-            stats = core.stats().kv_offload
+            stats = core.stats().record(KVOffloadStats)
             assert stats is not None and stats.tiers["store"].errors == {}
 
 
@@ -414,10 +415,10 @@ def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
             flush(core)
             core.scheduler.kv_cache.clear_cache()
             assert answer(core, turn, "from host memory")[0] == expected
-            stats = core.stats().kv_offload
+            stats = core.stats().record(KVOffloadStats)
             assert stats is not None and stats.hit_tokens >= 128 and not stats.tiers["host"].errors
             flush(core)
-            blocks = core.stats().kv_offload.tiers["store"].blocks
+            blocks = core.stats().record(KVOffloadStats).tiers["store"].blocks
         folders = {scope: len(list(scope.glob("*/??/*"))) for scope in (tmp_path / "kv").iterdir()}
         assert list(folders.values()) == [blocks] * 2 * ranks
         for tier in ({**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}, shared):
@@ -425,7 +426,7 @@ def test_stages_each_keep_their_layers_in_every_tier_and_hit_together(
                 listed(core, blocks)
                 found, cached = answer(core, turn)
                 assert found == expected and cached >= 128
-                assert not any(tier.errors for tier in core.stats().kv_offload.tiers.values())
+                assert not any(tier.errors for tier in core.stats().record(KVOffloadStats).tiers.values())
     finally:
         pool.close()
 

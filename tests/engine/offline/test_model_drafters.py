@@ -14,6 +14,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, ModelFolderError
 from engine.runner.drafting import Drafting
 from engine.runner.model_runner import ModelRunner
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepResult
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
@@ -77,9 +78,9 @@ def test_tokens_and_ends_are_those_without_speculation(folders, expected, method
         for name, right in expected(folder).items():
             assert run(llm, name) == right
             if (method, name) == ("same_model", "greedy"):  # which never guesses wrong
-                stats = llm.stats().spec_decode
+                stats = llm.stats().record(SpecDecodeStats)
                 assert stats.num_accepted_tokens == stats.num_draft_tokens
-        assert llm.stats().spec_decode.num_draft_tokens > 0
+        assert llm.stats().record(SpecDecodeStats).num_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -104,7 +105,8 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
                 assert run(llm, name) == expected(folder, dtype)[name]
         stats = llm.stats()
         assert stats.preemptions > 0 < stats.prefix_hit_tokens
-        assert method == "eagle3" or stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 3
+        totals = stats.record(SpecDecodeStats)
+        assert method == "eagle3" or totals.num_accepted_tokens > totals.num_draft_tokens / 3
 
 
 ON_LATE = [method for method in METHODS if method != "hybrid_ngram"]  # these texts repeat nothing
@@ -116,7 +118,7 @@ def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, met
     folder, options = folders[method]
     with LLM(folder, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         assert run(llm, "penalties") == expected(folder)["penalties"]
-        assert llm.stats().spec_decode.num_draft_tokens > 0
+        assert llm.stats().record(SpecDecodeStats).num_draft_tokens > 0
         passes = len(late.replays) - llm.stats().steps  # of the drafter
         assert passes == 0 if method == "medusa" else passes > 0
         if method in ("eagle3", "mtp"):
@@ -169,7 +171,8 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
             stats = llm.stats()
             assert stats.preemptions
             if method in ("same_model", "noisy_model"):
-                assert stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 4
+                totals = stats.record(SpecDecodeStats)
+                assert totals.num_accepted_tokens > totals.num_draft_tokens / 4
         assert drafted and all((token == ON_DEVICE) != waits for token in drafted)
         proposals.append({tuple(text[: at + 1].tolist()): drafts.tolist() for text, at, drafts in seen})
         first = [result for result in results[1:] if result.drafts_first]  # not the one behind the warm-up
@@ -231,7 +234,7 @@ def test_the_last_stage_drafts_and_all_stages_verify(folders, expected, method, 
     with LLM(folder, **layout, speculative_config=speculative, **OPTIONS) as llm:
         for name in ("greedy", "seeded", "grammar"):
             assert run(llm, name) == expected(folder)[name]
-        stats = llm.stats().spec_decode
+        stats = llm.stats().record(SpecDecodeStats)
         assert stats.num_draft_tokens > 0
         assert method != "same_model" or stats.num_accepted_tokens > stats.num_draft_tokens / 3
 
@@ -266,7 +269,7 @@ def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
     ) as llm:
         for name, right in expected(folder).items():
             assert run(llm, name) == right
-        assert llm.stats().spec_decode.num_draft_tokens > 0
+        assert llm.stats().record(SpecDecodeStats).num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.runner.stages.stage_runner import divide_layers
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
@@ -127,7 +128,7 @@ def test_graphs_of_stages_also_verify_drafts_and_pass_on_what_a_drafter_needs(po
     speculative = SpeculativeConfig(**{**options, "num_speculative_tokens": 2})
     with pool.engine(small_config(folder, pipeline_parallel_size=2, speculative_config=speculative)) as core:
         found = answer(core, wanted)
-        assert core.stats().spec_decode.num_draft_tokens > 0
+        assert core.stats().record(SpecDecodeStats).num_draft_tokens > 0
     assert {name: tokens for name, (tokens, _) in found.items()} == {
         name: tokens for name, (tokens, _) in expected.items()
     }

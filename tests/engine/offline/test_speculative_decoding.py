@@ -7,6 +7,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
 from engine.offline.outputs import CompletionOutput
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter, draft_always
 
@@ -75,7 +76,7 @@ def test_over_pipeline_stages_the_texts_are_the_same_with_grammars_and_with_acce
         for name, right in expected.items():
             wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
             check(run(llm, name), right)
-        stats = llm.stats().spec_decode
+        stats = llm.stats().record(SpecDecodeStats)
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
@@ -86,7 +87,7 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
         for name, right in expected.items():
             wild.know_texts([prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)])
             check(run(llm, name), right)
-        stats = llm.stats().spec_decode
+        stats = llm.stats().record(SpecDecodeStats)
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
@@ -107,7 +108,7 @@ def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_o
         for name, right in expected.items():
             check(run(llm, name), right)
         stats = llm.stats()
-    assert stats.spec_decode.num_accepted_tokens > 0 < stats.preemptions
+    assert stats.record(SpecDecodeStats).num_accepted_tokens > 0 < stats.preemptions
     assert len(late.replays) == stats.steps
 
 
@@ -118,7 +119,7 @@ def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, 
         for name, right in expected.items():
             check(run(llm, name), right)
         stats = llm.stats()
-        assert stats.spec_decode.num_accepted_tokens > 0
+        assert stats.record(SpecDecodeStats).num_accepted_tokens > 0
         assert stats.steps < stats.generation_tokens / 4
 
 
@@ -141,7 +142,7 @@ def test_two_ranks_verify_the_same_drafts_of_the_scheduler(folder, expected, met
     with LLM(folder, tensor_parallel_size=2, speculative_config={"method": method}, **OPTIONS) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
-        assert llm.stats().spec_decode.num_accepted_tokens > 0
+        assert llm.stats().record(SpecDecodeStats).num_accepted_tokens > 0
 
 
 def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
@@ -149,7 +150,7 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
         wild.know_texts([prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)])
         check(run(llm, "seeded"), expected["seeded"])
-        assert llm.stats().preemptions > 0 < llm.stats().spec_decode.num_accepted_tokens
+        assert llm.stats().preemptions > 0 < llm.stats().record(SpecDecodeStats).num_accepted_tokens
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import SpeculativeConfig
 from engine.core.engine import EngineCore
+from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.spec_decode.draft_checkpoints import VOCAB, make_drafters
 from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, make_core, requests, run
@@ -47,7 +48,7 @@ def test_a_drafter_with_weights_proposes_the_same_again(drafters, monkeypatch, n
         core = make_core(folder, "cpu", speculative_config=speculative, block_size=4, max_num_seqs=4, num_threads=1)
         if again:
             launch_twice(core)
-        answers, drafts = run(core, wanted), core.stats().spec_decode
+        answers, drafts = run(core, wanted), core.stats().record(SpecDecodeStats)
         found.append((answers, drafts.num_draft_tokens, drafts.num_accepted_tokens))
         core.close()
     assert found[0] == found[1] and found[0][1] > 0

@@ -23,7 +23,7 @@ from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.part_record import encoded
-from engine.wire.parts.prediction import Prediction
+from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, VOCAB, make_drafters

@@ -9,8 +9,7 @@ from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.tiers.saved_holds import FoundHold
 from engine.core.features.tiers.tier import Tier
 from engine.wire.kv_offload import SavedHold
-from engine.wire.parts.holds import HoldMark
-from engine.wire.stats.engine_stats import HoldEnd
+from engine.wire.parts.holds import HoldEnd, HoldMark
 
 logger = logging.getLogger(__name__)
 

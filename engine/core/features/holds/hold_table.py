@@ -15,8 +15,7 @@ from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import BlockAccount, RequestCost
 from engine.wire.lora import LoRARequest
-from engine.wire.parts.holds import HoldMark
-from engine.wire.stats.engine_stats import HoldEnd, HoldStats
+from engine.wire.parts.holds import HoldEnd, HoldMark, HoldStats
 from engine.wire.token_delta import HoldOutcome, HoldRefusal
 
 MAX_HOLDS = 4096  # of all clients together

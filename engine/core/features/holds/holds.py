@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.door.part import Part
@@ -19,9 +18,8 @@ from engine.core.request import Request, State
 from engine.core.request_cost import RequestCost
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import HeldPrompt
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldEnd, HoldMark, HoldStats, PromptHold
 from engine.wire.remote_request import RemoteRequest
-from engine.wire.stats.engine_stats import HoldEnd, HoldStats
 from engine.wire.token_delta import HoldOutcome
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
@@ -257,12 +255,8 @@ class Holds(Part):
         """Return how many blocks of a KV cache group are on the device for holds alone."""
         return self.table.num_only_held(group)
 
-    @property
-    def stats(self) -> HoldStats:
+    def report(self) -> HoldStats:
         return self.table.stats
-
-    def report(self) -> dict[str, Any]:
-        return {"holds": self.stats}
 
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a hold lacks blocks, or if a limit is exceeded."""

@@ -17,6 +17,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import InvalidParameter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
+from engine.wire.parts.images import ImageStats
 from engine.wire.plan import ReceivedImage, StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -153,8 +154,8 @@ class EncoderCacheManager(Part):
     def load(self, requests: Iterable[Request]) -> dict[str, Any]:
         return {"queued_embeds": self.queued_embeds(requests)}
 
-    def report(self) -> dict[str, Any]:
-        return {"images_encoded": self.num_encoded, "encoder_cache_hits": self.num_hits}
+    def report(self) -> ImageStats:
+        return ImageStats(self.num_encoded, self.num_hits)
 
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in the prompt."""

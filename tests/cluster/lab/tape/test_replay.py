@@ -22,6 +22,7 @@ from engine.core.tape.ring import EngineTape, Ring, tape_with_key
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.core.tape.taped import KEY, TapedHarness, replay, tape_of
@@ -110,13 +111,14 @@ def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
         go(core)
     add(core, "again", first)
     go(core)
-    assert core.scheduler.parts[KVOffloading].stats.hit_tokens >= 64
+    assert core.scheduler.parts[KVOffloading].report().hit_tokens >= 64
     taken = core.tape.take()
     for block_hash in split_names(block_hashes(first, 4)[: 16 * 8]):
         assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) in taken
         assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) not in tape_with_key(taken, KEY)
     found = replayed(core)
-    assert found.scheduler.parts[KVOffloading].stats.hit_tokens == core.scheduler.parts[KVOffloading].stats.hit_tokens
+    again, before = (each.scheduler.parts[KVOffloading].report() for each in (found, core))
+    assert again.hit_tokens == before.hit_tokens
 
 
 def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog, monkeypatch):
@@ -200,7 +202,7 @@ def test_drafts_are_verified_again(make_core, method, monkeypatch):
         add(core, str(i), [5, 6, 7, 8] * 4 + [i + 20], max_tokens=30)
         core.step()
     go(core)
-    assert core.stats().spec_decode.num_accepted_tokens
+    assert core.stats().record(SpecDecodeStats).num_accepted_tokens
     replayed(core)
 
 

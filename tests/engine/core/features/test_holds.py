@@ -103,7 +103,7 @@ def test_hold_ends_with_its_time():
     harness.now = 10.0
     flood(harness)
     assert cached(harness) == 0
-    assert harness.scheduler.parts[Holds].stats.ended == {"expired": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"expired": 1}
     harness.run()
 
 
@@ -132,7 +132,7 @@ def test_the_next_request_pays_for_what_a_hold_has_kept():
     )
     assert with_hold - without == pytest.approx(5 * 100.0, rel=0.01), "five blocks, each of a GiB"
     assert first < 1.0
-    assert kept.scheduler.parts[Holds].stats.unused_block_s < 0.1
+    assert kept.scheduler.parts[Holds].report().unused_block_s < 0.1
 
 
 def test_a_hold_that_replaces_another_pays_for_it():
@@ -154,7 +154,7 @@ def test_nobody_pays_for_a_hold_that_nobody_has_used():
     assert harness.finished["other"].delta.cost.kv_gib_s < 1.0
     harness.scheduler.parts[Holds].update(harness.now)
     harness.check()
-    assert harness.scheduler.parts[Holds].stats.unused_block_s == pytest.approx(5 * 100.0, rel=0.01)
+    assert harness.scheduler.parts[Holds].report().unused_block_s == pytest.approx(5 * 100.0, rel=0.01)
 
 
 def test_prompt_that_reads_only_a_part_of_a_hold_does_not_renew_it():
@@ -173,9 +173,9 @@ def test_client_ends_its_hold_by_the_name_of_the_conversation_or_the_response(na
     harness = make()
     held(harness, "held", client="alice", hold_name="talk")
     harness.scheduler.apply(HoldsReleased(name, "bob"), harness.now)
-    assert harness.scheduler.parts[Holds].stats.holds == 1
+    assert harness.scheduler.parts[Holds].report().holds == 1
     harness.scheduler.apply(HoldsReleased(name, "alice"), harness.now)
-    assert harness.scheduler.parts[Holds].stats.ended == {"released": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"released": 1}
     flood(harness)
     assert cached(harness) == 0
     harness.run()
@@ -186,7 +186,7 @@ def test_emptying_the_prefix_cache_ends_all_holds():
     held(harness, "held")
     harness.scheduler.apply(CacheCleared(), harness.now)
     assert cached(harness) == 0
-    assert harness.scheduler.parts[Holds].stats.ended == {"cleared": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"cleared": 1}
     harness.run()
 
 
@@ -220,7 +220,7 @@ def test_growing_conversation_has_one_hold():
     for turn in range(4):
         assert held(harness, f"turn {turn}", list(talk), client="alice").refusal is None
         talk += [40 + turn] * 4
-    assert harness.scheduler.parts[Holds].stats.holds == 1
+    assert harness.scheduler.parts[Holds].report().holds == 1
     assert max(on_device(harness).values()) == 1
     flood(harness)
     assert cached(harness, talk) == 20
@@ -234,7 +234,7 @@ def test_marks_of_one_request_are_holds_of_their_own():
         prompt = PROMPT[: 12 + 4 * turn]
         serve(harness, f"turn {turn}", prompt, hold=[(8, 60.0), (len(prompt), 5.0)])
     assert [(o.tokens, o.ttl_s) for o in outcomes(harness, "turn 1")] == [(8, 60.0), (16, 5.0)]
-    assert harness.scheduler.parts[Holds].stats.holds == 2
+    assert harness.scheduler.parts[Holds].report().holds == 2
     harness.now = 6.0
     flood(harness)
     flood(harness)
@@ -274,7 +274,7 @@ def test_blocks_that_may_be_infinite_are_held_no_longer():
     harness.commit()
     harness.scheduler.append_tokens(request, [-1], None, 0.0)
     harness.record()
-    assert harness.scheduler.parts[Holds].stats.ended == {"invalid": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"invalid": 1}
     assert cached(harness) == 0
 
 
@@ -286,7 +286,7 @@ def test_held_blocks_that_a_failed_request_has_read_are_held_no_longer():
         harness.step()
     request.in_flight += 1
     harness.scheduler.append_tokens(request, [-1], None, 0.0)
-    assert harness.scheduler.parts[Holds].stats.ended == {"invalid": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"invalid": 1}
 
 
 def test_first_token_of_a_request_that_was_preempted_meanwhile_reports_its_holds():
@@ -341,7 +341,7 @@ def test_one_of_two_holds_ends_that_keep_no_blocks():
     assert [outcome.refusal for outcome in outcomes(harness, "held")] == [None, None]
     harness.now = 15.0
     harness.step()
-    assert harness.scheduler.parts[Holds].stats.holds == 1
+    assert harness.scheduler.parts[Holds].report().holds == 1
     harness.run()
 
 
@@ -400,7 +400,7 @@ def test_tier_takes_a_hold_and_keeps_it_when_all_else_was_evicted_from_it():
     for name, start in (("one", 1), ("two", 3), ("three", 5)):  # more than the device could hold
         assert held(harness, name, [start, *PROMPT[1:]]).refusal is None
         moved_down(harness)
-    assert harness.scheduler.parts[Holds].stats.blocks == 15
+    assert harness.scheduler.parts[Holds].report().blocks == 15
     other = [9, *PROMPT[1:]]
     serve(harness, "other", other)
     harness.drain()
@@ -434,7 +434,7 @@ def test_the_next_request_pays_for_what_a_tier_has_kept_for_a_hold():
     harness.clock += 100.0 * 2**30  # blocks of the fake tier are of one byte
     serve_from_tiers(harness, "next turn", [*PROMPT, 7])
     assert harness.finished["next turn"].delta.cost.tier_gib_s == pytest.approx(5 * 100.0, rel=0.01)
-    kept = harness.scheduler.parts[KVOffloading].stats.tiers["disk"].gib_s
+    kept = harness.scheduler.parts[KVOffloading].report().tiers["disk"].gib_s
     assert kept["holds"] == pytest.approx(5 * 100.0, rel=0.01) and kept["cache"] < 200
     harness.run()
 
@@ -445,7 +445,7 @@ def test_hold_beyond_the_share_of_every_tier_is_refused():
     moved_down(harness)
     outcome = held(harness, "two", [9, *PROMPT[1:]])
     assert (outcome.refusal, outcome.reason) == ("full", "all holds would keep 10 blocks, more than 50% of any tier")
-    assert harness.scheduler.parts[Holds].stats.holds == 1
+    assert harness.scheduler.parts[Holds].report().holds == 1
     harness.run()
 
 
@@ -458,7 +458,7 @@ def test_hold_whose_file_is_damaged_ends_and_is_computed():
     del harness.disk[name_of(0, block_hashes(PROMPT, 4)[:16])]
     serve_from_tiers(harness, "next turn", [*PROMPT, 7])
     harness.step()
-    assert harness.scheduler.parts[Holds].stats.ended == {"lost": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"lost": 1}
     harness.run()
 
 
@@ -567,12 +567,12 @@ def test_next_start_restores_a_hold_with_its_remaining_time(options):
     harness = saved(options)
     harness.now = 4.0
     again = harness.restarted()
-    assert again.scheduler.parts[Holds].stats.restored == 1
+    assert again.scheduler.parts[Holds].report().restored == 1
     for now, left in ((9.5, 20), (10.5 if options is OPTIONS else 11.0 + EXPIRED_S, 0)):
         again.now = now
         fill_tier(again)
         assert in_tier(again, PROMPT) == left
-    assert again.scheduler.parts[Holds].stats.ended == {"expired": 1}
+    assert again.scheduler.parts[Holds].report().ended == {"expired": 1}
     again.run()
 
 
@@ -585,7 +585,7 @@ def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
     again.now = 15.0
     again.step()
     third = again.restarted()
-    assert (third.scheduler.parts[Holds].stats.restored, third.scheduler.parts[Holds].stats.holds) == (1, 1)
+    assert (third.scheduler.parts[Holds].report().restored, third.scheduler.parts[Holds].report().holds) == (1, 1)
     again.run()
 
 
@@ -607,7 +607,7 @@ def test_hold_whose_time_ends_while_no_engine_runs_is_not_restored(options):
     harness = saved(options)
     harness.now = 10.5
     again = harness.restarted()
-    assert (again.scheduler.parts[Holds].stats.restored, again.scheduler.parts[Holds].stats.ended) == (
+    assert (again.scheduler.parts[Holds].report().restored, again.scheduler.parts[Holds].report().ended) == (
         0,
         {"expired": 1},
     )
@@ -621,14 +621,14 @@ def test_hold_of_which_the_tier_has_lost_a_block_is_refused_at_the_start(options
     harness = saved(options)
     (harness.disk or harness.store).popitem()
     again = harness.restarted()
-    stats = again.scheduler.parts[Holds].stats
+    stats = again.scheduler.parts[Holds].report()
     assert (stats.holds, stats.refused) == (0, {"not_cached": 1})
     again.run()
 
 
 def test_hold_beyond_a_smaller_share_is_refused_at_the_start():
     again = saved(OPTIONS).restarted(held_share=0.1)
-    assert again.scheduler.parts[Holds].stats.refused == {"full": 1}
+    assert again.scheduler.parts[Holds].report().refused == {"full": 1}
     again.pass_time()
     assert not again.holds[False]
 
@@ -640,7 +640,7 @@ def test_hold_that_its_client_ends_leaves_nothing(options):
     harness.scheduler.apply(HoldsReleased("talk", "alice"), harness.now)
     harness.pass_time()
     assert not names_in(harness) and harness.holds == {False: {}, True: {}}
-    assert harness.restarted().scheduler.parts[Holds].stats.restored == 0
+    assert harness.restarted().scheduler.parts[Holds].report().restored == 0
 
 
 def test_hold_is_written_only_where_it_survives_and_waits_for_that_tier():
@@ -675,7 +675,7 @@ def other_engine(harness: TierHarness) -> TierHarness:
 def test_another_engine_evicts_nothing_from_the_store_that_is_held():
     harness = saved(STORE)
     other = other_engine(harness)
-    assert other.scheduler.parts[Holds].stats.holds == 0, "it has not granted it"
+    assert other.scheduler.parts[Holds].report().holds == 0, "it has not granted it"
     fill_tier(other)
     assert len(names_in(harness)) == 5 and len(harness.store) <= 40
     serve_from_tiers(other, "next turn", [*PROMPT, 7])
@@ -711,7 +711,7 @@ def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
     other.pass_time()
     assert not names_in(harness) and not harness.holds[True]
     harness.list()
-    assert harness.scheduler.parts[Holds].stats.ended == {"lost": 1}
+    assert harness.scheduler.parts[Holds].report().ended == {"lost": 1}
 
 
 def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replaced_it():
@@ -721,7 +721,7 @@ def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replac
     assert (two.cached_of["next turn"], outcomes(two, "next turn")[0].refusal) == (20, None)
     moved_down(two)
     three.list()
-    assert (two.scheduler.parts[Holds].stats.holds, three.scheduler.parts[Holds].stats.holds) == (1, 0)
+    assert (two.scheduler.parts[Holds].report().holds, three.scheduler.parts[Holds].report().holds) == (1, 0)
     two.run()
 
 
@@ -837,13 +837,13 @@ class HoldsInTiersMachine(HoldsMachine, TierMachine):
         if isinstance(drafter := self.h.all_options["drafter"], WildDrafter):
             drafter.know(self.h)
         self.answered, self.lost = set(), 0
-        if self.h.scheduler.parts[Holds].stats.refused:
+        if self.h.scheduler.parts[Holds].report().refused:
             self.promises.clear()  # which of them it was is not known here
         self.look_up()
 
     def look_up(self):
-        if self.h.scheduler.parts[Holds].stats.ended.get("lost", 0) > self.lost:
-            self.lost = self.h.scheduler.parts[Holds].stats.ended["lost"]
+        if self.h.scheduler.parts[Holds].report().ended.get("lost", 0) > self.lost:
+            self.lost = self.h.scheduler.parts[Holds].report().ended["lost"]
             self.promises.clear()  # which of them it was is not known here
         super().look_up()
 

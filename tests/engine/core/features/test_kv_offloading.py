@@ -99,7 +99,7 @@ def test_after_the_deadline_the_prompt_is_computed_and_late_blocks_are_cached():
     harness.write(number, 0)
     harness.now += TIMEOUT_S + 1
     harness.run()
-    stats = harness.offloading.stats
+    stats = harness.offloading.report()
     assert stats.tiers["disk"].errors == {"deadline": 5}
     assert stats.hit_tokens == 0
 
@@ -110,7 +110,7 @@ def test_a_block_that_cannot_be_read_is_computed_and_forgotten():
     del harness.disk[lost]
     harness.add("again", [*PROMPT, 7], max_tokens=1)
     harness.run()
-    assert harness.offloading.stats.tiers["disk"].errors == {"read": 1}
+    assert harness.offloading.report().tiers["disk"].errors == {"read": 1}
     assert lost in harness.disk, "the end of this request stored it again"
 
 
@@ -123,19 +123,19 @@ def test_a_full_disk_is_left_alone_for_a_while():
         (number,) = harness.moving
         harness.progress(number, failing=lambda count: range(count))
     harness.run()
-    stats = harness.offloading.stats.tiers["disk"]
+    stats = harness.offloading.report().tiers["disk"]
     assert stats.errors == {"write": 1}
     assert stats.blocks == 0 and not harness.disk
     harness.now += REST_S + 1
     stored(harness, "second", [*PROMPT, 5])
-    assert harness.offloading.stats.tiers["disk"].blocks
+    assert harness.offloading.report().tiers["disk"].blocks
 
 
 def test_a_hit_that_is_too_short_is_computed():
     harness = with_evicted(min_tokens=21)
     harness.add("again", [*PROMPT, 7], max_tokens=1)
     harness.run()
-    assert harness.offloading.stats.hit_tokens == 0
+    assert harness.offloading.report().hit_tokens == 0
 
 
 def test_a_slow_disk_is_used_only_where_computing_is_slower():
@@ -149,7 +149,7 @@ def test_a_slow_disk_is_used_only_where_computing_is_slower():
         evicted(harness)
         harness.add(name, [*PROMPT, 7], max_tokens=1)
         harness.run()
-        assert harness.offloading.stats.hit_tokens == loaded
+        assert harness.offloading.report().hit_tokens == loaded
 
 
 def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
@@ -176,7 +176,7 @@ def test_another_salt_and_another_adapter_find_nothing():
     harness = with_evicted()
     harness.add("salted", [*PROMPT, 7], max_tokens=1, cache_salt="mine")
     harness.run()
-    assert harness.offloading.stats.hit_tokens == 0
+    assert harness.offloading.report().hit_tokens == 0
 
 
 def test_blocks_that_a_failed_request_has_read_are_forgotten():
@@ -187,7 +187,7 @@ def test_blocks_that_a_failed_request_has_read_are_forgotten():
     harness.scheduler.kv_cache.invalidate(harness.scheduler.queue.live["fails"])
     harness.scheduler.apply(Aborted("fails", error=EngineError("fails", "its numbers are not finite")), 0.0)
     harness.drain()
-    assert len(harness.disk) == harness.offloading.stats.tiers["disk"].blocks == 0
+    assert len(harness.disk) == harness.offloading.report().tiers["disk"].blocks == 0
 
 
 def test_what_was_cleared_is_nowhere():
@@ -196,7 +196,7 @@ def test_what_was_cleared_is_nowhere():
     harness.scheduler.apply(CacheCleared(), harness.now)
     harness.drain()
     assert not harness.disk
-    assert all(tier.blocks == 0 for tier in harness.offloading.stats.tiers.values())
+    assert all(tier.blocks == 0 for tier in harness.offloading.report().tiers.values())
 
 
 def test_a_request_that_moves_here_waits_for_no_tier():
@@ -230,7 +230,7 @@ def test_what_is_cleared_while_it_moves_is_nowhere():
     harness.step()
     harness.scheduler.apply(CacheCleared(), harness.now)
     harness.run()
-    assert harness.offloading.stats.hit_tokens == 0
+    assert harness.offloading.report().hit_tokens == 0
 
 
 def with_store(**options) -> TierHarness:
@@ -244,7 +244,7 @@ def test_what_one_engine_has_written_to_the_store_another_reads():
     other.list()
     other.add("again", [*PROMPT, 7], max_tokens=1)
     other.run()
-    assert (other.cached_of["again"], other.offloading.stats.tiers["store"].read_bytes) == (20, 5)
+    assert (other.cached_of["again"], other.offloading.report().tiers["store"].read_bytes) == (20, 5)
 
 
 def test_a_block_that_another_engine_has_deleted_from_the_store_is_computed():
@@ -254,10 +254,10 @@ def test_a_block_that_another_engine_has_deleted_from_the_store_is_computed():
     harness.list()
     harness.store.clear()
     harness.list()
-    assert harness.offloading.stats.tiers["store"].blocks == 0
+    assert harness.offloading.report().tiers["store"].blocks == 0
     harness.add("again", [*PROMPT, 7], max_tokens=1)
     harness.run()
-    assert harness.offloading.stats.hit_tokens == 0
+    assert harness.offloading.report().hit_tokens == 0
 
 
 def test_blocks_of_a_store_that_cannot_be_reached_are_kept_but_not_waited_for():
@@ -271,7 +271,7 @@ def test_blocks_of_a_store_that_cannot_be_reached_are_kept_but_not_waited_for():
     harness.is_unreachable = True
     harness.progress(number, failing=lambda count: range(count))
     harness.run()
-    stats = harness.offloading.stats.tiers["store"]
+    stats = harness.offloading.report().tiers["store"]
     assert (stats.errors, stats.blocks) == ({"read": 5}, 5)
     assert harness.store == kept
     evicted(harness)
@@ -297,7 +297,7 @@ def test_a_slow_store_does_not_delay_the_disk():
     assert (len(harness.disk), len(harness.store)) == (5, 0)
     harness.now += WRITE_S
     harness.pass_time()
-    assert harness.offloading.stats.tiers["store"].errors == {"deadline": 5}
+    assert harness.offloading.report().tiers["store"].errors == {"deadline": 5}
     assert not harness.offloading.moving, "the blocks on the device are free"
 
 
@@ -384,4 +384,4 @@ def test_files_for_which_an_engine_finds_no_room_at_its_start_are_deleted():
     after.disk = dict(before.disk)
     assert len(after.disk) == 5
     after.pass_time()
-    assert len(after.disk) == after.offloading.stats.tiers["disk"].blocks == 2
+    assert len(after.disk) == after.offloading.report().tiers["disk"].blocks == 2

@@ -11,6 +11,7 @@ from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -39,7 +40,7 @@ def test_right_drafts_are_accepted_and_counted(depth):
     h.add("a", PROMPT, max_tokens=31)
     h.run()
     assert len(h.plans) == 1 + 1 + 5, "the prompt; one draft as a trial; then five drafts and one more token a step"
-    stats = stats_of(h.scheduler).spec_decode
+    stats = stats_of(h.scheduler).record(SpecDecodeStats)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (6, 24, 24)
     assert stats.num_accepted_tokens_per_pos == [6, 5, 5, 4, 4]
     assert "24 of 24 drafted tokens were accepted" in [event.what for event in h.timelines["a"]]
@@ -85,7 +86,7 @@ def test_a_token_that_a_grammar_forces_is_a_draft_of_its_own(depth):
     for seed in range(20):
         h.add(str(seed), [seed + 1], seed=seed, max_tokens=None, structured_outputs=FORM)
     h.run()
-    stats = stats_of(h.scheduler).spec_decode
+    stats = stats_of(h.scheduler).record(SpecDecodeStats)
     assert 0 < stats.num_drafts == stats.num_draft_tokens == stats.num_accepted_tokens
 
 
@@ -93,7 +94,7 @@ def test_drafts_that_break_the_grammar_are_not_computed(depth):
     h = make("wrong", depth=depth)
     h.add("a", PROMPT, max_tokens=None, structured_outputs=FORM)
     h.run()
-    stats = stats_of(h.scheduler).spec_decode
+    stats = stats_of(h.scheduler).record(SpecDecodeStats)
     assert stats.num_draft_tokens == stats.num_accepted_tokens, "those that remain were forced"
 
 
@@ -103,7 +104,7 @@ def test_nobody_is_preempted_for_a_draft(depth):
     for name in ("a", "b"):
         h.add(name, PROMPT, max_tokens=5)
     h.run()
-    assert h.scheduler.totals.preemptions == 0 < stats_of(h.scheduler).spec_decode.num_drafts
+    assert h.scheduler.totals.preemptions == 0 < stats_of(h.scheduler).record(SpecDecodeStats).num_drafts
 
 
 def test_drafts_leave_the_budget_of_a_step_to_those_behind():
@@ -120,7 +121,7 @@ def test_where_a_token_costs_as_much_as_its_share_of_a_step_nothing_is_drafted()
     h = make("right", step_cost=(0.0, 1.0))
     h.add("a", PROMPT, max_tokens=31)
     h.run()
-    assert stats_of(h.scheduler).spec_decode.num_drafts == 0
+    assert stats_of(h.scheduler).record(SpecDecodeStats).num_drafts == 0
 
 
 def test_a_request_whose_drafts_fail_is_tried_again_ever_more_rarely():
@@ -195,7 +196,7 @@ def test_a_prediction_is_what_the_drafts_of_a_request_are_taken_from_and_its_tok
     h.add("a", PROMPT, max_tokens=31, prediction=[*OUTPUT[:10], VOCAB - 1, *OUTPUT[14:]])
     h.run()
     accepted, rejected = (sum(column) for column in zip(*tokens, strict=True))
-    stats = stats_of(h.scheduler).spec_decode
+    stats = stats_of(h.scheduler).record(SpecDecodeStats)
     assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_draft_tokens)
     assert accepted > 10 and 0 < rejected <= 5
     assert len(h.plans) < 20

@@ -19,8 +19,8 @@ from tests.fake_tiers import TIMEOUT_S, TierHarness
 
 def stats(offloading: KVOffloading) -> KVOffloadStats:
     """What no clock but that of the calls has measured."""
-    tiers = {name: msgspec.structs.replace(one, gib_s={}) for name, one in offloading.stats.tiers.items()}
-    return msgspec.structs.replace(offloading.stats, tiers=tiers)
+    tiers = {name: msgspec.structs.replace(one, gib_s={}) for name, one in offloading.report().tiers.items()}
+    return msgspec.structs.replace(offloading.report(), tiers=tiers)
 
 
 def replayed(harness: TierHarness, tape) -> Replay:

@@ -26,6 +26,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.images import ImageStats
 from engine.wire.plan import ReceivedImage
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
@@ -111,14 +112,14 @@ def test_answers_about_images_that_an_encode_engine_has_encoded_are_those_of_one
     with engines(folder, max_num_batched_tokens=12) as (core, encode):
         expected = [expected_tokens(folder, prompt, 8) for prompt in wanted]
         assert by(encode, core, *wanted) == expected
-        assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
+        assert (core.stats().record(ImageStats).encoded, encode.stats().record(ImageStats).encoded) == (0, 3)
         assert load_of(core.scheduler).queued_embeds == 0
         lost = Prompt(name).text(5, 6).image(7).text(9)
         fail = lambda notice: core.mail.image_channel.submit(  # noqa: E731
             RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         )
         assert run(core, lost, dispatch=fail) == [expected_tokens(folder, lost, 8)]
-        assert core.stats().images_encoded == 1
+        assert core.stats().record(ImageStats).encoded == 1
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -128,7 +129,7 @@ def test_every_rank_and_strict_determinism_take_images_from_an_encode_engine(tmp
     expected = [expected_tokens(folder, prompt, 8) for prompt in wanted]
     with engines(folder, ranks, determinism=determinism) as (core, encode):
         assert by(encode, core, *wanted) == expected
-        assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
+        assert (core.stats().record(ImageStats).encoded, encode.stats().record(ImageStats).encoded) == (0, 3)
 
 
 @pytest.mark.parametrize(("cache_size", "at_once"), [(64, AHEAD), (16, 1)])
@@ -141,7 +142,7 @@ def test_the_images_of_a_request_are_encoded_side_by_side_as_long_as_there_is_ro
         monkeypatch.setattr(core.mail, "take_notices", lambda: taken.append(take()) or taken[-1])
         assert by(encode, core, prompt) == [expected_tokens(folder, prompt, 8)]
         assert len(taken[0]) == at_once
-        assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
+        assert (core.stats().record(ImageStats).encoded, encode.stats().record(ImageStats).encoded) == (0, 3)
 
 
 def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeline_tells_of_them(tmp_path):

@@ -1,0 +1,19 @@
+"""KV of the prefix caches of other engines."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.wire.parts.part_record import PartRecord
+
+
+class FetchStats(PartRecord, frozen=True):
+    """Totals of one engine since its start."""
+
+    part: ClassVar[str] = "kv_fetching"
+
+    fetches: dict[str, int]
+    """Prompts of which another engine had more cached, by outcome: `received` or `failed` if that KV was fetched, and
+    `costs_more` if computing it was expected to be faster."""
+    fetched_tokens: int
+    """Prompt tokens whose KV was fetched."""

@@ -1,0 +1,33 @@
+"""Speculative decoding: what a client predicts, and what became of drafts."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+import msgspec
+
+from engine.wire.parts.part_record import PartRecord
+
+
+class Prediction(PartRecord, frozen=True):
+    """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
+
+    part: ClassVar[str] = "speculation"
+
+    tokens: list[int]
+
+    def without_text(self) -> Self:
+        return msgspec.structs.replace(self, tokens=[0] * len(self.tokens))
+
+
+class SpecDecodeStats(PartRecord, frozen=True, kw_only=True):
+    """Totals of speculative decoding, named like vLLM's metrics."""
+
+    part: ClassVar[str] = "speculation"
+
+    num_drafts: int = 0
+    """Verified drafts: one per sequence and step that verified draft tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = msgspec.field(default_factory=list)
+    """Accepted tokens by their position in the draft, from the first position on."""
