@@ -333,12 +333,11 @@ class EngineConfig:
                 raise ConfigError(
                     "enable_eplb", True, "false with enable_lora, because adapters of experts do not move"
                 )
-        if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
-            raise ConfigError(
-                "enable_prefix_caching",
-                False,
-                "true with KV events, because they report the blocks of the prefix cache",
-            )
+        if self.kv_events_config is not None and self.kv_events_config.publishes:
+            if not self.enable_prefix_caching:
+                limit = "true with KV events, because they report the blocks of the prefix cache"
+                raise ConfigError("enable_prefix_caching", False, limit)
+            self.kv_events_config.check_engines(self.data_parallel_size)
         if self.handoff is not None and self.handoff.enable_prefix_fetching and not self.enable_prefix_caching:
             limit = "true with `handoff.enable_prefix_fetching`, because KV is fetched into the prefix cache"
             raise ConfigError("enable_prefix_caching", False, limit)

@@ -171,6 +171,13 @@ class KVEventsConfig:
     def publishes(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
+    def check_engines(self, count: int) -> None:
+        """Raise ConfigError if so many engines of one machine cannot have addresses of their own."""
+        for key, address in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
+            if count > 1 and (address or "").startswith("ipc:"):
+                limit = f"a TCP address with data_parallel_size {count}: each engine binds the next free port"
+                raise ConfigError(f"kv_events_config.{key}", address, limit)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EPLBConfig:

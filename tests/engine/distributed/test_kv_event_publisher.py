@@ -225,6 +225,16 @@ def test_events_without_a_prefix_cache_are_refused():
     EngineConfig(kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}, enable_prefix_caching=False)
 
 
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+def test_engines_that_share_experts_do_not_share_a_file_for_their_events(key):
+    """The second would take it from the first."""
+    shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", key: "ipc:///tmp/events"}
+    EngineConfig(kv_events_config=events)
+    with pytest.raises(ConfigError, match=f"kv_events_config.{key} must be a TCP address"):
+        EngineConfig(kv_events_config=events, **shared)
+
+
 def test_ports_shift_and_files_do_not():
     assert shifted("tcp://*:5557", 2) == "tcp://*:5559"
     assert shifted("tcp://*:*", 2) == "tcp://*:*"
