@@ -20,6 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.ops.gpu import logits as logit_edits
 from engine.model.ops.gpu import sampling
 from engine.model.ops.gpu.compile_target import Variant, variants
+from engine.model.ops.logits.penalties import Penalties
 from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, as_on_a_gpu
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
 from engine.runner.warm_up import CHUNKS, CONTEXTS
@@ -66,8 +67,8 @@ def compute(model: WeightlessModel, step: Step) -> None:
         sampling.sample_rows(logits, [])
         bits = torch.empty(step.seqs, -(-size // 8), dtype=torch.uint8, device=META)
         logit_edits.apply_masks(logits, rows, bits)
-        where, amounts = rows.expand(5, -1), column.squeeze(1).expand(3, -1)
-        logit_edits.penalise(logits, where, amounts, torch.empty(1, step.context, dtype=torch.int32, device=META))
+        penalties = Penalties(rows.expand(5, -1), column.squeeze(1).expand(3, -1), step.seqs)
+        logit_edits.penalise(logits, penalties, torch.empty(1, step.context, dtype=torch.int32, device=META))
 
 
 def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> list[Variant]:

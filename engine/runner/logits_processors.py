@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.ops import dispatch
+from engine.model.ops.logits.penalties import Penalise, Penalties
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 
 BANNED = float("-inf")
@@ -112,15 +112,6 @@ class BannedWords:
     compare: Tensor  #: [4, tokens of all prefixes] int64: slot, position, the token that the word has there, the word
     target: Tensor  #: [words], an index into the columns of `last`
     last: Tensor  #: [2, n] int64: row of logits, and the last token of a word
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Penalties of several rows."""
-
-    where: Tensor  #: [5, rows] int64: row, slot, first position that counts, start of the output, number of positions
-    amounts: Tensor  #: [3, rows] float32: repetition, frequency, presence
-    total: int  #: positions of all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +232,7 @@ def prepare_thinking(rows: Sequence[RowEdits], to_device: ToDevice) -> ThinkingE
 # -- on the device of the logits -----------------------------------------------------------------------------------
 
 
-def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
+def apply(logits: Tensor, edits: BatchEdits, history: Tensor, penalise: Penalise) -> None:
     """Change logits [rows, vocab] float32 in place. history: [slots, max_model_len] int32 token ids."""
     if edits.allowed is not None:
         rows, (row, token) = edits.allowed[0], edits.allowed[1].unbind()
@@ -271,30 +262,6 @@ def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
     logits[row, last] = torch.where(complete > 0, BANNED, logits[row, last])
 
 
-def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
-    """Apply the repetition penalty (CTRL, arXiv:1909.05858, section 4.1) to tokens of prompt and output, and OpenAI's
-    frequency and presence penalties to tokens of the output.
-
-    Computes one value per position. All positions with the same token compute the same value.
-    """
-    if dispatch.gpu_kernels(torch.float32, logits.device):
-        from engine.model.ops.gpu import logits as gpu
-
-        return gpu.penalise(logits, penalties.where, penalties.amounts, history)
-    counts = penalties.where[4]
-    sequence = torch.repeat_interleave(counts, output_size=penalties.total)
-    row, slot, first, output = penalties.where[:4].index_select(1, sequence).unbind()
-    repetition, frequency, presence = penalties.amounts.index_select(1, sequence).unbind()
-    begin = (counts.cumsum(0) - counts)[sequence]
-    position = torch.arange(penalties.total, device=logits.device) - begin + first
-    token = history[slot, position].long()
-    vocab_size = logits.shape[1]
-    count = totals(sequence * vocab_size + token, (position >= output).float(), len(counts) * vocab_size)
-    score = logits[row, token]
-    score = torch.where(score > 0, score / repetition, score * repetition)
-    logits[row, token] = score - torch.where(count > 0, frequency * count + presence, 0.0)
-
-
 def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
     """Ban all tokens but the closing tag in rows whose reasoning has begun and not ended. A row in which the closing
     tag is banned stays as it is."""
@@ -308,11 +275,3 @@ def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
     open_now = ((opening == NEVER) | (history[slot, start] == opening)) & (num_closed == 0) & tag.isfinite()
     logits[row] = torch.where(open_now.unsqueeze(1), BANNED, logits[row])
     logits[row, closing] = tag
-
-
-def totals(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [n]: for each entry, the sum of `values` over all entries with the same index. index: [n], each below
-    `size`. values: [n]."""
-    sums = values.new_empty(size)  # zeroes only the few sums that are read
-    sums.index_fill_(0, index, 0.0)
-    return sums.index_add_(0, index, values)[index]

@@ -37,7 +37,7 @@ from engine.runner.load import allocate_inbox, compile_model, load_adapters, loa
 from engine.runner.memory import plan_blocks
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.rank_setup import RankSetup, set_threads
-from engine.runner.sampler import LogprobTable, logprob_table, process_rows
+from engine.runner.sampler import LogitOps, LogprobTable, logprob_table, process_rows
 from engine.runner.step_memory import StepMemory
 from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.wire.plan import SampledStep, StepPlan, StepResult
@@ -114,7 +114,7 @@ class ModelRunner:
         ]
         self._memory = StepMemory(self.kv_caches, self.kv_scales, self.states)
         self.drafting.allocate(self.num_blocks[0])
-        self.sample_rows = sampling.select(device)
+        self.sample_rows, self.logit_ops = sampling.select(device), LogitOps.select(device)
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
         self._open_graphs()
         self._inputs = InputBuilder(
@@ -165,11 +165,12 @@ class ModelRunner:
                 self.collect(self.launch(self.prepare(plan)))
             for cache in self.kv_caches:
                 cache[0] = 0  # clear the block that these steps wrote to
-        self._capture()
+        self.capture()
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
 
     @torch.inference_mode()
-    def _capture(self) -> None:
+    def capture(self) -> None:
+        """Capture the graphs of steps and of the drafter, if steps can run as graphs."""
         self.graphs.capture(graph_shapes(self.setup))
         self.drafting.capture(self.graphs, -(-self.max_model_len // self.block_size))
 
@@ -293,7 +294,7 @@ class ModelRunner:
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)
-        process_rows(logits, work, self._history)
+        process_rows(logits, work, self._history, self.logit_ops)
         tokens = self.sample_rows(logits, work.random)
         if asked is None or raw is None:
             return tokens, None

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.ops import dispatch
+from engine.model.ops.logits import masks, penalties
+from engine.model.ops.logits.masks import ApplyMasks
+from engine.model.ops.logits.penalties import Penalise
 from engine.model.ops.sampling_plain import RandomRows
 from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
@@ -158,23 +160,24 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
 
 
-def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:
+class LogitOps(NamedTuple):
+    """What changes all rows of a step together. See engine/model/ops/logits."""
+
+    apply_masks: ApplyMasks
+    penalise: Penalise
+
+    @classmethod
+    def select(cls, device: torch.device) -> LogitOps:
+        """Return the fastest versions."""
+        return cls(masks.select(device), penalties.select(device))
+
+
+def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, ops: LogitOps) -> None:
     """Apply grammars, then the other edits, to logits in place. history: [slots, max_model_len] int32 token ids."""
     if inputs.masked is not None:
-        apply_masks(logits, inputs.masked)
+        ops.apply_masks(logits, inputs.masked.rows, inputs.masked.allowed)
     if inputs.edits is not None:
-        logits_processors.apply(logits, inputs.edits, history)
-
-
-def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
-    """Ban the tokens that grammars do not allow, in place. Masks come as bits and are unpacked on the device."""
-    if dispatch.gpu_kernels(torch.float32, logits.device):
-        from engine.model.ops.gpu import logits as gpu
-
-        return gpu.apply_masks(logits, masked.rows, masked.allowed)
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-    banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
-    logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)
+        logits_processors.apply(logits, inputs.edits, history, ops.penalise)
 
 
 @dataclass(frozen=True, slots=True)

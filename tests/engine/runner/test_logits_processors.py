@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.sampler import UniformSource, prepare_sampling, process_rows
+from engine.runner.sampler import LogitOps, UniformSource, prepare_sampling, process_rows
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 from tests.engine.runner import plain_logits_processors
 from tests.engine.runner.sampling_cases import EOS, LOGITS, VOCAB, Sequence, edits, history_of, sequences, token_ids
@@ -59,7 +59,7 @@ def edited(batch: list[Sequence], slots: list[int]) -> Tensor:
     inputs = prepare_sampling(rows, VOCAB, UniformSource(), staged.add)
     logits = torch.stack([sequence.logits for sequence in batch])
     staged.send()
-    process_rows(logits, inputs, history_of(batch, slots))
+    process_rows(logits, inputs, history_of(batch, slots), LogitOps.select(logits.device))
     return logits
 
 

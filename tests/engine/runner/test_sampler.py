@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model.ops import sampling, sampling_plain
+from engine.model.ops.logits.masks import apply_masks_plain
 from engine.model.ops.sampling_plain import CANDIDATES, RandomRows, draw, draw_filtered, draw_sorted
 from engine.runner.sampler import (
-    MaskedRows,
+    LogitOps,
     SampledRow,
     SamplingInputs,
     UniformSource,
-    apply_masks,
     logprob_table,
     prepare_sampling,
     process_rows,
@@ -214,7 +214,7 @@ def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
     rows = [sequence.row(slot) for slot, sequence in zip(slots, sequences, strict=True)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     logits = torch.stack([sequence.logits for sequence in sequences])
-    process_rows(logits, inputs, history_of(sequences, slots))
+    process_rows(logits, inputs, history_of(sequences, slots), LogitOps.select(logits.device))
     return sample(logits, inputs).tolist()
 
 
@@ -343,7 +343,7 @@ def test_a_mask_leaves_the_tokens_whose_bits_are_set_and_other_rows_alone(vocab)
     logits = torch.randn(4, vocab, generator=generator)
     words = torch.randint(0, 256, (2, -(-vocab // 32) * 4), generator=generator).byte()
     masked = logits.clone()
-    apply_masks(masked, MaskedRows(torch.tensor([3, 1]), words))
+    apply_masks_plain(masked, torch.tensor([3, 1]), words)
     expected = logits.clone()
     for row, bits in zip((3, 1), words.tolist(), strict=True):
         for token in range(vocab):

@@ -1,5 +1,5 @@
 """Changes logits before sampling, in Triton: grammars' masks and penalties, one launch each for all rows. See
-engine/runner/sampler.py and engine/runner/logits_processors.py, whose functions these replace.
+engine/model/ops/logits.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.ops.gpu import dependent_launch
+from engine.model.ops.logits.penalties import Penalties
 
 BLOCK = 4096  # tokens of the vocabulary that a program masks
 SEGMENT = 2048  # tokens of the vocabulary whose occurrences a program counts
@@ -28,8 +29,6 @@ def mask_kernel(
 
 
 def apply_masks(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-    """Ban tokens in logits [rows, vocab] float32, in place. rows: [n] int64; allowed: [n, bytes] uint8, one bit per
-    token, lowest first."""
     vocab = logits.shape[1]
     mask_kernel[len(rows), triton.cdiv(vocab, BLOCK)](
         logits, rows, allowed, vocab, logits.stride(0), allowed.stride(0), BLOCK=BLOCK,
@@ -68,10 +67,8 @@ def penalise_kernel(
     tl.store(target, x - tl.where(said > 0, spoken, 0.0), mask=changed)
 
 
-def penalise(logits: Tensor, where: Tensor, amounts: Tensor, history: Tensor) -> None:
-    """Apply penalties to logits [rows, vocab] float32, in place. where: [5, n] int64, amounts: [3, n] float32, as in
-    `Penalties`; history: [slots, max_model_len] int32."""
-    vocab = logits.shape[1]
+def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
+    where, amounts, vocab = penalties.where, penalties.amounts, logits.shape[1]
     penalise_kernel[where.shape[1], triton.cdiv(vocab, SEGMENT)](
         logits, history, where, amounts, vocab, logits.stride(0), history.stride(0), *where.stride(),
         *amounts.stride(), SEGMENT=SEGMENT, POSITIONS=POSITIONS, num_warps=8,

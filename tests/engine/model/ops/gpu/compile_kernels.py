@@ -40,6 +40,7 @@ from engine.model.ops.gpu import (
 from engine.model.ops.gpu.compile_target import Target
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.model.ops.logits.penalties import Penalties
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import RowFormat
@@ -150,7 +151,8 @@ def compile_elementwise(float8: bool) -> None:
     rows = torch.arange(3)
     sampling.sample_rows(x.float(), [])
     logits.apply_masks(x.float(), rows, torch.zeros(3, 1024, dtype=torch.uint8))
-    logits.penalise(x.float(), rows.expand(5, -1), column[:3].T.expand(3, -1), torch.zeros(4, 4096, dtype=torch.int32))
+    penalties = Penalties(rows.expand(5, -1), column[:3].T.expand(3, -1), 3)
+    logits.penalise(x.float(), penalties, torch.zeros(4, 4096, dtype=torch.int32))
     for format in (RowFormat(torch.int8), *([RowFormat(FLOAT8), RowFormat(FLOAT8, 128)] if float8 else [])):
         quantize.quantize(x, format)
         fused_quantize.rms_norm(x, x[0], 1e-6, 0.0, format)

@@ -26,6 +26,7 @@ from engine.model.ops.gpu import (
 )
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.model.ops.logits.penalties import Penalties
 from engine.model.quantization.rows import RowFormat
 from tests.engine.model.ops.gpu.paged import Case, latent_inputs
 from tests.state_batches import state_batch
@@ -92,7 +93,8 @@ def run_kernels() -> None:
     activation.open_gate(x, x.unflatten(1, (2, 128)))
     sampling.sample_rows(x, [])
     logits.apply_masks(x.float(), torch.tensor([0]), torch.zeros(1, 32, dtype=torch.uint8))
-    logits.penalise(x.float(), torch.tensor([[0], [0], [0], [1], [5]]), torch.ones(3, 1), torch.ones(1, 9).int())
+    where = torch.tensor([[0], [0], [0], [1], [5]])
+    logits.penalise(x.float(), Penalties(where, torch.ones(3, 1), 5), torch.ones(1, 9).int())
     q, k, v, batch = Case([(20, 1), (7, 1)]).inputs()
     rope.rotate_and_write(q, k, v, torch.randn(64, q.shape[2]).to(q.dtype), batch, 0)
     attention.paged_attention(q, batch, 0, 0.1)

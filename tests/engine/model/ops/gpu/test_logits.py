@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.model.ops.gpu import logits as gpu
+from engine.model.ops.logits.masks import apply_masks_plain
+from engine.model.ops.logits.penalties import penalise_plain
 from engine.runner import logits_processors
 from engine.runner.logits_processors import LogitsEdits, RowEdits
-from engine.runner.sampler import MaskedRows, apply_masks
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.ops.gpu.paged import DEVICE
 
@@ -35,8 +38,9 @@ def test_penalties_of_all_rows_are_those_of_torch():
     logits = torch.randn(6, VOCAB, generator=generator) * 3
     (penalties,) = logits_processors.prepare(rows, VOCAB, torch.from_numpy).penalties
     expected, found = logits.clone(), logits.clone().to(DEVICE)
-    logits_processors.penalise(expected, penalties, history)
-    gpu.penalise(found, penalties.where.to(DEVICE), penalties.amounts.to(DEVICE), history.to(DEVICE))
+    penalise_plain(expected, penalties, history)
+    there = replace(penalties, where=penalties.where.to(DEVICE), amounts=penalties.amounts.to(DEVICE))
+    gpu.penalise(found, there, history.to(DEVICE))
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-6)
     assert (expected != logits).any(1).tolist() == [True, False, False, False, True, False]
 
@@ -46,7 +50,7 @@ def test_masks_of_all_rows_are_those_of_torch():
     logits = torch.randn(4, VOCAB + 5, generator=generator)[:, :VOCAB]
     allowed = torch.randint(0, 256, (2, -(-VOCAB // 8) + 3), generator=generator).to(torch.uint8)
     rows, expected, found = torch.tensor([3, 1]), logits.clone(), logits.clone().to(DEVICE)
-    apply_masks(expected, MaskedRows(rows, allowed))
+    apply_masks_plain(expected, rows, allowed)
     gpu.apply_masks(found, rows.to(DEVICE), allowed.to(DEVICE))
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(found[[0, 2]].cpu(), logits[[0, 2]]) and found[1].isinf().any()

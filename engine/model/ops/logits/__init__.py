@@ -1,0 +1,1 @@
+"""Changes to logits before sampling that have kernels: masks of grammars, and penalties."""
