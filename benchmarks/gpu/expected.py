@@ -16,6 +16,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -112,10 +113,16 @@ class Counts:
         return work + KERNEL_S * self.launches.total() + SMALL_S * small + REDUCE_S * self.launches["all_reduce"]
 
 
+@cache
+def meta_model(shape: str, ranks: int = 1, capability: tuple[int, int] = (9, 0), fp8: bool = False) -> MetaModel:
+    kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    return MetaModel(shape_config(shape, "fp8" if fp8 else None), ranks, capability, kv_dtype=kv_dtype)
+
+
+@cache
 def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
-    config = shape_config(case.shape, "fp8" if case.fp8 else None)
-    kv_dtype = torch.float8_e4m3fn if case.fp8 else torch.bfloat16
-    model = MetaModel(config, case.ranks, capability, kv_dtype=kv_dtype)
+    model = meta_model(case.shape, case.ranks, capability, case.fp8)
+    config, kv_dtype = model.config, model.kv_dtype
     lengths = [case.context] * case.seqs if case.decodes else []
     kv = step_bytes(config, 0.0, kv_dtype, lengths) / case.ranks
     noted = Launches()

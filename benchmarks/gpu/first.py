@@ -17,9 +17,9 @@ from benchmarks.gpu.meta_steps import MetaModel
 from benchmarks.gpu.parts import PARTS, Numbers, Part, decode, decode_steps, pytest, start_decoding
 from cluster.cli.check.gpu_kernels import tried as kernels_tried
 from engine.config import EngineConfig
-from engine.kernel_trial.check import environment, trial_config
+from engine.kernel_trial.check import trial_config
+from engine.kernel_trial.environment import environment
 from engine.kernel_trial.reduced_model import reduced
-from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.compile_target import Variant
 from engine.offline.precompile import compile_all, needed
 
@@ -45,16 +45,13 @@ def compiled(card: Card) -> Numbers:
 
 
 def kernels(capability: tuple[int, int]) -> dict[str, list[Variant]]:
-    """Return what the trials of TRIED, by name, and "8B engine" compile on a GPU of this compute capability. A trial
-    also launches as an ordinary kernel what may start early."""
+    """Return what the trials of TRIED, by name, and "8B engine" compile on a GPU of this compute capability."""
     config = EngineConfig(model="8B", block_size=64, max_num_batched_tokens=parts.PROMPT, max_num_seqs=max(BATCHES))
     found = {"8B engine": needed(config, reduced(shape_config("8B")), capability)}
     for name, (shape, options) in TRIED.items():
         model = reduced(shape_config(shape, options.get("quantization")))
         config = trial_config(EngineConfig(model=shape, device="cuda", **options))
         found[name] = needed(config, model, capability)
-        with dependent_launch.off():
-            found[name] += needed(config, model, capability)
     return found
 
 

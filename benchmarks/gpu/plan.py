@@ -16,24 +16,29 @@ from typing import NamedTuple
 
 from benchmarks.gpu import first, parts
 from benchmarks.gpu.card import CARDS, COPY_BYTES, MATRIX, REPEATS, prompt_flops
-from benchmarks.gpu.engines import shape_config
-from benchmarks.gpu.expected import CASES, count
+from benchmarks.gpu.expected import CASES, count, meta_model
 from benchmarks.gpu.expected import MATRIX as PROMPT_SHARE
-from benchmarks.gpu.meta_steps import MetaModel
-from engine.kernel_trial.steps import CHUNKS, DECODES
+from engine.kernel_trial.steps import CHUNKS, DECODES, PROMPTS
 from engine.model.ops.gpu.compile_target import Variant
 from engine.offline.precompile import MAX_PROCESSES
 from engine.runner.cuda_graphs import decode_sizes, mixed_sizes
 
 CARD, CAPABILITY = CARDS["H100"], (9, 0)
 PROCESS_S = 8.0  # to import torch, Triton and the engine takes 4 s of a CPU; as much again for a context and cuBLAS
-COUNT_S = 4.0  # of a CPU, for the steps without values that tell which kernels are needed
+COUNT_S = 2.0  # of a CPU, for the steps without values that tell which kernels are needed
 KERNEL_S = 0.6  # of a CPU: the mean of 40 kernels of the trials, with Triton 3.7 and its ptxas on a Xeon
 NOISE = 9  # times the bytes of weights in 16 bits: their noise is made and scaled in float32, and converted
 LAUNCH_S = 20e-6  # of the host, for a kernel of Triton outside a graph
 GRAPH_S = 0.1  # to end a capture and to load a graph of some hundred kernels
-COMPARED_S = 0.03  # to copy a call twice, to compute it in plain torch and in a graph, and to compare
-RUNNERS, RUNNER_S = 5, 0.7  # of a trial: one for its kernels, four for whole steps; a layer or two with random weights
+OPERATION_S = 15e-6  # of the host, for an operation of torch outside a graph, with what calls it
+WAIT_S = 30e-6  # for a number that the host reads
+SMALL_GRAPH_S = 0.01  # to capture a graph of a layer or two: torch waits for the card and frees its memory before
+OPERATIONS, WAITS, LAUNCHES, GRAPHS = 62, 8.3, 2.6, 0.32  # of a comparison: tests/gpu/test_first.py counts them
+COMPARED_S = 2 * (OPERATIONS * OPERATION_S + WAITS * WAIT_S + LAUNCHES * LAUNCH_S + GRAPHS * SMALL_GRAPH_S)
+"""To copy a call, compute it, also in plain torch and at times in a graph, and compare; twice that, for the memory that
+it takes and for kernels of torch that are used for the first time."""
+RUNNER_S = 0.5  # of a trial: a layer or two with random weights, 800 operations, and twice the collection of garbage
+WHOLE_STEPS, STEP_GRAPHS = 4, 3  # how often a trial computes all its steps to compare them, and captures its graphs
 PROFILE_S = 4.0  # to begin a profile, and to read its events
 KERNEL_TESTS, KERNEL_TEST_S = 378, 0.2  # a few small launches and their oracle
 TEST_VARIANTS = 425  # kernels that these tests compile, as the interpreter tells them apart
@@ -82,9 +87,20 @@ def compiling(machine: Machine) -> list[Cost]:
 
 
 def trials(machine: Machine) -> list[Cost]:
-    calls = sum(calls_compared(machine, name) for name in first.TRIED)
-    runners = RUNNERS * len(first.TRIED)
-    return [Cost(calls * COMPARED_S, f"{calls} comparisons"), Cost(runners * RUNNER_S, f"{runners} small models")]
+    return trying(machine, list(first.TRIED))
+
+
+def trying(machine: Machine, names: list[str]) -> list[Cost]:
+    """Return the costs of these trials, whose kernels have been compiled and whose results are not on record."""
+    calls = sum(calls_compared(machine, name) for name in names)
+    graphs = STEP_GRAPHS * len(names) * (len(decode_sizes(len(PROMPTS))) + len(mixed_sizes(PROMPTS[0])))
+    steps = WHOLE_STEPS * len(names) * (len(CHUNKS) + len(DECODES))
+    launches = OPERATIONS * (OPERATION_S + LAUNCH_S)  # of a layer or two: about as many as operations of a comparison
+    return [
+        Cost(calls * COMPARED_S, f"{calls} comparisons of kernels"),
+        Cost(len(names) * RUNNER_S, f"{len(names)} small models"),
+        Cost(graphs * SMALL_GRAPH_S + steps * launches, f"{steps} steps and {graphs} graphs of them"),
+    ]
 
 
 def calls_compared(machine: Machine, name: str) -> int:
@@ -119,14 +135,12 @@ def experts(machine: Machine) -> list[Cost]:
 
 def starting(machine: Machine, shape: str, seqs: int) -> list[Cost]:
     """Return the costs of an engine's start. seqs: its max_num_seqs."""
-    weights = MetaModel(shape_config(shape)).weight_bytes(1 << 20)
+    weights = meta_model(shape).weight_bytes(1 << 20)
     graphs = len(decode_sizes(seqs)) + len(mixed_sizes(parts.PROMPT))
     launches = count(CASES[f"decode {shape}, batch 64"]).launches.total()
-    calls = calls_compared(machine, shape)
     return [
         Cost(NOISE * weights / CARD.bytes_per_s, f"{weights / 1e9:.0f} GB of random weights"),
-        Cost(calls * COMPARED_S, f"{calls} comparisons of kernels"),
-        Cost(RUNNERS * RUNNER_S, f"{RUNNERS} small models"),
+        *trying(machine, [shape]),
         Cost(graphs * (GRAPH_S + 2 * launches * LAUNCH_S), f"{graphs} graphs of {launches} kernels, launched twice"),
     ]
 
@@ -134,7 +148,7 @@ def starting(machine: Machine, shape: str, seqs: int) -> list[Cost]:
 def decoding(shape: str, seqs: int, profiled: int = 0) -> list[Cost]:
     """Return the costs of `parts.start_decoding` and of the steps after it."""
     case, steps = CASES[f"decode {shape}, batch {seqs}"], parts.WARM_STEPS + parts.STEPS + profiled
-    prompts = seqs * prompt_flops(shape_config(shape), parts.CONTEXT) / CARD.flops / PROMPT_SHARE
+    prompts = seqs * prompt_flops(meta_model(shape).config, parts.CONTEXT) / CARD.flops / PROMPT_SHARE
     return [
         Cost(prompts, f"{seqs} prompts of {parts.CONTEXT} tokens"),
         Cost(steps * count(case).expected_s(CARD, case), f"{steps} steps of {seqs}"),

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
-import subprocess
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +21,11 @@ from engine.config import BLOCK_SIZES, EngineConfig
 from engine.device import is_gpu
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
+from engine.kernel_trial.environment import environment, ptxas_version
 from engine.kernel_trial.rank_alone import RankAlone
+from engine.kernel_trial.record import TrialRecord
 from engine.kernel_trial.reduced_model import reduced
-from engine.kernel_trial.steps import PROMPTS, most_tokens, num_blocks, trial_plans
+from engine.kernel_trial.steps import PROMPTS, compute_steps, most_tokens, num_blocks
 from engine.model.config import ModelConfig
 from engine.model.layers.lora import LinearAdapters
 from engine.model.ops import dispatch
@@ -45,34 +44,62 @@ MISCOMPILED = ("linear_attention.linear_attention", "low_rank.add")
 
 
 def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path, open_runner: OpenRunner) -> None:
-    """Try the kernels of a model, if it runs on a GPU with Triton. open_runner: ModelRunner, which this package does
-    without. Raises StartupError for a wrong kernel that nothing can replace."""
+    """Try the kernels of a model, if it runs on a GPU with Triton and no start before has shown that they are right.
+
+    open_runner: ModelRunner, which this package does without. Raises StartupError for a wrong kernel that nothing can
+    replace, and if a trial ends with any other error.
+    """
     if not has_kernels(config, model):
         return
-    from engine.model.ops.gpu import dependent_launch  # needs Triton
-
+    record = TrialRecord.of(trial_config(config), reduced(model))
+    if record is not None and record.exists():
+        logger.info("all kernels were right in an earlier trial: %s", record.file)
+        return
     started = time.perf_counter()
-    verdicts = try_kernels(config, model, folder, open_runner)
+    try:
+        verdicts = try_kernels(config, model, folder, open_runner)
+        if refuse_early_launch(verdicts):
+            verdicts = try_kernels(config, model, folder, open_runner)  # as they are compiled from now on
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(f"the trial of kernels failed ({environment()}): {error!r}") from error
     for verdict in verdicts:
-        if verdict.op in MISCOMPILED and torch.cuda.get_device_capability() == HOPPER and ptxas_version() < SOUND_PTXAS:
-            raise StartupError(
-                f"kernel {verdict.op} needs a ptxas of CUDA 13.1 or newer on Hopper ({environment()}). Set "
-                "TRITON_PTXAS_PATH; the package nvidia-cuda-nvcc has one"
-            )
-        if not verdict.wrong:
-            continue
-        if verdict.kernel is dependent_launch.begin:
-            dependent_launch.refuse()
-            logger.warning("early launch: %s; kernels start one after another from now on", verdict.wrong)
-        elif dispatch.refuse(verdict.kernel):
-            logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
-        else:
-            raise StartupError(
-                f"kernel {verdict.op}: {verdict.wrong} from plain torch ({environment()}). Update Triton, or set "
-                "TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer"
-            )
+        refuse_if_wrong(verdict)
+    if record is not None and not any(verdict.wrong for verdict in verdicts):
+        record.write(verdicts)
     gc.collect()  # the model's memory is free before the real one is loaded
     logger.info("%d kernels tried seconds=%.1f", len(verdicts), time.perf_counter() - started)
+
+
+def refuse_early_launch(verdicts: list[Verdict]) -> bool:
+    """Let kernels start one after another from now on if whole steps were wrong with early launch."""
+    from engine.model.ops.gpu import dependent_launch  # needs Triton
+
+    for verdict in verdicts:
+        if verdict.kernel is dependent_launch.begin and verdict.wrong:
+            dependent_launch.refuse()
+            logger.warning("early launch: %s; kernels start one after another from now on", verdict.wrong)
+            return True
+    return False
+
+
+def refuse_if_wrong(verdict: Verdict) -> None:
+    """Let plain torch take the place of a wrong kernel. Raises StartupError if it cannot, and for a kernel that must be
+    taken to be wrong."""
+    if verdict.op in MISCOMPILED and torch.cuda.get_device_capability() == HOPPER and ptxas_version() < SOUND_PTXAS:
+        raise StartupError(
+            f"kernel {verdict.op} needs a ptxas of CUDA 13.1 or newer on Hopper ({environment()}). Set "
+            "TRITON_PTXAS_PATH; the package nvidia-cuda-nvcc has one"
+        )
+    if not verdict.wrong:
+        return
+    if not dispatch.refuse(verdict.kernel):
+        raise StartupError(
+            f"kernel {verdict.op}: {verdict.wrong} from plain torch ({environment()}). Update Triton, or set "
+            "TRITON_PTXAS_PATH to a ptxas of CUDA 13.1 or newer"
+        )
+    logger.warning("kernel %s: %s from plain torch, which takes its place", verdict.op, verdict.wrong)
 
 
 def has_kernels(config: EngineConfig, model: ModelConfig) -> bool:
@@ -91,33 +118,25 @@ def try_kernels(
     from engine.kernel_trial.early_launch import compare_steps  # needs Triton
     from engine.model.ops.gpu import dependent_launch
 
-    def open_model(config: EngineConfig) -> Any:
-        runner = open_runner(config, reduced(model), folder, RankAlone(config.tensor_parallel_size))
+    runner = open_runner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
+    try:
         if config.enable_lora:
             fill_adapters(runner.model)
-        return runner
-
-    chosen = trial_config(config)
-    verdicts = try_each(open_model(chosen), chosen)
-    if dependent_launch.supported(torch.device("cuda")):
-        gc.collect()  # the runner's memory is free before the next one is opened
-        verdicts.append(compare_steps(chosen, open_model))
+        runner.graphs.drop()  # one kernel after another, at first
+        verdicts = try_each(runner)
+        if dependent_launch.in_use(runner.device.torch_device):
+            verdicts.append(compare_steps(runner))
+    finally:
+        runner.close()
     return verdicts
 
 
-def try_each(runner: Any, config: EngineConfig) -> list[Verdict]:
-    """Return the verdict on each kernel, by itself, in the steps of a trial. Closes the ModelRunner."""
+def try_each(runner: Any) -> list[Verdict]:
+    """Return the verdict on each kernel, by itself, in the steps of a trial of a ModelRunner."""
     from engine.kernel_trial.trial import KernelTrial  # needs Triton
 
-    for tensor in (tensor for layer in runner.states.layers for tensor in layer.values()):
-        tensor.zero_()  # what no sequence has written is compared too
-    trial = KernelTrial(runner.device)
-    trial.watch(runner.model)
-    runner.sample_rows = trial.watched(runner.sample_rows)
-    groups, vocab_size = runner.model_config.kv_groups, runner.model_config.vocab_size
-    for plan in trial_plans(vocab_size, groups, runner.block_size, config.enable_lora):
-        runner.collect(runner.launch(runner.prepare(plan)))
-    runner.close()
+    with KernelTrial(runner.device).watching(runner) as trial:
+        compute_steps(runner)
     return list(trial.verdicts.values())
 
 
@@ -147,7 +166,6 @@ def trial_config(config: EngineConfig) -> EngineConfig:
         max_num_seqs=len(PROMPTS),
         num_gpu_blocks_override=num_blocks(block_size),
         load_format="dummy",
-        enforce_eager=True,
         enable_prefix_caching=False,
         enable_lora=config.enable_lora,
         max_loras=1 if config.enable_lora else None,
@@ -157,25 +175,3 @@ def trial_config(config: EngineConfig) -> EngineConfig:
         allow_untested_kernels=config.allow_untested_kernels,
         num_threads=config.num_threads,
     )
-
-
-def environment() -> str:
-    """Return the card and the versions on which a kernel's code depends."""
-    import triton
-
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    ptxas = ".".join(map(str, ptxas_version())) or "of unknown version"
-    return f"{card}, torch {torch.__version__}, triton {triton.__version__}, ptxas {ptxas}"
-
-
-@cache
-def ptxas_version() -> tuple[int, ...]:
-    """Return the version of the assembler that Triton uses; empty if it cannot be found out."""
-    from triton import knobs
-
-    try:
-        found = subprocess.run([knobs.nvidia.ptxas.path, "--version"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired, AttributeError):
-        return ()
-    version = re.search(r"release (\d+)\.(\d+)", found.stdout)
-    return tuple(map(int, version.groups())) if version else ()

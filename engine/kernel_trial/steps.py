@@ -1,9 +1,13 @@
-"""The steps of a trial: chunks of prompts, then sequences that decode together, with lengths that differ."""
+"""The steps of a trial: chunks of prompts, then sequences that decode together, with lengths that differ, one of them
+with a grammar's mask."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
 
 from engine.model.kv_groups import KVCacheGroup
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
@@ -20,9 +24,33 @@ CHUNKS: tuple[dict[int, int], ...] = ({0: 100}, {0: 50, 1: 70}, {0: 1, 1: 1, 2: 
 DECODES = ((0, 1, 2), (0, 1, 2), (1,), (1,))  # the sequences of the other steps
 
 
+MASKED = 0  # the sequence that has a grammar as it decodes
+
+
 def most_tokens() -> int:
     """Return the length of the longest sequence of a trial, and one more."""
     return PROMPTS[0] + len(CHUNKS) + len(DECODES) + 1
+
+
+def compute_steps(runner: Any) -> tuple[list[int], int, int]:
+    """Compute all steps with a ModelRunner. Returns the tokens that were sampled, the number of steps, and how many of
+    them were replayed graphs."""
+    for tensor in memory_of(runner):
+        tensor.zero_()  # what no sequence writes is compared too
+    groups, vocab_size, lora = runner.model_config.kv_groups, runner.model_config.vocab_size, runner.config.enable_lora
+    tokens: list[int] = []
+    steps = replays = 0
+    for plan in trial_plans(vocab_size, groups, runner.block_size, lora):
+        inputs = runner.prepare(plan)
+        result = runner.collect(runner.launch(inputs))
+        tokens += [token for sampled in result.tokens for token in sampled]
+        steps, replays = steps + 1, replays + (inputs.graph is not None)
+    return tokens, steps, replays
+
+
+def memory_of(runner: Any) -> list[Tensor]:
+    """Return the KV caches and states of a ModelRunner."""
+    return [*runner.kv_caches, *(tensor for layer in runner.states.layers for tensor in layer.values())]
 
 
 def trial_plans(
@@ -33,6 +61,7 @@ def trial_plans(
     rng, done = random.Random(0), dict.fromkeys(range(len(PROMPTS)), 0)
     width = -(-most_tokens() // block_size)
     for step, counts in enumerate((*CHUNKS, *(dict.fromkeys(seqs, 1) for seqs in DECODES))):
+        decoding = counts if step >= len(CHUNKS) else {}
         new = [slot for slot in counts if not done[slot]]
         yield StepPlan(
             step=step,
@@ -52,6 +81,8 @@ def trial_plans(
             starts=[done[slot] for slot in counts],
             counts=list(counts.values()),
             samples=[done[slot] + count >= PROMPTS[slot] for slot, count in counts.items()],
+            masked=[entry for entry, slot in enumerate(counts) if slot == MASKED and slot in decoding],
+            masks=rng.randbytes(-(-vocab_size // 8)) if MASKED in decoding else b"",
         )  # fmt: skip
         for slot, count in counts.items():
             done[slot] += count

@@ -6,18 +6,18 @@ captured in a graph with the inputs of the first, and compared once more when th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.device import Device
 from engine.kernel_trial.twins import MEANINGS, Op, name_of, twin
 from engine.model.batch import Batch
-from engine.model.ops.gpu import dependent_launch
 from engine.model.ops.gpu.libraries import attention
 from engine.model.quantization.rows import QuantizedRows
 from engine.model.state import StateBatch
@@ -60,25 +60,35 @@ class KernelTrial:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     _seen: dict[tuple[Any, ...], Call | None] = field(default_factory=dict)
 
-    def watch(self, model: nn.Module) -> None:
-        """Compare every kernel that the layers of a model call from now on."""
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                if (watched := self.watched(value)) is not value:
-                    setattr(module, name, watched)
+    @contextmanager
+    def watching(self, runner: Any) -> Iterator[KernelTrial]:
+        """Compare every kernel that a ModelRunner calls in the `with` block: those of its layers, and of sampling."""
+        replaced: list[tuple[Any, str, Any]] = []
+
+        def watch(owner: Any) -> None:
+            for name, value in list(vars(owner).items()):
+                if type(value).__name__ in WITH_KERNELS:
+                    watch(value)
+                elif (watched := self.watched(value)) is not value:
+                    replaced.append((owner, name, value))
+                    setattr(owner, name, watched)
+
+        for owner in (runner, *runner.model.modules()):
+            watch(owner)
+        try:
+            yield self
+        finally:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
 
     def watched(self, value: Any) -> Any:
-        """Return what takes the place of a kernel, or of all kernels in a tuple or in an object of layers; `value`
-        itself if it is none of these."""
+        """Return what takes the place of a kernel, or of all kernels in a tuple; `value` itself if it is neither."""
         if value is attention:
             return SimpleNamespace(**{name: WatchedKernel(self, getattr(value, name)) for name in attention.__all__})
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        if isinstance(value, tuple):
             parts = [self.watched(part) for part in value]
-            return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
-        if type(value).__name__ in WITH_KERNELS:
-            for name, part in list(vars(value).items()):
-                setattr(value, name, self.watched(part))
-            return value
+            same = all(new is old for new, old in zip(parts, value, strict=True))
+            return value if same else remade(value, parts)
         return value if isinstance(value, ModuleType) or twin(value) is None else WatchedKernel(self, value)
 
     def compare(self, kernel: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,11 +104,6 @@ class KernelTrial:
         plain, twin_call = twin(kernel), changed(plain_part, copied(before))
         assert plain is not None
         expected = plain(*twin_call[0], **twin_call[1])
-        if dependent_launch.supported(self.device.torch_device):
-            call = copied(before)
-            with dependent_launch.off():
-                found = kernel(*call[0], **call[1])
-            self._judge(verdict, "without early launch, ", (found, call), (expected, twin_call), before)
         found = kernel(*args, **kwargs)
         verdict.calls += 1
         self._judge(verdict, "", (found, (args, kwargs)), (expected, twin_call), before)
@@ -167,6 +172,11 @@ class WatchedKernel:
 WITH_KERNELS = ("LinearAdapters",)  # classes of objects that hold kernels and are no modules
 
 
+def remade(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    """Return a tuple, named or not, with other parts."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 def unwatched(value: Any) -> Any:
     return value.kernel if isinstance(value, WatchedKernel) else value
 
@@ -182,10 +192,10 @@ def changed(change: Callable[[Any], Any], value: Any) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {key: changed(change, part) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(changed(change, part) for part in value))
-    if isinstance(value, list | tuple):
-        return type(value)(changed(change, part) for part in value)
+    if isinstance(value, tuple):
+        return remade(value, [changed(change, part) for part in value])
+    if isinstance(value, list):
+        return [changed(change, part) for part in value]
     if isinstance(value, Batch | StateBatch):
         parts = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(value, **{k: type(v)() if k in HIDDEN else changed(change, v) for k, v in parts.items()})

@@ -13,13 +13,15 @@ from engine.model.batch import Batch
 from engine.model.layers.latent_attention import rotate
 from engine.model.ops import activation as plain_activation
 from engine.model.ops import attention_plain, moe, norm, norm_plain, sampling_plain
-from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, low_rank, sampling
+from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, low_rank, sampling
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu.experts import grouped_mm, routing
 from engine.model.ops.gpu.experts import moe as gpu_moe
 from engine.model.ops.gpu.libraries import attention
 from engine.model.ops.gpu.quantized_linear import BLOCK, BlockFP8, Int8, RowFP8
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.model.ops.logits.masks import apply_masks_plain
+from engine.model.ops.logits.penalties import penalise_plain
 from engine.model.ops.lora.low_rank import add_plain
 from engine.model.ops.recurrent.causal_conv import causal_conv_plain
 from engine.model.ops.recurrent.gates import gates_plain
@@ -79,6 +81,8 @@ def twins() -> dict[Op, Op]:
         grouped_mm.mix_experts: mix_experts_plain,
         grouped_mm.mix_some_experts: mix_experts_plain,
         low_rank.add: add_plain,
+        logits.apply_masks: apply_masks_plain,
+        logits.penalise: penalise_plain,
         sampling.sample_rows: partial(sampling_plain.sample_rows_plain, sampling_plain.draw_rows_plain),
     }
 

@@ -207,6 +207,9 @@ class NoGraphs:
     def capture(self, shapes: Sequence[StepShape]) -> None:
         pass
 
+    def drop(self) -> None:
+        pass
+
     def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:
         return None
 
@@ -297,6 +300,12 @@ class CudaGraphs:
             len(self.captured) - mixed, mixed, time.perf_counter() - started, self.used_bytes / MIB,
             self.budget_bytes / MIB,
         )  # fmt: skip
+
+    def drop(self) -> None:
+        """Destroy all graphs."""
+        self._destroy()
+        self.captured.clear()
+        self.used_bytes = 0
 
     def shape_for(self, tokens: int, seqs: int, longest: int) -> StepShape | None:
         """Return the smallest captured shape that a step fits; None if there is none. longest: tokens of the longest

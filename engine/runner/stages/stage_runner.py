@@ -242,7 +242,7 @@ class StageRunner(ModelRunner):
         """Capture the graphs. A stage alone cannot compute whole steps, so on a GPU the kernels for sampling, and those
         of steps without a graph, are compiled in the first real ones."""
         if self.device.asynchronous:
-            self._capture()
+            self.capture()
 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:

@@ -51,10 +51,14 @@ class Variant:
 def variants(capability: int) -> Iterator[dict[str, Variant]]:
     """Collect the variants that the `with` block would launch, each once, by key. Nothing is launched."""
     found: dict[str, Variant] = {}
+    binders: dict[JITFunction, Callable[..., Any]] = {}
 
     def item(kernel: JITFunction, grid: tuple[int, ...]) -> Launch:
+        if kernel not in binders:
+            binders[kernel] = kernel.create_binder()[-1]
+
         def note(*arguments: Any, **options: Any) -> None:
-            _, specialization, chosen = kernel.create_binder()[-1](*arguments, **options)
+            _, specialization, chosen = binders[kernel](*arguments, **options)
             key = f"{kernel.fn.__name__} {specialization} {sorted(chosen.items())}"
             found.setdefault(key, Variant(key, kernel, arguments, options, grid))
 

@@ -28,26 +28,38 @@ def begin(DEPENDENT: tl.constexpr):
 
 
 def options(device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which a kernel that calls `begin` is launched on this device."""
-    return {"DEPENDENT": True, "launch_pdl": True} if supported(device) and not _off else {}
+    """Return the arguments with which a kernel that calls `begin` is launched on this device. Called for each launch,
+    right before it."""
+    if not in_use(device):
+        return {}
+    if _apart:
+        torch.zeros(1, device=device).add_(1)
+    return {"DEPENDENT": True, "launch_pdl": True}
 
 
-_off: list[None] = []
+_refused: list[None] = []
+_apart: list[None] = []
 
 
 @contextmanager
-def off() -> Iterator[None]:
-    """Launch kernels only when the previous ones have ended."""
-    _off.append(None)
+def apart() -> Iterator[None]:
+    """Launch a kernel of torch before each of ours. It starts when all earlier ones have ended, and ours when it has
+    ended. Our kernels are those that start early otherwise: none is compiled for this."""
+    _apart.append(None)
     try:
         yield
     finally:
-        _off.pop()
+        _apart.pop()
 
 
 def refuse() -> None:
     """Launch no kernel early from now on."""
-    _off.append(None)
+    _refused.append(None)
+
+
+def in_use(device: torch.device) -> bool:
+    """Return whether kernels are launched early on this device."""
+    return supported(device) and not _refused
 
 
 @cache

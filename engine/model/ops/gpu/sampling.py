@@ -69,15 +69,17 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row of logits [rows, vocab], and the first token that has it, [rows] int64;
     where the largest is not finite, the mark that stands for the row's token."""
     rows, vocab = logits.shape
-    segments, options = triton.cdiv(vocab, SEGMENT), dependent_launch.options(logits.device)
+    segments = triton.cdiv(vocab, SEGMENT)
     bests, best_ids = (
         torch.empty(rows, segments, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
     )
     best, tokens = (torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int64))
     best_of_segment_kernel[rows, segments](
-        logits, bests, best_ids, vocab, logits.stride(0), SEGMENT=SEGMENT, num_warps=8, **options
+        logits, bests, best_ids, vocab, logits.stride(0), SEGMENT=SEGMENT, num_warps=8,
+        **dependent_launch.options(logits.device),
     )  # fmt: skip
     best_of_row_kernel[rows,](
-        bests, best_ids, best, tokens, segments, SEGMENTS_PAD=triton.next_power_of_2(segments), **options
+        bests, best_ids, best, tokens, segments, SEGMENTS_PAD=triton.next_power_of_2(segments),
+        **dependent_launch.options(logits.device),
     )  # fmt: skip
     return best, tokens

@@ -214,19 +214,19 @@ def order_kernel(
 
 def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
     """Sort pairs by expert. experts: [tokens, k] int64, from 0 to num_experts - 1. tile_rows: most pairs of a tile."""
-    pairs, device, options = experts.numel(), experts.device, dependent_launch.options(experts.device)
+    pairs, device = experts.numel(), experts.device
     # each expert with a pair may need one tile that is not full
     num_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
     order, tokens, positions = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(3))
     counts, ends = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty(3, num_tiles, dtype=torch.int64, device=device)
     if counted := pairs * num_experts > COUNTED_AT_ONCE:
-        count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS, **options)
+        count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS, **dependent_launch.options(device))
     num_pad = triton.next_power_of_2(num_experts)
     order_kernel[num_experts,](
         experts, counts, order, tokens, positions, ends, tiles, pairs, tile_rows, num_tiles,
         K=experts.shape[1], NUM=num_experts, NUM_PAD=num_pad, COUNTED=counted, FEW=max(16, COMPARED // num_pad),
-        PAIRS=PAIRS, TILES=TILES, **options,
+        PAIRS=PAIRS, TILES=TILES, **dependent_launch.options(device),
     )  # fmt: skip
     return SortedPairs(order, tokens, positions, ends, tiles)
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import KernelInterface
 
 from engine.config import EngineConfig
 from engine.errors import StartupError
@@ -18,7 +20,8 @@ from engine.kernel_trial.check import check_kernels, try_kernels
 from engine.kernel_trial.early_launch import compare_steps
 from engine.kernel_trial.rank_alone import RankAlone
 from engine.kernel_trial.reduced_model import reduced
-from engine.kernel_trial.trial import Verdict
+from engine.kernel_trial.trial import KernelTrial, Verdict
+from engine.kernel_trial.twins import twins
 from engine.model.ops import dispatch, norm_plain
 from engine.model.ops import norm as plain_norm
 from engine.model.ops.gpu import (
@@ -26,6 +29,7 @@ from engine.model.ops.gpu import (
     attention,
     dependent_launch,
     latent_attention,
+    logits,
     low_rank,
     norm,
     rope,
@@ -59,6 +63,8 @@ PLANTED: list[tuple[str, ModuleType, str, str]] = [  # a family, one of its kern
     ("Qwen 3.5", norm, "gated_rms_norm_kernel", "norm.gated_rms_norm"),
     ("DeepSeek V2", latent_attention, "latent_kernel", "latent_attention.latent_attention"),
     ("Qwen 3", sampling, "best_of_row_kernel", "sampling.sample_rows"),
+    ("Qwen 3", logits, "mask_kernel", "logits.apply_masks"),
+    ("Qwen 3", logits, "penalise_kernel", "logits.penalise"),
     *([("Qwen 3 MoE", moe, "grouped_kernel", "moe.mix_experts")] if ON_A_CARD else []),
 ]
 
@@ -93,10 +99,44 @@ class Wrong:
         return launch
 
 
+@pytest.fixture
+def launched_alone(monkeypatch) -> set[str]:
+    """Names of the kernels that steps of a trial launch where nothing is compared."""
+    found: set[str] = set()
+    comparing: list[bool] = []
+    get, compare, compute = KernelInterface.__getitem__, KernelTrial.compare, check.compute_steps
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        if comparing and not comparing[-1]:
+            found.add(kernel.fn.__name__)
+        return get(kernel, grid)
+
+    def during(is_compared: bool, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            comparing.append(is_compared)
+            try:
+                return function(*args)
+            finally:
+                comparing.pop()
+
+        return call
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    monkeypatch.setattr(KernelTrial, "compare", during(True, compare))
+    monkeypatch.setattr(check, "compute_steps", during(False, compute))
+    return found
+
+
+def test_a_kernel_that_is_not_compared_is_noted(launched_alone, monkeypatch):
+    monkeypatch.delitem(twins(), activation.silu_mul)
+    try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    assert launched_alone == {"gated_kernel"}
+
+
 @pytest.mark.parametrize("family", with_slow(MODELS, set(MODELS) - {"Qwen 3"}))
-def test_kernels_that_are_right_pass_their_trial(family):
+def test_kernels_that_are_right_pass_their_trial_which_leaves_none_out(family, launched_alone):
     verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"), ModelRunner)
-    assert len(verdicts) > 4
+    assert len(verdicts) > 4 and not launched_alone
     assert not [verdict for verdict in verdicts if verdict.wrong]
     assert all(verdict.calls for verdict in verdicts)
     assert not ON_A_CARD or any(verdict.graphs for verdict in verdicts)
@@ -139,16 +179,31 @@ def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(ref
         check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
 
 
+class Calls(TorchFunctionMode):
+    """Notes the functions of torch that are called in a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class Racing:
-    """A kernel that reads too early, if it starts early behind a kernel that did so too."""
+    """A kernel that reads too early, unless a kernel of torch runs right before it."""
 
     def __init__(self, kernel: Any):
-        self._right, self._wrong, self._early = kernel, Wrong(kernel), False
+        self._right, self._wrong = kernel, Wrong(kernel)
 
     def __getitem__(self, grid: Any) -> Any:
+        calls = Calls()
+        calls.__enter__()
+
         def launch(*args: Any, **options: Any) -> None:
-            early, self._early = self._early, "DEPENDENT" in options
-            (self._wrong if early and self._early else self._right)[grid](*args, **options)
+            calls.__exit__(None, None, None)
+            (self._right if "add_" in calls.names else self._wrong)[grid](*args, **options)
 
         return launch
 
@@ -166,9 +221,8 @@ def early(monkeypatch) -> None:
 
 
 def compared_steps() -> Verdict:
-    model = reduced(MODELS["Qwen 3"])
     config = replace(check.trial_config(EngineConfig(**OPTIONS)), max_num_batched_tokens=16)
-    return compare_steps(config, lambda config: ModelRunner(config, model, Path("/nowhere"), RankAlone(1)))
+    return compare_steps(ModelRunner(config, reduced(MODELS["Qwen 3"]), Path("/nowhere"), RankAlone(1)))
 
 
 @pytest.mark.slow
@@ -186,13 +240,28 @@ def test_a_kernel_that_is_wrong_when_others_start_early_is_found_in_whole_steps(
     assert "a row of what steps write differs by " in compared_steps().wrong
 
 
-def test_kernels_start_one_after_another_where_whole_steps_were_wrong(monkeypatch, caplog):
-    verdict = Verdict("dependent_launch.begin", dependent_launch.begin, wrong="a row differs by 9.0%")
-    monkeypatch.setattr(check, "try_kernels", lambda *args: [verdict])
-    monkeypatch.setattr(dependent_launch, "_off", [])
+def test_kernels_start_one_after_another_where_whole_steps_were_wrong_and_are_tried_again(monkeypatch, caplog):
+    wrong = Verdict("dependent_launch.begin", dependent_launch.begin, wrong="a row differs by 9.0%")
+    early = []
+
+    def try_kernels(*args: Any) -> list[Verdict]:
+        early.append(dependent_launch.in_use(DEVICE))
+        return [wrong] if early[-1] else []
+
+    monkeypatch.setattr(check, "try_kernels", try_kernels)
+    monkeypatch.setattr(dependent_launch, "_refused", [])
     monkeypatch.setattr(dependent_launch, "supported", lambda device: True)
-    assert dependent_launch.options(DEVICE)
     check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
-    assert not dependent_launch.options(DEVICE)
+    assert early == [True, False] and not dependent_launch.options(DEVICE)
     (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert line == "early launch: a row differs by 9.0%; kernels start one after another from now on"
+
+
+def test_a_trial_that_fails_ends_the_start_with_the_versions_and_the_error(monkeypatch):
+    class Failing:
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(norm, "rms_norm_kernel", Failing())
+    with pytest.raises(StartupError, match=r"trial of kernels failed \(.*triton .*\): RuntimeError.*illegal memory"):
+        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
