@@ -39,6 +39,7 @@ from engine.offline.prompts import ImagePrompt
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
+from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.images import ImageStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
@@ -134,7 +135,7 @@ def measure(
                 with Engines(ways[setup.name]) as engines:
                     asyncio.run(_run(engines, traffic, setup, prompts, seed=traffic.seed + repetition))
                     stats = engines.stats("decode")
-                setup.remote_prompts += sum(stats.prefill_decisions.get("remote", {}).values())
+                setup.remote_prompts += sum(stats.record(HandoffTotals).prefill_decisions.get("remote", {}).values())
                 setup.images_encoded += stats.record(ImageStats).encoded
                 progress.advance(bar)
     return IsolationReport(name, len(cores), repetitions, traffic, setups)

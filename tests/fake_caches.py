@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import HandoffWentOn
@@ -41,7 +41,7 @@ class CacheHarness(Harness):
 
     def __init__(self, *, min_tokens: int = 1, **options):
         self._min_tokens = min_tokens
-        super().__init__(handoffs=HandoffManager(None, HERE, "print"), **options)
+        super().__init__(handoffs=Handoffs(None, HERE, "print"), **options)
         self.open: dict[str, OpenHandoff] = {}
         self.cancelled: set[str] = set()
         self.held: dict[str, HoldBlocks] = {}
@@ -50,7 +50,7 @@ class CacheHarness(Harness):
         self.known: dict[bytes, list[int]] = {}  # tokens up to the end of a block, by its name
 
     def make_fetching(
-        self, kv_cache: KVCacheManager, handoffs: HandoffManager | None, offloading: KVOffloading | None
+        self, kv_cache: KVCacheManager, handoffs: Handoffs | None, offloading: KVOffloading | None
     ) -> KVFetching:
         assert handoffs is not None
         return KVFetching(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
-from engine.core.door.inputs import AddedRemote, GrammarSet
-from engine.core.features.handoffs import HandoffManager
-from engine.core.features.part_inputs import HandoffWentOn
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.door.inputs import GrammarSet
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.part_inputs import AddedRemote, HandoffWentOn
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.handoff import (
     CancelHandoff,
@@ -56,7 +56,7 @@ class DecodeHarness(Harness):
     def __init__(self, *, max_attempts: int = 3, **options):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
         self.policy = RemotePrefillPolicy(config, StepCost())
-        super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
+        super().__init__(handoffs=Handoffs(self.policy, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, OpenHandoff] = {}
         self.cancelled: dict[str, int] = {}  # with what is paid
         self.forgotten: set[str] = set()
@@ -142,7 +142,7 @@ class PrefillHarness(Harness):
     """A prefill engine. Everything that it has reported is read again after every step, until the handoff is closed."""
 
     def __init__(self, **options):
-        super().__init__(**options)
+        super().__init__(handoffs=Handoffs(None, Peer("prefill", "", 1), "print"), **options)
         self.remote_requests: dict[str, RemoteRequest] = {}  # those that are not closed
         self.reports: dict[str, ReportProgress] = {}
         self.firsts: dict[str, FirstToken] = {}
@@ -197,7 +197,7 @@ class PrefillHarness(Harness):
             assert self.ledger.of(event.request) == told
 
     def settle(self) -> None:
-        self.close(next(iter(self.scheduler.handoffs.leased)))
+        self.close(next(iter(self.scheduler.parts[Handoffs].for_others.leased)))
 
     def read(self) -> None:
         for action in self.scheduler.take_messages("engines"):

@@ -17,7 +17,7 @@ from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.features.adapter_slots import AdapterSlots
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
 from engine.core.features.holds.hold_table import HoldTable
 from engine.core.features.holds.holds import Holds
 from engine.core.features.holds.no_holds import NoHolds
@@ -286,7 +286,7 @@ class Harness:
         max_model_len: int,
         depth: int = 1,
         stages: int = 1,
-        handoffs: HandoffManager | None = None,
+        handoffs: Handoffs | None = None,
         drafter: HostDrafter | None = None,
         propose: Propose | None = None,
         on_device: bool = False,
@@ -343,14 +343,13 @@ class Harness:
                 max_ttl_s=max_hold_s,
             )
         parts = [holds, offloading, self.make_fetching(kv_cache, handoffs, offloading), *limits]
-        parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters]
+        parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters, handoffs]
         self.scheduler = Scheduler(
             self.config,
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
-            handoffs=handoffs,
             parts=[part for part in parts if part is not None],
-            step_times=self.step_times,
+            compute_s=compute_seconds(self.step_times, handoffs),
         )
         self.runner = FakeRunner(self.config, max_model_len, propose, windows, chunk, on_device)
         self.depth = depth
@@ -444,7 +443,7 @@ class Harness:
             self.plans.append(plan)
             self.prepared.append(self.runner.prepare(plan))
         elif not self.prepared:
-            elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
+            elsewhere: object = self.scheduler.parts.kept()
             parts = (self.scheduler.parts.get(KVOffloading), self.scheduler.parts.get(KVFetching))
             elsewhere = elsewhere or any(part.moving for part in parts if part is not None)
             assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
@@ -530,7 +529,7 @@ class Harness:
         return None
 
     def make_fetching(
-        self, kv_cache: KVCacheManager, handoffs: HandoffManager | None, offloading: KVOffloading | None
+        self, kv_cache: KVCacheManager, handoffs: Handoffs | None, offloading: KVOffloading | None
     ) -> KVFetching | None:
         """What fetches KV from the caches of other engines."""
         return None

@@ -163,14 +163,6 @@ LABELLED: list[Row] = [
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one block of a group on a rank.", "group_block_bytes", "group"),
     (
         Counter,
-        "pd_decision",
-        "Prompts by where they were computed, and by the reason.",
-        "prefill_decisions",
-        "where",
-        "reason",
-    ),
-    (
-        Counter,
         "manta_stage_busy_seconds",
         "Seconds in which a pipeline stage computed, while its engine had steps under way.",
         _stages("busy_s"),
@@ -227,7 +219,6 @@ LABELLED: list[Row] = [
         "Seconds in which an engine took no steps because another was lost.",
         "shared.pause_s",
     ),
-    (Counter, "manta_moves", "Running requests that moved, by outcome.", "moves", "outcome"),
 ]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [

@@ -20,6 +20,7 @@ from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
+from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.holds.hold_requests import HoldRequests
 from deployments.parts.holds.metrics import METRICS as holds
 from deployments.parts.holds.routes import HoldRoutes
@@ -137,6 +138,7 @@ PARTS = (
     ),
     PartSpec("kv_tiers", metrics=tiers),
     PartSpec("kv_fetching", metrics=fetching),
+    PartSpec("handoffs", metrics=handoffs),
     PartSpec("operators", edge=_operators),
     PartSpec("console", edge=_console),
 )

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deployments.routing.config import Role
+from engine.wire.parts.handoffs import HandoffTotals
 
 if TYPE_CHECKING:
     from engine.wire.messages import EngineStatus
 
-SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons in engine/core/features/remote_prefill_policy.py
+SPILLS = (
+    "saturated",
+    "no_prefill_replica",
+    "quarantined",
+)  # reasons of RemotePrefillPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,8 @@ class ReplicaReport:
     def of(cls, status: EngineStatus) -> ReplicaReport:
         stats = status.stats
         itl = stats.histograms["inter_token_latency_seconds"]
-        local = stats.prefill_decisions.get("local", {})
+        handoffs = stats.record(HandoffTotals) or HandoffTotals()
+        local = handoffs.prefill_decisions.get("local", {})
         return cls(
             running=stats.running + stats.receiving + stats.leased,
             receiving=stats.receiving,

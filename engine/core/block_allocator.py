@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from engine.core.features.handoffs import HandoffManager
+from engine.core.door.part import Parts
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
@@ -17,15 +17,16 @@ class BlockAllocator:
     """Gives requests their blocks. When blocks run out, it preempts other requests, but only those later in the
     order."""
 
-    def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
-        self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
+    def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, parts: Parts, totals: SchedulerStats):
+        self._kv_cache, self._queue, self._parts, self._totals = kv_cache, queue, parts, totals
 
     @property
     def watermark(self) -> int:
         """Number of blocks to keep available, one for each request that will grow. Starting another request only to
         preempt it soon would waste work."""
         growing = sum(not r.asked_by for r in self._queue.running)
-        return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)
+        receiving = sum(r.state is State.WAITING_FOR_REMOTE_KV for r in self._parts.kept())
+        return growing + len(self._queue.waiting_with_kv) + receiving
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
         """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. If there are too few, takes

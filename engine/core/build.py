@@ -20,9 +20,9 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import KVEvents, NoKVEvents
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
@@ -102,7 +102,6 @@ def build_engine(
         loaded.config,
         kv_cache,
         limits=make_limits(loaded),
-        handoffs=handoffs,
         parts=[
             *parts.make_holds(loaded, kv_cache, offloading, usages, clock),
             *([] if offloading is None else [offloading]),
@@ -112,8 +111,9 @@ def build_engine(
             *parts.make_images(loaded, image_channel.peer),
             *parts.make_speculation(loaded, step_times),
             *parts.make_adapters(loaded),
+            *([] if handoffs is None else [handoffs]),
         ],
-        step_times=step_times,
+        compute_s=compute_seconds(step_times, handoffs),
     )
     tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
     return EngineCore(
@@ -260,16 +260,16 @@ def make_limits(loaded: Loaded) -> ModelLimits:
     )
 
 
-def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_times: StepTimes) -> HandoffManager:
+def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_times: StepTimes) -> Handoffs | None:
     config, runner = loaded.config, loaded.runner
     if config.handoff is None:
-        return HandoffManager()
+        return None
     policy = None
     if config.handoff.role == "decode":
         policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens)
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
-    return HandoffManager(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
+    return Handoffs(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
 
 
 def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:
@@ -284,7 +284,8 @@ def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id:
     config, handoff = loaded.config, loaded.config.handoff
     if not config.tape_mib:
         return NoTape()
-    role = scheduler.handoffs.role or ("" if handoff is None else handoff.role)
+    handoffs = scheduler.parts.get(Handoffs)
+    role = (handoffs and handoffs.role) or ("" if handoff is None else handoff.role)
     keep_orphans(root := shared_root())
     kept, size = KeptTapes.of(config), config.tape_mib * 2**20
     return Tape(

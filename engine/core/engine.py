@@ -113,13 +113,7 @@ class EngineCore:
         """End a request if it is live, and return its final event. reason: "stop" if the request's text has reached a
         stop string."""
         self.apply(inputs.Aborted(request_id, reason))
-        return self._take_events()
-
-    def move(self, count: int) -> list[Event]:
-        """Let other engines continue up to `count` requests. Returns the final events of those requests that were not
-        running."""
-        self.apply(inputs.MovesAsked(count))
-        return self._take_events()
+        return self.take_events()
 
     def _admit(self, request: Request, now: float, client: str = "") -> None:
         """Start to compile the grammar of a new request. client: who is charged for it."""
@@ -132,7 +126,8 @@ class EngineCore:
         """Pass an input on to the scheduler, whose answer it returns."""
         return self.scheduler.apply(given, self._now())
 
-    def _take_events(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
+        """Return what requests have got since the last call, billed."""
         return self.ledger.report(self.scheduler.out.take_events())
 
     @property
@@ -154,7 +149,7 @@ class EngineCore:
             else:
                 self._plain_step()
             self.mail.kv_events.publish()
-            return self._take_events()
+            return self.take_events()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             self.tape.keep(error)

@@ -7,6 +7,7 @@ from typing import Any
 from engine.core.block_pool import BlockPool
 from engine.core.features.holds.holds import Holds
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import State
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import EngineLoad
 from engine.wire.parts.part_record import encoded
@@ -16,6 +17,7 @@ from engine.wire.stats.engine_stats import EngineStats
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
     queue, pool = scheduler.queue, scheduler.kv_cache.pool
+    receiving = len(scheduler.kept(State.WAITING_FOR_REMOTE_KV))
     # Blocks kept by holds alone are left out, as if absent: no step reads them, and new requests cannot have them.
     pools = scheduler.kv_cache.pools
     holds = scheduler.parts.get(Holds)
@@ -26,7 +28,7 @@ def load_of(scheduler: Scheduler) -> EngineLoad:
     for load in scheduler.parts.load:
         fields |= load([*queue.waiting, *queue.running])
     return EngineLoad(
-        sequences=len(queue.running) + scheduler.num_waiting + len(scheduler.handoffs.receiving),
+        sequences=len(queue.running) + scheduler.num_waiting + receiving,
         queued_tokens=queue.queued_tokens,
         blocks_used=max(pool.num_used - held[0], as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
@@ -40,7 +42,9 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
     pools = pools_by_name(kv_cache) if len(kv_cache.groups) > 1 else {}
-    receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
+    kept = scheduler.parts.kept()
+    leased = [request for request in kept if request.state is State.LEASED]
+    filled = [request for request in kept if request.tables and request.state is not State.LEASED]
     return EngineStats(
         running=len(queue.running),
         waiting=scheduler.num_waiting,
@@ -61,13 +65,11 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
         prefix_hit_tokens=totals.prefix_hit_tokens,
         finished=dict(totals.finished),
         histograms=scheduler.metrics.histograms,
-        blocks_reserved=kv_cache.num_unshared(*receiving, *queue.waiting_with_kv),
+        blocks_reserved=kv_cache.num_unshared(*filled, *queue.waiting_with_kv),
         blocks_leased=kv_cache.num_unshared(*leased),
-        receiving=len(receiving),
+        receiving=len(filled),
         leased=len(leased),
         queued_tokens=queue.queued_tokens,
-        prefill_decisions=scheduler.handoffs.decisions(),
-        moves=dict(scheduler.handoffs.moves),
         parts=encoded(*(report() for report in scheduler.parts.report)),
     )
 

@@ -160,9 +160,9 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
-    order: tuple[int, int]
-    """(priority, arrival number); the smallest is served first."""
     clock: RequestClock
+    order: tuple[int, int] = (0, 0)
+    """(priority, arrival number); the smallest is served first."""
     reply_to: str = ""
     state: State = State.WAITING
     computed: int = 0
@@ -207,7 +207,7 @@ class Request:
     """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
     @classmethod
-    def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
+    def create(cls, message: GenerateRequest, max_model_len: int, now: float) -> Request:
         params = message.params
         num_prompt = len(message.prompt) if message.num_prompt is None else message.num_prompt
         limit = max_model_len - num_prompt if message.pooling is None else 1  # pooling counts as one token in flight
@@ -218,7 +218,6 @@ class Request:
             params=params,
             max_tokens=limit if params.max_tokens is None else min(params.max_tokens, limit),
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
-            order=order,
             clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
@@ -233,7 +232,7 @@ class Request:
         )
 
     @classmethod
-    def for_other_engine(cls, asked_by: RemoteRequest, order: tuple[int, int], now: float) -> Request:
+    def for_other_engine(cls, asked_by: RemoteRequest, now: float) -> Request:
         """Create a request that computes another engine's prompt and samples one token."""
         return cls(
             request_id=asked_by.handoff_id,
@@ -242,7 +241,6 @@ class Request:
             params=asked_by.params,
             max_tokens=len(asked_by.token_ids) - asked_by.num_prompt + 1,
             seed=asked_by.seed,
-            order=order,
             clock=RequestClock(now, None if asked_by.timeout_s is None else now + asked_by.timeout_s),
             prefix=PrefixUse(asked_by.cache_salt, digest_of(asked_by.lora)),
             asked_by=asked_by,

@@ -11,9 +11,8 @@ from engine.core.request import Request, State
 class RequestQueue:
     """Keeps live requests in one collection per state, and gives each running request a slot.
 
-    The scheduler decides which request moves; the queue only moves it. Live requests also include those whose KV
-    another engine computes or reads, which the HandoffManager keeps, and those whose KV is on its way into the cache,
-    which KVLoading keeps.
+    The scheduler decides which request moves; the queue only moves it. Live requests also include those that parts
+    keep: their KV comes from elsewhere, or others read it.
     """
 
     def __init__(self, max_num_seqs: int):
@@ -79,17 +78,14 @@ class RequestQueue:
             self._free_slots.append(request.slot)
             request.slot = -1
 
-    def check(self, receiving: list[Request], leased: list[Request], loading: list[Request]) -> None:
-        """Raise AssertionError if a request or a slot is lost. receiving, leased, loading: live requests kept
-        elsewhere."""
+    def check(self, kept: list[Request]) -> None:
+        """Raise AssertionError if a request or a slot is lost. kept: the live requests that parts keep."""
+        elsewhere = (State.WAITING_FOR_REMOTE_KV, State.LEASED, State.LOADING_KV)
         by_state = {
             State.RUNNING: self.running,
             State.WAITING: self.waiting,
             State.WAITING_FOR_GRAMMAR: list(self.waiting_for_grammar),
-            State.WAITING_FOR_REMOTE_KV: receiving,
-            State.LEASED: leased,
-            State.LOADING_KV: loading,
-        }
+        } | {state: [request for request in kept if request.state is state] for state in elsewhere}
         assert len(self.live) == sum(map(len, by_state.values())), "a request is lost"
         for state, requests in by_state.items():
             assert all(request.state is state for request in requests), (

@@ -10,26 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.door.kernel import ModelLimits
+from engine.core.door.offers import ComputeSeconds, Offers, unknown
 from engine.core.door.outputs import Outputs, Receiver
 from engine.core.door.part import Part, Parts
-from engine.core.features.handoff_progress import Arrived, Ended, HandoffProgress
-from engine.core.features.handoffs import HandoffManager
-from engine.core.features.moves import Moves
-from engine.core.features.offers import Offers
+from engine.core.door.request_checks import RequestChecks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event, StopConditions, last_delta, tokens_delta
 from engine.core.request import Request, State
-from engine.core.request_checks import RequestChecks
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.errors import EngineError, InvalidParameter, Moved, Overloaded, RequestError, RequestTimeout, ServingError
+from engine.errors import EngineError, InvalidParameter, Overloaded, RequestError, RequestTimeout, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.handoff import HandoffEvent
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
@@ -57,9 +52,6 @@ class Scheduler:
     budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
     requests later in the order are preempted: the first in order always makes progress, so every request finishes.
 
-    Another engine can compute the KV of a prompt (`handoffs`). Meanwhile the request holds all blocks that the prompt
-    needs. It gets a slot only once the KV has arrived, and continues as if its prompt had been cached.
-
     Optional features are `parts` (part.py), which the scheduler calls where they affect its decisions.
     """
 
@@ -69,24 +61,20 @@ class Scheduler:
         kv_cache: KVCacheManager,
         *,
         limits: ModelLimits,
-        handoffs: HandoffManager | None = None,
         parts: Sequence[Part] = (),
-        step_times: StepTimes | None = None,
+        compute_s: ComputeSeconds = unknown,
     ):
-        """parts: in the order in which they are asked. step_times: learned costs of computing here, which decide among
-        offers. The KV cache must have room for one request of `max_model_len`."""
+        """parts: in the order in which they are asked. compute_s: as for Offers. The KV cache must have room for one
+        request of `max_model_len`."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
         self.queue = RequestQueue(config.max_num_seqs)
-        self.handoffs = handoffs or HandoffManager()
         self.parts = Parts(parts)
-        self.offers = Offers(self.parts.offer, self.handoffs, step_times or StepTimes(), self.block_size)
-        self._checks = RequestChecks(limits, self.handoffs, self.parts)
+        self.offers = Offers(self.parts.offer, compute_s, self.block_size)
+        self._checks = RequestChecks(limits, self.parts)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
-        self.moves = Moves(self.kv_cache, self.handoffs)
-        self._handoff_progress = HandoffProgress(self.handoffs, self.queue, self.kv_cache)
-        self._blocks = BlockAllocator(self.kv_cache, self.queue, self.handoffs, self.totals)
+        self._blocks = BlockAllocator(self.kv_cache, self.queue, self.parts, self.totals)
         self._stops = StopConditions(limits.eos_token_ids)
         #: Planned steps that are not committed yet, oldest first, each with the requests of its entries.
         self.planned: deque[tuple[StepPlan, list[Request]]] = deque()
@@ -95,23 +83,21 @@ class Scheduler:
         self.next_deadline = math.inf  # the earliest of all live requests, or of one that has ended
         self.journal: Journal = NOBODY_LISTENS
         self.out = Outputs()
-        self.handoffs.out = self.out
         for part in parts:
             part.attach(self)
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
-        return self.queue.num_waiting + len(self.loading)
+        return self.queue.num_waiting + len(self.kept(State.LOADING_KV))
 
-    @property
-    def loading(self) -> list[Request]:
-        """Live requests that wait for KV from a part."""
-        return [request for waiting in self.parts.waiting for request in waiting()]
+    def kept(self, state: State) -> list[Request]:
+        """Return the requests in this state that parts keep outside the queue."""
+        return [request for request in self.parts.kept() if request.state is state]
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue.live or self.planned or self.handoffs.receiving)
+        return bool(self.queue.live or self.planned or self.parts.kept())
 
     def take_messages(self, to: Receiver) -> list[Any]:
         """Return what may go to a receiver now, oldest first."""
@@ -128,14 +114,10 @@ class Scheduler:
                 answer = given.apply(self, now)
             case inputs.Added(message):
                 answer = self._add(message, now)
-            case inputs.AddedRemote(asked_by):
-                answer = self._add_remote(asked_by, now)
             case inputs.GrammarSet(request_id, grammar):
                 self._set_grammar(self.queue.live[request_id], grammar)
             case inputs.Aborted(request_id, reason, error):
                 self.abort(request_id, now, error, reason=reason)
-            case inputs.MovesAsked(count):
-                self._move(count, now)
             case inputs.CacheCleared():
                 self._clear_cache()
             case _:
@@ -146,18 +128,10 @@ class Scheduler:
     def _add(self, message: GenerateRequest, now: float) -> Request:
         """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
-        self._check_capacity()
-        priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        turn = self._num_arrived - (BEFORE_OTHERS if message.kv_source else 0)  # it was running already
-        request = Request.create(message, (priority, turn), self.limits.max_model_len, now)
+        request = Request.create(message, self.limits.max_model_len, now)
         request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
-        return self._enqueue(request, message)
-
-    def _add_remote(self, asked_by: RemoteRequest, now: float) -> Request:
-        """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
-        self._checks.check_remote(asked_by)
-        self._check_capacity()
-        return self._enqueue(Request.for_other_engine(asked_by, (0, self._num_arrived), now), asked_by)
+        priority = message.priority if self.config.scheduling_policy == "priority" else 0
+        return self.enqueue(request, message, priority, was_running=message.kv_source is not None)
 
     def check_request(self, message: GenerateRequest) -> None:
         """Raise RequestError if this request could never be served."""
@@ -165,14 +139,21 @@ class Scheduler:
             raise InvalidParameter("request_id", message.request_id, "unique among live requests")
         self._checks.check(message)
 
-    def _check_capacity(self) -> None:
+    def check_remote(self, asked_by: RemoteRequest) -> None:
+        """Raise RequestError if this prompt of another engine could never be computed here."""
+        self._checks.check_remote(asked_by)
+
+    def enqueue(
+        self, request: Request, asked: GenerateRequest | RemoteRequest, priority: int = 0, *, was_running: bool = False
+    ) -> Request:
+        """Queue a request that has been checked. Returns it, or raises Overloaded and changes nothing. asked: what it
+        was made from. was_running: whether it moves here from another engine, and so comes before the others."""
         if (waiting := self.num_waiting) >= self.config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting, the limit is {self.config.max_waiting}")
-
-    def _enqueue(self, request: Request, asked: GenerateRequest | RemoteRequest) -> Request:
+        request.order = priority, self._num_arrived - (BEFORE_OTHERS if was_running else 0)
         self._num_arrived += 1
-        behind, given = self.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
-        request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
+        given = f" and {request.num_output} output tokens" if request.num_output else ""
+        request.note(f"queued behind {waiting} others, with {request.num_prompt} prompt tokens{given}")
         for opened in self.parts.opened:
             opened(request, asked)
         self.queue.add(request)
@@ -198,10 +179,9 @@ class Scheduler:
         request = self.queue.live.get(request_id)
         if request is None:
             return
-        if request.asked_by:
-            self._handoff_progress.cancel(request, str(error or "cancelled"))
-        else:
-            self._finish(request, "error" if error else reason, now, error=error)
+        why = str(error or "cancelled")
+        if not any(cancelled(request, why) for cancelled in self.parts.cancelled):
+            self.finish(request, "error" if error else reason, now, error=error)
 
     def _abort_overdue(self, now: float) -> None:
         due, self.next_deadline = list[tuple[float, Request]](), math.inf
@@ -215,11 +195,6 @@ class Scheduler:
         for deadline, request in due:
             error = RequestTimeout(request.request_id, deadline - request.clock.arrived_at)
             self.abort(request.request_id, now, error)
-
-    def _move(self, count: int, now: float) -> None:
-        others = [*self.handoffs.receiving.values(), *self.loading]
-        for request in self.moves.choose(self.queue, others, count):
-            self._finish(request, "error", now, error=Moved(request.request_id))
 
     # -- plan ----------------------------------------------------------------------------------------------
 
@@ -313,33 +288,32 @@ class Scheduler:
         Returns False if the request, and with it every later one, has to wait for blocks, for a slot, or for a prefix
         that a running request is computing.
         """
-        if not startable and not self.handoffs.may_receive(request):
+        if not startable and not any(may_receive(request) for may_receive in self.parts.may_receive):
             return False
         matched = self.kv_cache.match(request, self._shorten)
         if self.kv_cache.in_flight(request, matched, self.queue.running):
             return False
-        cached, running = matched * self.block_size, self.queue.running
-        decision = self.handoffs.decide(request, cached, running)
-        offer = self.offers.take(request, matched, decision, running, self._shorten, self._blocks.watermark, now)
+        cached = matched * self.block_size
+        offer = self.offers.take(request, matched, self._shorten, self._blocks.watermark, now)
         if offer is not None and not offer.keeps_blocks:
             self.queue.remove(request)
             request.state = State.LOADING_KV
             return True
         # the first token arrives with remote KV: reserve for it too, so that the request lacks nothing in its slot
-        tokens, start = len(request.tokens) + decision.remote, len(request.tokens) if decision.remote else cached
-        if not (startable or decision.remote) or not self._blocks.reserve(request, matched, start, tokens):
+        known = len(request.tokens)
+        tokens, start = (known, cached) if offer is None else (known + 1, known)
+        if not (startable or offer) or not self._blocks.reserve(request, matched, start, tokens):
             return False
-        self.handoffs.count(decision)
         self.totals.observe_scheduled(request, cached, now)
         for reserved in self.parts.reserved:
             reserved(request, matched, now)
-        request.note(f"{decision}; {cached} of {len(request.tokens)} tokens are cached")
+        where = "to be computed here" if offer is None else offer.source
+        request.note(f"{where}; {cached} of {known} tokens are cached")
         if offer is None:
             request.computed = cached
             return True
         self.queue.remove(request)
         request.state = State.WAITING_FOR_REMOTE_KV
-        request.remote.handoff_at = (now, now)
         return offer.start(now)
 
     def _start(self, request: Request, budget: int) -> int:
@@ -349,8 +323,6 @@ class Scheduler:
             started(request)
         self._builder.add_sequence(request)
         self.kv_cache.add_sequence(request)
-        if request.asked_by:
-            self.handoffs.report(request, request.computed, self.block_size)
         count = min(request.pending, budget, request.capacity - request.computed)
         for up_to in self.parts.up_to:
             count = up_to(request, count)
@@ -393,7 +365,8 @@ class Scheduler:
                 request.add_prompt_logprobs(start, rows)
             if request.asked_by:
                 error = self._sampling_error(request, tokens[0]) if tokens and tokens[0] < 0 else None
-                self._handoff_progress.report(request, computed, tokens, logprobs, error)
+                for progressed in self.parts.progressed:
+                    progressed(request, computed, tokens, logprobs, error)
             elif tokens:
                 self.append_tokens(request, tokens, logprobs, now)
             elif i in result.pooled:
@@ -405,6 +378,12 @@ class Scheduler:
         for passed in self.parts.passed:
             passed(request, computed, now)
 
+    def arrived(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Record that the KV of all known tokens of a queued request has come from elsewhere, and its next token."""
+        self._passed(request, len(request.tokens), now)
+        self.append_tokens(request, [token], None if logprob is None else [logprob], now)
+        self.metrics.observe_tokens([request], now)
+
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
     ) -> None:
@@ -412,7 +391,7 @@ class Scheduler:
         The caller records token times, for all requests of the step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
-            self._finish(request, "error", now, error=self._sampling_error(request, tokens[0]))
+            self.finish(request, "error", now, error=self._sampling_error(request, tokens[0]))
             return
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
@@ -432,24 +411,12 @@ class Scheduler:
         self.totals.generation_tokens += count
         delta = tokens_delta(request, position, logprobs, now, first=first)
         if reason:
-            self._finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
-        elif request.leaving and (last := self.moves.stop(request, delta)):
-            self._let_go(request, last, now)
-        else:
+            self.finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
+        elif not (request.leaving and any(let_go(request, delta, now) for let_go in self.parts.let_go)):
             self.out.events.append(Event(request, delta))
             if constrains:
                 guesses = [guess(request) for guess in self.parts.guess]
                 request.grammar.start_masks(guesses[0] if guesses else None)
-
-    def _let_go(self, request: Request, last: TokenDelta, now: float) -> None:
-        """End a request here, so that another engine continues it. last: the request's last delta from this engine."""
-        self.totals.generation_tokens -= 1  # the other engine counts the token that this one has not sent
-        error = Moved(request.request_id)
-        if last.kv_source is None:
-            self._finish(request, "error", now, last, error=error)
-        else:
-            self._handoff_progress.lease(request)
-            self.out.events.append(Event(request, last_delta(request, last, "error", now, error)))
 
     def _sampling_error(self, request: Request, token: int) -> ServingError:
         """Return why no token could be sampled for a request. token: the reason, as in StepResult."""
@@ -463,10 +430,10 @@ class Scheduler:
     def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> None:
         if not pooled:
             self._invalidate(request)
-            self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
+            self.finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
             return
         delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.prefix.num_cached)
-        self._finish(request, "stop", now, delta)
+        self.finish(request, "stop", now, delta)
 
     def _invalidate(self, request: Request) -> None:
         """Drop the KV of a request wherever it is kept, since it may hold non-finite numbers."""
@@ -475,7 +442,7 @@ class Scheduler:
         if request.tables:  # else it was preempted after the step was planned
             self.kv_cache.invalidate(request)
 
-    def _finish(
+    def finish(
         self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
         *, error: ServingError | None = None,
     ) -> None:  # fmt: skip
@@ -483,14 +450,10 @@ class Scheduler:
         self.queue.remove(request)
         for ending in self.parts.ending:
             ending(request, error)
-        if request.state is State.WAITING_FOR_REMOTE_KV:
-            self.handoffs.cancel(request)
-        else:
+        if request.state is not State.WAITING_FOR_REMOTE_KV:  # else its blocks are released once nobody writes to them
             if reason in ("abort", "error"):
                 self.kv_cache.doubt(request)
             self.kv_cache.release(request)
-        if request.asked_by:
-            self.handoffs.leased.pop(request.asked_by.handoff_id, None)
         request.state = State.FINISHED
         del self.queue.live[request.request_id]
         self.totals.finished[reason] += 1
@@ -506,23 +469,10 @@ class Scheduler:
         )
         self.out.events.append(Event(request, last_delta(request, delta, reason, now, error)))
 
-    def handle(self, event: HandoffEvent, now: float) -> None:
-        """Record the progress of a handoff."""
-        if any(heard(event, now) for heard in self.parts.heard):
-            return
-        match self._handoff_progress.handle(event, now):
-            case Ended(request, reason, error):
-                self._finish(request, reason, now, error=error)
-            case Arrived(request, first):
-                self._passed(request, len(request.tokens), now)
-                logprobs = None if first.logprob is None else [first.logprob]
-                self.append_tokens(request, [first.token], logprobs, now)
-                self.metrics.observe_tokens([request], now)
-
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
         for audit in self.parts.audit:
             audit(self.queue.running)
-        receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
-        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased, self.loading)
-        self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased])
+        kept = self.parts.kept()
+        self.queue.check([request for request in kept if request.state is not State.FINISHED])
+        self.kv_cache.check([*self.queue.running, *self.queue.waiting_with_kv, *(r for r in kept if r.tables)])

@@ -12,6 +12,8 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.parts.part_record import encoded
 from engine.wire.stats.engine_stats import ExpertStats, HoldStats, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import SequenceCost
@@ -171,7 +173,9 @@ def test_a_replica_shows_its_holds_and_what_has_moved(stage, page):
     expect(first.locator('[data-fact="holds"]')).to_have_text("–", timeout=SLOW_MS)
     expect(first.locator('[data-fact="moved"]')).to_have_text("–")
     moves = {"received": 3, "failed": 1, "released": 5, "expired": 2}
-    stage.pool.more_stats = {"holds": HoldStats(holds=2, blocks=30, device_blocks=10), "moves": moves}
+    stage.pool.more_stats = {
+        "parts": encoded(HoldStats(holds=2, blocks=30, device_blocks=10), HandoffTotals(moves=moves))
+    }
     expect(first.locator('[data-fact="holds"]')).to_have_text("2 of 30 blocks", timeout=SLOW_MS)
     expect(first.locator('[data-fact="moved"]')).to_have_text("4, 7")
     assert "10 of them here" in first.locator(".blocks").get_attribute("title")

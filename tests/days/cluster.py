@@ -21,6 +21,7 @@ from deployments.replicas.remote_dispatcher import PoolState, RemotePool
 from deployments.replicas.role_follower import RoleFollower
 from deployments.routing.config import Role
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.errors import EngineUnavailable
 from engine.wire.messages import Notice, PeerPool
 from tests.days.encoders import Images, engine_class
@@ -259,7 +260,7 @@ class Replica(EngineControl):
 
     def switch_role(self) -> None:
         """As RoleFollower does."""
-        self.set_role("prefill" if self.engine.core.scheduler.handoffs.role == "decode" else "decode")
+        self.set_role("prefill" if self.engine.core.scheduler.parts[Handoffs].role == "decode" else "decode")
 
     async def depart(self) -> None:
         """Stop in an orderly way."""

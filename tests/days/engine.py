@@ -22,12 +22,12 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.features.block_events import NoKVEvents
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.part_mail import PartMail
@@ -158,7 +158,7 @@ class Engine:
         if handoff.role == "decode":
             policy = RemotePrefillPolicy(handoff, times.by_tokens)
         role: Role | None = "decode" if policy and handoff.switch_roles else None
-        handoffs = HandoffManager(policy, self.channel.peer, self.fingerprint, role)
+        handoffs = Handoffs(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
         self.tiers = NoModelledTiers() if offloading is None else Tiers(self)
         fetching = None
@@ -181,14 +181,14 @@ class Engine:
             config,
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
-            handoffs=handoffs,
             parts=[
                 *(part for part in (offloading, fetching) if part is not None),
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
                 *speculation,
+                handoffs,
             ],
-            step_times=times,
+            compute_s=compute_seconds(times, handoffs),
         )
         kv_cache.pool.observers.append(Names(self.named_kv, size, self.kv_of))
         self.core = EngineCore(
@@ -420,7 +420,7 @@ class Channel:
             elif isinstance(event, Failed):
                 safe = self._unsafe.pop(event.handoff_id, event.verified)
                 assert event.verified <= safe, "KV is kept that was not held while it was read"
-                request = self._engine.core.scheduler.handoffs.receiving.get(event.handoff_id)
+                request = self._engine.core.scheduler.parts[Handoffs].remote.receiving.get(event.handoff_id)
                 moves = request is not None and request.remote.source is not None
                 if self._cluster.only_losses and (event.reason == "silent" or moves):
                     assert event.reason not in ("silent", "not_accepted"), "a lost message is not repeated"

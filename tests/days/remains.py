@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deployments.routing.prefix_index import block_keys
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
 from tests.days.tiers import check_content
@@ -42,11 +43,11 @@ def check_that_nothing_is_left(cluster: Cluster, forgotten: bool) -> None:
             nothing(f"{name}: work", core.scheduler.has_work)
             nothing(f"{name}: live requests", core.scheduler.queue.live)
             nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)
-            nothing(f"{name}: receiving", core.scheduler.handoffs.receiving)
-            nothing(f"{name}: leased", core.scheduler.handoffs.leased)
+            nothing(f"{name}: receiving", core.scheduler.parts[Handoffs].remote.receiving)
+            nothing(f"{name}: leased", core.scheduler.parts[Handoffs].for_others.leased)
             fetching, offloading = core.scheduler.parts.get(KVFetching), core.scheduler.parts.get(KVOffloading)
             nothing(f"{name}: fetches", fetching is not None and fetching.moving)
-            nothing(f"{name}: opened handoffs", core.scheduler.handoffs._opened_at)
+            nothing(f"{name}: opened handoffs", core.scheduler.parts[Handoffs].remote.opened_at)
             nothing(f"{name}: deltas", replica.engine.endpoint._deltas)
             nothing(f"{name}: ended", replica.engine.endpoint._ended)
             check_content(replica.engine)

@@ -15,6 +15,7 @@ from unittest import mock
 
 from deployments.jobs import job as job_module
 from deployments.quotas.key_quota import RequestQuota
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.speculator import Speculator
 from engine.errors import ServingError
@@ -195,13 +196,13 @@ class World:
         for engine in cluster.engines.values():
             scheduler = engine.core.scheduler
             outcome.steps += scheduler.totals.steps
-            seen["role change"] += scheduler.handoffs.role_changes
+            seen["role change"] += scheduler.parts[Handoffs].role_changes
             seen["preemption"] += scheduler.totals.preemptions
             if (speculator := scheduler.parts.get(Speculator)) is not None:
                 drafts = speculator.totals
                 seen["draft accepted"] += drafts.num_accepted_tokens
                 seen["draft rejected"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
-            for result, count in scheduler.handoffs.moves.items():
+            for result, count in scheduler.parts[Handoffs].moves.items():
                 seen[f"move {result}"] += count
             fetching = scheduler.parts.get(KVFetching)
             for result, count in ({} if fetching is None else fetching.fetches).items():

@@ -22,6 +22,7 @@ from cluster.lab.tape.replay_limits import replay_limits
 from cluster.lab.tape.tapes import bytes_of, read_routers, replayed
 from deployments.billing.prices import Prices
 from deployments.routing.config import RoutingConfig
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.request import Request
 from engine.core.tape.file import read_all
 from engine.core.tape.inputs import AddedShape
@@ -166,7 +167,9 @@ class Recording:
         self.decode += not remote
         if not remote or not hasattr(self, "scheduler"):
             self.scheduler = replay.scheduler
-        if (policy := replay.scheduler.handoffs.policy) is not None and policy.config.policy == "always":
+        handoffs = replay.scheduler.parts.get(Handoffs)
+        policy = None if handoffs is None else handoffs.remote.policy
+        if policy is not None and policy.config.policy == "always":
             self.policy = "always"
 
     def _covers(self, at: float) -> bool:

@@ -23,8 +23,8 @@ from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.handoffs import HandoffManager
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
@@ -154,12 +154,12 @@ class Cluster:
         learns = spec.limits is not None or spec.prefill_replicas or spec.tiers or spec.prices != FREE
         times = StepTimes() if learns else None
         self._engines += 1
-        handoffs = HandoffManager(None, Peer(name, name, self._engines))
+        policy = None
         if (role == "decode" or self.spec.switch_roles) and self.spec.prefill_replicas:
             assert times is not None
             policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
             self._policies.append(policy)
-            handoffs = HandoffManager(policy, Peer(name, name, self._engines))
+        handoffs = Handoffs(policy, Peer(name, name, self._engines))
         tiers = partial(make_tiers, self.spec) if self.spec.tiers else None
         replica = Replica(name, role, spec, handoffs, times, self._fast_forward, self.loop.now, tiers)
         if spec.contention:

@@ -15,12 +15,12 @@ from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import StepTimes, StepWork
-from engine.core.door.inputs import Added, AddedRemote, MovesAsked
+from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.engine_stats import load_of
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import HandoffWentOn, TiersAnswered, TimePassed
+from engine.core.features.part_inputs import AddedRemote, HandoffWentOn, MovesAsked, TiersAnswered, TimePassed
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
@@ -45,7 +45,7 @@ class Replica:
         name: str,
         role: Role,
         spec: ClusterSpec,
-        handoffs: HandoffManager,
+        handoffs: Handoffs,
         times: StepTimes | None,
         at_once: int,
         now: float = 0.0,
@@ -69,8 +69,7 @@ class Replica:
             config,
             kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
-            handoffs=handoffs,
-            parts=[*([] if make_tier is None else [make_tier(kv_cache, times or StepTimes())]), *limits],
+            parts=[*([] if make_tier is None else [make_tier(kv_cache, times or StepTimes())]), *limits, handoffs],
         )
         self.meter: NoMeter | EngineMeter = NoMeter()
         if spec.prices != FREE:

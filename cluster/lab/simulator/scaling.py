@@ -15,6 +15,7 @@ from cluster.lab.simulator.replica import Replica
 from cluster.lab.simulator.spec import ClusterSpec
 from deployments.routing.config import Role
 from engine.core.engine_stats import load_of
+from engine.core.request import State
 from engine.fairness.fair_queue import FairQueue
 
 ROLE_CHANGE_S = 0.3  # until the routers know: replicas read roles every 0.2 s, and engines report every 0.1 s
@@ -81,7 +82,11 @@ class Scaling:
         seconds = max(now - first_at, 1e-9)
         prefilled, cached, prefills, output = ((b - a) / seconds for a, b in zip(first, last, strict=True))
         step_s, sequence_s = times.by_sequences.coefficients
-        load, running, receiving = load_of(scheduler), len(scheduler.queue.running), len(scheduler.handoffs.receiving)
+        load, running, receiving = (
+            load_of(scheduler),
+            len(scheduler.queue.running),
+            len(scheduler.kept(State.WAITING_FOR_REMOTE_KV)),
+        )
         return ReplicaLoad(
             running=running + receiving,
             receiving=receiving,

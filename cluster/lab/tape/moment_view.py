@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.lab.tape.replay import Moment, Replay
 from engine.core.engine_stats import pools_by_name
-from engine.core.request import Request
+from engine.core.request import Request, State
 
 
 class BlocksView(msgspec.Struct, frozen=True):
@@ -76,11 +76,11 @@ class MomentView(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, replay: Replay) -> Self:
         scheduler = replay.scheduler
-        queue, handoffs = scheduler.queue, scheduler.handoffs
+        queue, kept = scheduler.queue, scheduler.parts.kept()
         lists: dict[str, Sequence[Request]] = {
             "running": queue.running,
-            "waiting": [*queue.waiting, *queue.waiting_for_grammar, *scheduler.loading],
-            "KV of other engines": [*handoffs.receiving.values(), *handoffs.leased.values()],
+            "waiting": [*queue.waiting, *queue.waiting_for_grammar, *(r for r in kept if r.state is State.LOADING_KV)],
+            "KV of other engines": [r for r in kept if r.state is not State.LOADING_KV],
         }
         last = replay.moments[replay.position - 1] if replay.position else None
         return cls(

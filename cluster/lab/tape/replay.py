@@ -260,7 +260,7 @@ class Replay:
     def _give_hashes(self) -> None:
         """Give new requests the hashes that their blocks had."""
         scheduler = self.scheduler
-        for request in [*scheduler.queue.live.values(), *scheduler.handoffs.receiving.values()]:
+        for request in [*scheduler.queue.live.values(), *scheduler.parts.kept()]:
             if (order := request.order[1]) not in self._known:
                 self._known.add(order)
                 request.prefix.hashes = list(self._hashes.get(order, ()))

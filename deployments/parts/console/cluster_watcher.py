@@ -120,5 +120,11 @@ def _without_handoffs(model: ModelReplicas) -> ModelReplicas:
 
 
 def _brief_status(status: ReplicaStatus) -> ReplicaStatus:
-    stats = msgspec.structs.replace(status.stats, histograms={})
+    parts = {name: as_json(record) for name, record in status.stats.parts.items()}
+    stats = msgspec.structs.replace(status.stats, histograms={}, parts=parts)
     return msgspec.structs.replace(status, ended=[], stats=stats)
+
+
+def as_json(record: msgspec.Raw) -> msgspec.Raw:
+    """Return a record of a part, which is in msgpack, as it stands in JSON."""
+    return msgspec.Raw(msgspec.json.encode(msgspec.msgpack.decode(record)))

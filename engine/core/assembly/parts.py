@@ -11,7 +11,7 @@ from engine.core.costs.cost_ledger import nanoseconds
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.part import Part
 from engine.core.features.adapter_slots import AdapterSlots
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.holds.holds import Holds
 from engine.core.features.holds.no_holds import NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
@@ -98,12 +98,12 @@ def make_fetching(
     loaded: Loaded,
     channel: HandoffChannel | NoChannel,
     kv_cache: KVCacheManager,
-    handoffs: HandoffManager,
+    handoffs: Handoffs | None,
     offloading: KVOffloading | None,
     step_times: StepTimes,
 ) -> list[Part]:
     config = loaded.config.handoff
-    if config is None or channel.peer is None or config.role not in ("decode", "replica"):
+    if config is None or handoffs is None or channel.peer is None or config.role not in ("decode", "replica"):
         return []
     if not config.enable_prefix_fetching:
         return []

@@ -144,6 +144,10 @@ class StepTimes:
         """
         return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
+    def compute_s(self, tokens: int) -> float | None:
+        """Return what computing so many tokens of prompts is expected to take, in seconds; None while unknown."""
+        return self.prompt_token_s * tokens or None if tokens else 0.0
+
     def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
         """Record a step that took `seconds`, of which the drafter with weights took `draft_s`."""
         self._steps += 1

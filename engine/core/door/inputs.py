@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason
 
 
@@ -26,12 +25,6 @@ class Added(Input, frozen=True):
     message: GenerateRequest
 
 
-class AddedRemote(Input, frozen=True):
-    """A prompt that another engine asked for. `apply` returns or raises as for Added."""
-
-    asked_by: RemoteRequest
-
-
 class GrammarSet(Input, frozen=True):
     """The compiled grammar that a request was waiting for. It makes the request ready to run."""
 
@@ -42,20 +35,12 @@ class GrammarSet(Input, frozen=True):
 class Aborted(Input, frozen=True):
     """A request ends now, if it is live: it may just have finished.
 
-    Of a prompt computed for another engine, that engine is notified, and the request ends once the other engine stops
-    reading its blocks.
+    A request whose blocks another engine reads ends once that engine has stopped.
     """
 
     request_id: str
     reason: FinishReason = "abort"
     error: Any = None  #: the ServingError with which it ends instead of the reason
-
-
-class MovesAsked(Input, frozen=True):
-    """Other engines are to continue up to `count` requests. Waiting requests leave at once. If `count` is not reached,
-    running requests leave after their next token, with their KV."""
-
-    count: int
 
 
 class CacheCleared(Input, frozen=True):

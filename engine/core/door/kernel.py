@@ -10,7 +10,12 @@ from engine.errors import ServingError
 
 if TYPE_CHECKING:
     from engine.core.kv_cache_manager import KVCacheManager
+    from engine.core.request import Request
     from engine.core.request_queue import RequestQueue
+    from engine.core.stats import SchedulerStats
+    from engine.wire.generate_request import GenerateRequest
+    from engine.wire.remote_request import RemoteRequest
+    from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,23 @@ class Kernel(Protocol):
     kv_cache: KVCacheManager
     limits: ModelLimits
     queue: RequestQueue
+    totals: SchedulerStats
+
+    def check_remote(self, asked_by: RemoteRequest) -> None:
+        """Raise RequestError if this prompt of another engine could never be computed here."""
+
+    def enqueue(self, request: Request, asked: GenerateRequest | RemoteRequest) -> Request:
+        """Queue a request that has been checked. Returns it, or raises Overloaded and changes nothing. asked: what it
+        was made from."""
+
+    def arrived(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Record that the KV of all known tokens of a queued request has come from elsewhere, and its next token."""
+
+    def finish(
+        self, request: Request, reason: FinishReason, now: float, delta: TokenDelta | None = None,
+        *, error: ServingError | None = None,
+    ) -> None:  # fmt: skip
+        """End a request. delta: its newest tokens."""
 
     def abort(self, request_id: str, now: float, error: ServingError | None = None) -> None:
         """End a request, as Aborted does."""

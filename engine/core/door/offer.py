@@ -19,3 +19,5 @@ class Offer:
     keeps_blocks: bool = False
     """Whether the request itself holds the blocks that are filled. It must have them before `start`. Otherwise the KV
     comes into the prefix cache, and the request holds no blocks meanwhile."""
+    source: str = ""
+    """What becomes of the prompt, as a phrase, if the request itself holds the blocks."""

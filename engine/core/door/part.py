@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from engine.core.step_plan_builder import StepPlanBuilder
     from engine.errors import ServingError
     from engine.wire.generate_request import GenerateRequest
-    from engine.wire.handoff import HandoffEvent
     from engine.wire.parts.part_record import PartRecord
     from engine.wire.plan import StepPlan
     from engine.wire.remote_request import RemoteRequest
+    from engine.wire.token_delta import TokenDelta, TokenLogprob
 
 
 class Part:
@@ -59,12 +59,36 @@ class Part:
         watermark: blocks that must stay available."""
         return None
 
-    def waiting(self) -> Sequence[Request]:
-        """Return the live requests that wait for KV from this part, outside the queue and without blocks."""
+    def may_receive(self, request: Request) -> bool:
+        """Return whether offers are wanted for a waiting request even if it could not start yet."""
+        return False
+
+    def keeps(self) -> Sequence[Request]:
+        """Return the requests outside the queue that this part keeps: those that wait for KV from it, those whose
+        blocks others read, and ended ones whose blocks others may still write."""
         return ()
 
     def reserved(self, request: Request, matched: int, now: float) -> None:
         """A request has got its blocks, of which the first `matched` were cached."""
+
+    def progressed(
+        self,
+        request: Request,
+        computed: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None,
+        error: ServingError | None,
+    ) -> None:
+        """The first `computed` tokens of a prompt are computed for another engine (Request.asked_by). `tokens` is empty
+        until the whole prompt is computed; then it holds the first sampled token. error: why none could be sampled."""
+
+    def let_go(self, request: Request, delta: TokenDelta, now: float) -> bool:
+        """A request that is to leave (Request.leaving) has got these tokens. Returns whether it has left."""
+        return False
+
+    def cancelled(self, request: Request, reason: str) -> bool:
+        """A request is aborted. Returns whether this part ends it later, once nobody reads its blocks any more."""
+        return False
 
     def passed(self, request: Request, computed: int, now: float) -> None:
         """The first `computed` tokens of a request, and a mark within them, are in the prefix cache."""
@@ -76,7 +100,7 @@ class Part:
         """The KV of a request may hold non-finite numbers. It still has its blocks, unless it was preempted."""
 
     def ending(self, request: Request, error: ServingError | None) -> None:
-        """A request ends. It still has its blocks, unless it has none yet."""
+        """A request ends. It is out of the queue, and still has its blocks, unless it has none yet."""
 
     def ended(self, request: Request) -> None:
         """A request has ended, and its blocks are released."""
@@ -85,10 +109,6 @@ class Part:
 
     def update(self, now: float) -> None:
         """Go on with what takes time. Called before a step is planned."""
-
-    def heard(self, event: HandoffEvent, now: float) -> bool:
-        """Return whether the event of a channel is this part's, after recording it."""
-        return False
 
     def cleared(self) -> None:
         """The prefix cache is about to be emptied."""
@@ -159,14 +179,17 @@ class Parts:
         self.may_start = overriding(parts, Part.may_start)
         self.shorten = overriding(parts, Part.shorten)
         self.offer = overriding(parts, Part.offer)
-        self.waiting = overriding(parts, Part.waiting)
+        self.may_receive = overriding(parts, Part.may_receive)
+        self.keeps = overriding(parts, Part.keeps)
+        self.progressed = overriding(parts, Part.progressed)
+        self.let_go = overriding(parts, Part.let_go)
+        self.cancelled = overriding(parts, Part.cancelled)
         self.reserved = overriding(parts, Part.reserved)
         self.passed = overriding(parts, Part.passed)
         self.started = overriding(parts, Part.started)
         self.invalidated = overriding(parts, Part.invalidated)
         self.ending = overriding(parts, Part.ending)
         self.update = overriding(parts, Part.update)
-        self.heard = overriding(parts, Part.heard)
         self.cleared = overriding(parts, Part.cleared)
         self.ended = overriding(parts, Part.ended)
         self.may_plan = overriding(parts, Part.may_plan)
@@ -185,6 +208,10 @@ class Parts:
     def asked(self) -> list[type[PartRecord]]:
         """The records of requests that parts read."""
         return [part.asks for part in self.all if part.asks is not None]
+
+    def kept(self) -> list[Request]:
+        """Return the requests that parts keep outside the queue, as Part.keeps says."""
+        return [request for keeps in self.keeps for request in keeps()]
 
     def takes(self, field: str) -> bool:
         """Return whether a part understands this field of a request."""

@@ -20,7 +20,7 @@ from engine.core.costs.step_cost import LinearCost, StepTimes
 from engine.core.door.kernel import Kernel
 from engine.core.door.offer import Offer
 from engine.core.door.part import Part
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import pin_prefix, unpin
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
@@ -105,7 +105,7 @@ class KVFetching(Part):
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        handoffs: HandoffManager,
+        handoffs: Handoffs,
         offloading: KVOffloading | NoTiersBelow | None = None,
         *,
         peer: Peer,
@@ -123,7 +123,8 @@ class KVFetching(Part):
         self.fetched_tokens = 0
         #: Seconds of a fetch by its MiB.
         self.link_cost = LinearCost(RATE_MEMORY)
-        self._kv_cache, self._handoffs, self._times = kv_cache, handoffs, times
+        self._kv_cache, self._requests, self._times = kv_cache, handoffs.requests, times
+        handoffs.listeners.append(self.heard)
         self._timeout_s, self._bytes = timeout_s, block_bytes
         self._min_tokens, self._below = min_tokens, offloading or NoTiersBelow()
         #: What other engines have asked for and tiers have loaded, or could not load, with the deadline of the answer.
@@ -140,7 +141,7 @@ class KVFetching(Part):
         if isinstance(asked, GenerateRequest):
             request.remote.holder = asked.record(KVHolder)
 
-    def waiting(self) -> list[Request]:
+    def keeps(self) -> list[Request]:
         found = [request for fetch in self._fetches.values() for request in fetch.requests]
         return [request for request in found if request.state is State.LOADING_KV]
 
@@ -152,7 +153,7 @@ class KVFetching(Part):
     # -- blocks of other engines ---------------------------------------------------------------------------
 
     def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
-        """Return what the cache of another engine offers a waiting request, as OfferSource.offer does."""
+        """Return what the cache of another engine offers a waiting request, as Part.offer says."""
         holder, size, whole = request.remote.holder, self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:  # it moves here, with all of its KV
             return None
@@ -230,8 +231,8 @@ class KVFetching(Part):
         groups = range(len(self._kv_cache.groups))
         local = [[block for of, block, _ in blocks if of == group] for group in groups]
         names = [b"".join(each for of, _, each in blocks if of == group) for group in groups]
-        remote_request = self._handoffs.fetch(request, wanted.skip, wanted.upto, self._timeout_s)
-        self._handoffs.ask(OpenHandoff(remote_request, local[0], local[1:], wanted.holder.engine, names))
+        remote_request = self._requests.prefix(request, wanted.skip, wanted.upto, self._timeout_s)
+        self._requests.ask(OpenHandoff(remote_request, local[0], local[1:], wanted.holder.engine, names))
         return remote_request.handoff_id
 
     def update(self, now: float) -> None:
@@ -243,7 +244,7 @@ class KVFetching(Part):
         for fetch in self._fetches.values():
             if now >= fetch.deadline_at:
                 fetch.deadline_at = float("inf")
-                self._handoffs.send(CancelHandoff(fetch.handoff_id))
+                self._requests.send(CancelHandoff(fetch.handoff_id))
 
     def _end(self, event: Received | Failed, now: float) -> None:
         """Enter the blocks that have arrived into the prefix cache, and queue the requests that waited for them."""
@@ -289,7 +290,7 @@ class KVFetching(Part):
             return
         blocks, problem = self._find(asked)
         if problem:
-            self._handoffs.send(RefusePrefill(asked.remote_request, problem))
+            self._requests.send(RefusePrefill(asked.remote_request, problem))
             return
         for group, block in blocks:
             self._kv_cache.groups[group].pool.pin([block])
@@ -298,12 +299,12 @@ class KVFetching(Part):
         upto = asked.upto if whole else asked.remote_request.skip + len(blocks) * self._kv_cache.pool.block_size
         first = FirstToken(NO_TOKEN, None, b"", upto)
         ids = [block for _, block in blocks]
-        self._handoffs.send(HoldBlocks(asked.remote_request, upto, ids, first))
+        self._requests.send(HoldBlocks(asked.remote_request, upto, ids, first))
 
     def _bring(self, asked: BlocksAsked, now: float, deadline_at: float) -> bool:
         """Return whether blocks are being loaded for another engine."""
         groups = self._kv_cache.groups
-        if asked.remote_request.fingerprint != self._handoffs.fingerprint or len(asked.names) != len(groups):
+        if asked.remote_request.fingerprint != self._requests.fingerprint or len(asked.names) != len(groups):
             return False
         hashes = [split_names(names) for names in asked.names]
         if any(self._num_held(i) + len(some) > self._may_hold(i) for i, some in enumerate(hashes)):
@@ -326,8 +327,8 @@ class KVFetching(Part):
         """Return (group, block) of the blocks that another engine has asked for, and the reason why they cannot be
         fetched, or an empty string. Only a model with one group that keeps all tokens can use just some of them."""
         theirs, groups = asked.remote_request.fingerprint, self._kv_cache.groups
-        if theirs != self._handoffs.fingerprint:
-            return [], f"fingerprint {theirs} is not that of this engine ({self._handoffs.fingerprint})"
+        if theirs != self._requests.fingerprint:
+            return [], f"fingerprint {theirs} is not that of this engine ({self._requests.fingerprint})"
         if len(asked.names) != len(groups):
             return [], f"blocks of {len(asked.names)} KV cache groups, not of {len(groups)}"
         found: list[tuple[int, int]] = []

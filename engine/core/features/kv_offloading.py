@@ -157,7 +157,7 @@ class KVOffloading(Part):
         kernel.out.adopt(self._commands.out)
         self._commands.out, self._queue = kernel.out, kernel.queue
 
-    def waiting(self) -> list[Request]:
+    def keeps(self) -> list[Request]:
         waiting = [request for load in self._loads.values() for request in load.requests]
         return [request for request in waiting if request.state is State.LOADING_KV]
 
@@ -176,7 +176,7 @@ class KVOffloading(Part):
     # -- up ------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
-        """Return what the tiers offer a waiting request, as OfferSource.offer does. What holds keep is offered even if
+        """Return what the tiers offer a waiting request, as Part.offer says. What holds keep is offered even if
         computing it is expected to be faster."""
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:
@@ -475,7 +475,7 @@ class KVOffloading(Part):
     def report(self) -> KVOffloadStats:
         return KVOffloadStats(
             tiers={tier.name: tier.stats() for tier in self.tiers},
-            loading=len(self.waiting()),
+            loading=len(self.keeps()),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
             not_stored=sum(writer.not_stored for writer in self._writers),

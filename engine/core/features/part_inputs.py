@@ -1,4 +1,4 @@
-"""What enters a scheduler for one of its scheduler."""
+"""What enters a scheduler for one of its parts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,46 @@ from engine.core.door.inputs import PartInput
 from engine.core.door.kernel import Kernel
 from engine.core.door.part import Parts
 from engine.core.features.adapter_slots import AdapterSlots
-from engine.core.features.handoffs import STUCK, HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.holds.holds import Holds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
-from engine.errors import AdapterError, Overloaded
+from engine.core.request import Request, State
+from engine.errors import AdapterError
 from engine.wire.handoff import HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import PrefillReplica
+from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 
 
 class KernelWithParts(Kernel, Protocol):
-    """A scheduler with its parts, and with what is no part yet."""
+    """A scheduler with its parts."""
 
     parts: Parts
-    handoffs: HandoffManager
 
-    def handle(self, event: HandoffEvent, now: float) -> None:
-        """Record the progress of a handoff."""
+
+class AddedRemote(PartInput, frozen=True):
+    """A prompt that another engine asked for. `apply` returns it as the scheduler keeps it, or raises a ServingError
+    and changes nothing."""
+
+    asked_by: RemoteRequest
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> Request:
+        return scheduler.parts[Handoffs].add(self.asked_by, now)
+
+
+class MovesAsked(PartInput, frozen=True):
+    """Other engines are to continue up to `count` requests. Waiting requests leave at once. If `count` is not reached,
+    running requests leave after their next token, with their KV."""
+
+    count: int
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
+        others = [request for request in scheduler.parts.kept() if request.state is not State.LEASED]
+        scheduler.parts[Handoffs].move(others, self.count, now)
 
 
 class HandoffWentOn(PartInput, frozen=True):
@@ -37,15 +56,14 @@ class HandoffWentOn(PartInput, frozen=True):
     event: HandoffEvent
 
     def apply(self, scheduler: KernelWithParts, now: float) -> None:
-        scheduler.handle(self.event, now)
+        scheduler.parts[Handoffs].handle(self.event, now)
 
 
 class StuckRefused(PartInput, frozen=True):
-    """Refuses the prompts of other engines that could wait for blocks for ever (HandoffManager.stuck)."""
+    """Refuses the prompts of other engines that could wait for blocks for ever (Handoffs.refuse_stuck)."""
 
     def apply(self, scheduler: KernelWithParts, now: float) -> None:
-        for request in scheduler.handoffs.stuck(scheduler.queue, now):
-            scheduler.abort(request.request_id, now, Overloaded(STUCK))
+        scheduler.parts[Handoffs].refuse_stuck(now)
 
 
 class ReplicasSet(PartInput, frozen=True):
@@ -54,14 +72,14 @@ class ReplicasSet(PartInput, frozen=True):
     replicas: list[PrefillReplica]
 
     def apply(self, scheduler: KernelWithParts, now: float) -> None:
-        scheduler.handoffs.set_prefill_replicas(self.replicas)
+        scheduler.parts[Handoffs].set_prefill_replicas(self.replicas)
 
 
 class RoleSet(PartInput, frozen=True):
     role: Role
 
     def apply(self, scheduler: KernelWithParts, now: float) -> None:
-        scheduler.handoffs.switch(self.role)
+        scheduler.parts[Handoffs].switch(self.role)
 
 
 class LinksRest(PartInput, frozen=True):
@@ -77,8 +95,8 @@ class LinksRest(PartInput, frozen=True):
             return
         if (fetching := scheduler.parts.get(KVFetching)) is not None:
             fetching.resting = self.engines
-        if scheduler.handoffs.policy is not None:
-            scheduler.handoffs.policy.resting = self.engines
+        if (policy := scheduler.parts[Handoffs].remote.policy) is not None:
+            policy.resting = self.engines
 
 
 class ImageWentOn(PartInput, frozen=True):

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.core.door.inputs import AddedRemote, Input
+from engine.core.door.inputs import Input
 from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents, NoKVEvents
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
+    AddedRemote,
     HandoffWentOn,
     ImageWentOn,
     LinksRest,
@@ -94,7 +96,7 @@ class PartMail:
     def add_remote(self, asked_by: RemoteRequest, now: float) -> Request | None:
         """Queue a prompt that another engine asked for, or return None if it is refused. That engine is told."""
         try:
-            self._scheduler.handoffs.check(asked_by)
+            self._scheduler.parts[Handoffs].for_others.check(asked_by)
             request: Request = self._scheduler.apply(AddedRemote(asked_by), now)
         except ServingError as error:
             logger.warning("refused a prefill request handoff_id=%s reason=%s", asked_by.handoff_id, error)

@@ -12,6 +12,7 @@ from engine.clock import Clock
 from engine.core.door import inputs
 from engine.core.engine import EngineCore
 from engine.core.features import part_inputs
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.prefix_counter import PrefixCounter
@@ -92,6 +93,7 @@ class EngineEndpoint:
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._trials = TrialQueue()
+        self._handoffs = core.scheduler.parts.get(Handoffs)
         self._images = core.scheduler.parts.get(EncoderCacheManager)
         fetching = core.scheduler.parts.get(KVFetching)
         self._fetching_peer = None if fetching is None else fetching.peer
@@ -186,7 +188,8 @@ class EngineEndpoint:
         if self._core.mail.channel.peer is None:
             REFUSALS.add("commands", "unexpected", "MoveRequests: this engine does not hand over KV")
             return
-        for event in self._core.move(count):
+        self._core.apply(part_inputs.MovesAsked(count))
+        for event in self._core.take_events():
             self._reply(event.request.reply_to, event.delta)
 
     def _list_hot_prefixes(self, call_id: str, limit: int) -> None:
@@ -201,8 +204,8 @@ class EngineEndpoint:
         self._push(self._status_to, self._encode(HeldPrompts(call_id, self._fetching_peer, prompts)))
 
     def _set_role(self, role: Role) -> None:
-        handoffs = self._core.scheduler.handoffs
-        if handoffs.role is None:
+        handoffs = self._handoffs
+        if handoffs is None or handoffs.role is None:
             REFUSALS.add("commands", "unexpected", "SetRole: the role of this engine does not change")
         elif role != handoffs.role:
             self._core.apply(part_inputs.RoleSet(role))
@@ -281,13 +284,13 @@ class EngineEndpoint:
             for address in addresses:
                 self._push(address, message)
         if self._ended or now >= self._status_due:
-            if self._core.scheduler.handoffs.role:  # else no other engine asks for prompts
+            if self._handoffs is not None:
                 self._core.apply(part_inputs.StuckRefused())
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
-        scheduler, mail = self._core.scheduler, self._core.mail
-        handoffs, channel, image_channel = scheduler.handoffs, mail.channel, mail.image_channel
+        handoffs, mail = self._handoffs, self._core.mail
+        channel, image_channel = mail.channel, mail.image_channel
         status = EngineStatus(
             engine_id=self._engine_id,
             ended=self._ended,
@@ -296,11 +299,11 @@ class EngineEndpoint:
             handoffs=channel.stats(),
             image_handoffs=image_channel.stats(),
             live_handoffs=[*channel.snapshot(), *image_channel.snapshot()][:MAX_LIVE_HANDOFFS],
-            fingerprint=handoffs.fingerprint,
+            fingerprint="" if handoffs is None else handoffs.requests.fingerprint,
             encode_fingerprint="" if self._images is None else self._images.handoffs.fingerprint,
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), image_channel.refused_by_ranks()),
-            role=handoffs.role,
-            role_changes=handoffs.role_changes,
+            role=None if handoffs is None else handoffs.role,
+            role_changes=0 if handoffs is None else handoffs.role_changes,
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.core.block_pool import HashChanges
 from engine.core.engine_stats import load_of
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.holds.holds import Holds
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_offloading import KVOffloading
@@ -15,6 +16,7 @@ from engine.core.features.tiers.tier import NoHashes
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subscribe
+from engine.wire.stats.handoff_stats import Role
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,15 @@ class KVEventPublisher:
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
         self._number, self._load, self._held = 0, EngineLoad(), b""  # of the last update
-        self._role = scheduler.handoffs.role
+        self._handoffs = scheduler.parts.get(Handoffs)
+        self._role = self._own_role
         self._admitted: list[str] = []
         self._prefilled: list[tuple[str, int]] = []
         self._prefilling: set[str] = set()  # admitted, but not reported as prefilled yet
+
+    @property
+    def _own_role(self) -> Role | None:
+        return None if self._handoffs is None else self._handoffs.role
 
     def subscribe(self, command: Subscribe, now: float) -> None:
         if not self._subscribers:
@@ -91,7 +98,7 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        held, role = b"" if self._holds is None else b"".join(self._holds.ends), self._scheduler.handoffs.role
+        held, role = b"" if self._holds is None else b"".join(self._holds.ends), self._own_role
         told = (load, held, role) == (self._load, self._held, self._role)
         changed = self.draining or self._blocks or not told
         if not (changed or self._admitted or self._prefilled):
@@ -128,7 +135,7 @@ class KVEventPublisher:
             prefilled=prefilled,
             held=held,
             draining=self.draining,
-            role=self._scheduler.handoffs.role,
+            role=self._own_role,
         )
 
     def _snapshot(self, load: EngineLoad, held: bytes) -> EngineUpdate:
@@ -147,7 +154,7 @@ class KVEventPublisher:
             peer=self._peer,
             held=held,
             draining=self.draining,
-            role=self._scheduler.handoffs.role,
+            role=self._own_role,
             window_blocks=self._scheduler.kv_cache.window_blocks,
         )
 

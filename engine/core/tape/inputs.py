@@ -8,12 +8,13 @@ from typing import Literal, Union
 
 import msgspec
 
-from engine.core.door.inputs import Aborted, Added, AddedRemote, GrammarSet, Input
+from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
+    AddedRemote,
     HandoffWentOn,
     ImageWentOn,
     TiersAnswered,

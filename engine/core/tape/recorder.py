@@ -15,14 +15,16 @@ import msgspec
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
-from engine.core.door.inputs import Aborted, Added, AddedRemote, GrammarSet, Input
+from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
 from engine.core.door.journal import NOBODY_LISTENS, Journal
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.images.image_handoffs import number_of
 from engine.core.features.kv_fetching import split_names
 from engine.core.features.kv_offloading import KVOffloading
 from engine.core.features.part_inputs import (
     AdapterNumbered,
     AdapterRead,
+    AddedRemote,
     HandoffWentOn,
     ImageWentOn,
     TiersAnswered,
@@ -189,7 +191,7 @@ class Tape(Journal):
 
     def _unfinished(self) -> Iterator[Request]:
         yield from self._live.values()
-        yield from self._scheduler.handoffs.receiving.values()
+        yield from self._scheduler.parts.kept()
 
     def _look(self) -> None:
         """Update the copy, and begin another segment if the newest is long enough."""
@@ -309,7 +311,7 @@ class Tape(Journal):
 
     def entering(self, given: Input) -> None:
         if isinstance(given, HandoffWentOn) and isinstance(given.event, Received | Failed):
-            request = self._scheduler.handoffs.receiving.get(given.event.handoff_id)
+            request = self._scheduler.parts[Handoffs].remote.receiving.get(given.event.handoff_id)
             self._arriving = request if request is not None and request.state is State.FINISHED else None
 
     def given(self, given: Input, now: float) -> None:

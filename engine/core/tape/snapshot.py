@@ -21,12 +21,17 @@ from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTi
 from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
+from engine.core.door.offers import Offers, unknown
 from engine.core.door.outputs import Outputs
 from engine.core.door.part import HOOKS, Part, Parts
+from engine.core.door.request_checks import RequestChecks
 from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots
 from engine.core.features.draft_totals import DraftTotals
-from engine.core.features.handoff_progress import HandoffProgress
-from engine.core.features.handoffs import HandoffManager
+from engine.core.features.handoffs.handoff_requests import HandoffRequests
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.prompts_for_others import PromptsForOthers
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.handoffs.remote_prompts import RemotePrompts
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold
 from engine.core.features.holds.holds import Holds
@@ -40,9 +45,6 @@ from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, Stat
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
 from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.moves import Moves
-from engine.core.features.offers import Offers
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.features.tiers.command_queue import CommandQueue
 from engine.core.features.tiers.saved_holds import FoundHold, Kept, SavedHolds
@@ -60,7 +62,6 @@ from engine.core.request import (
     State,
     StateSnapshot,
 )
-from engine.core.request_checks import RequestChecks
 from engine.core.request_cost import BlockAccount, KVCost, RequestCost
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
@@ -120,11 +121,12 @@ from engine.wire.token_delta import HoldOutcome
 KINDS = Kinds()
 KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
-    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, HandoffManager,
-    HandoffProgress, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
-    KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, Moves,
+    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, HandoffRequests,
+    Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
+    KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, PromptsForOthers,
     NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
     Offers, OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
+    RemotePrompts,
     RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
     RequestStates, SavedHolds,
     Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
@@ -142,9 +144,11 @@ KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
 KINDS.constants |= {str(state): state for state in State}
 KINDS.constants |= {
     "nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "free text": FREE_TEXT, "any number": any_number,
-    "BlockAccount": BlockAccount,
+    "unknown": unknown,    "BlockAccount": BlockAccount,
 }  # fmt: skip
-KINDS.methods += [(CommandQueue, "add"), (DraftCost, "of")]
+KINDS.methods += [
+    (CommandQueue, "add"), (DraftCost, "of"), (StepTimes, "compute_s"), (Handoffs, "compute_s"), (KVFetching, "heard"),
+]  # fmt: skip
 KINDS.methods += [
     (told.kind, hook)
     for told in KINDS.objects

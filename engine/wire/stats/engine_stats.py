@@ -81,9 +81,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks held only by requests with KV from another engine, either still coming or waiting for a slot."""
     blocks_leased: int = 0
     """Blocks held only by computed prompts that another engine may still read."""
-    moves: dict[str, int] = {}
-    """Requests that moved, by outcome: `received` or `failed` in the engine that continues; `released`, `cancelled` or
-    `expired` in the engine that has stopped."""
     receiving: int = 0
     """Requests whose KV is coming from another engine."""
     leased: int = 0
@@ -102,8 +99,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that this engine computed."""
     prefills: int = 0
     """Prompts that this engine computed to their end."""
-    prefill_decisions: dict[str, dict[str, int]] = {}
-    """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
     stages: list[StageStats] = []
     """Pipeline stages in order; empty in an engine with one."""
     experts: list[ExpertStats] = []

@@ -322,9 +322,9 @@ def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
 @given(st.text(max_size=20), st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_all_attempts_have_one_seed(name, seed):
     retry = RetryState(request(name, seed=seed), 3, now=0.0)
-    first = Request.create(retry.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0)
+    first = Request.create(retry.attempt(0.0), MAX_MODEL_LEN, 0.0)
     retry.replay(EngineUnavailable("rank 0 died"))
-    assert Request.create(retry.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0).seed == first.seed
+    assert Request.create(retry.attempt(0.0), MAX_MODEL_LEN, 0.0).seed == first.seed
 
 
 def test_cached_tokens_are_those_of_the_attempt_that_gave_the_first_token():

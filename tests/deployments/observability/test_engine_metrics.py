@@ -10,12 +10,14 @@ from prometheus_client.core import Metric
 
 from deployments.http.debug import live_handoffs
 from deployments.observability.engine_metrics import handoff_metrics, part_metrics
+from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.replicas.pools import ReplicaStatus
 from engine.core.features.draft_totals import DraftTotals
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.stats.engine_stats import ExpertStats, SharedSteps, StageStats
@@ -132,9 +134,12 @@ def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():
 
 
 def test_decisions_are_counted_by_place_and_reason():
-    stats = msgspec.structs.replace(status("e").stats, prefill_decisions={"local": {"short_prompt": 3}})
-    found = series(msgspec.structs.replace(status("e"), stats=stats))
-    assert found["pd_decision_total", "local", "short_prompt"] == 3
+    told = encoded(HandoffTotals({"local": {"short_prompt": 3}}))
+    engine = msgspec.structs.replace(status("e"), stats=msgspec.structs.replace(status("e").stats, parts=told))
+    found = [sample for metric in part_metrics(handoffs, [], [(["m", "e"], engine)]) for sample in metric.samples]
+    assert [(s.name, s.labels["where"], s.labels["reason"], s.value) for s in found] == [
+        ("pd_decision_total", "local", "short_prompt", 3)
+    ]
 
 
 def test_drafted_tokens_are_counted_by_what_became_of_them_and_not_at_all_without_speculation():

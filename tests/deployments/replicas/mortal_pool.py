@@ -115,7 +115,7 @@ class MortalPool:
 
 def answer(message: GenerateRequest) -> list[TokenDelta]:
     """What an engine says to a request, with a Request's own idea of seed, output and limits."""
-    request = Request.create(message, (0, 0), MAX_MODEL_LEN, 0.0)
+    request = Request.create(message, MAX_MODEL_LEN, 0.0)
     deltas: list[TokenDelta] = []
     while True:
         token = next_token(request)

@@ -14,6 +14,7 @@ from deployments.replicas import rebalancing
 from deployments.replicas.departure import GROUP
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
+from engine.core.features.part_inputs import MovesAsked
 from engine.core.output import Event
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus
@@ -116,7 +117,9 @@ def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep
             events, stats = step(), full.stats()
             if not moved:
                 moved = requests_to_move(stats.preemptions, stats, [idle], SLOTS)
-                events = [*events, *(full.move(moved) if moved else [])]
+                if moved:
+                    full.apply(MovesAsked(moved))
+                    events = [*events, *full.take_events()]
             return events
 
         full.step = step_and_rebalance  # type: ignore[method-assign]

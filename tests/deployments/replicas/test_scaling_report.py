@@ -1,6 +1,8 @@
 from deployments.replicas.scaling_report import ReplicaReport, queue_report
 from engine.core.stats import RequestMetrics
 from engine.wire.messages import EngineStatus
+from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.parts.part_record import encoded
 from tests.engine_stats import engine_stats
 
 
@@ -28,10 +30,11 @@ def status() -> EngineStatus:
         decode_seconds_per_step=0.01,
         decode_seconds_per_sequence=0.002,
         prompt_seconds_per_token=0.003,
-        prefill_decisions={
-            "local": {"short_prompt": 2, "saturated": 3, "no_prefill_replica": 1},
-            "remote": {"policy": 9},
-        },
+        parts=encoded(
+            HandoffTotals(
+                {"local": {"short_prompt": 2, "saturated": 3, "no_prefill_replica": 1}, "remote": {"policy": 9}}
+            )
+        ),
         histograms=histograms,
     )
     return EngineStatus(engine_id="decode-m-1", ended=[], stats=stats, last_step_age_s=0.0)

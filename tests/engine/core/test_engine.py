@@ -10,6 +10,7 @@ from engine.clock import Clock
 from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.output import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
 from engine.wire.generate_request import GenerateRequest
@@ -454,7 +455,7 @@ def make_remote_request(engine: Engine, **change) -> RemoteRequest:
         "seed": 1,
         "cache_salt": "",
         "skip": 0,
-        "fingerprint": engine.core.scheduler.handoffs.fingerprint,
+        "fingerprint": engine.core.scheduler.parts[Handoffs].requests.fingerprint,
         "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
     }
     return RemoteRequest(**{**fields, **change})

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.parts.images import ImageStats
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -41,7 +42,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
             seed=1,
             cache_salt="",
             skip=0,
-            fingerprint=core.scheduler.handoffs.fingerprint,
+            fingerprint=core.scheduler.parts[Handoffs].requests.fingerprint,
             decode=Peer("decode", core.mail.channel.peer.address, 1),
             mm_features=[image],
         )
@@ -49,7 +50,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
         blocks = []
         for _ in range(20):
             core.step()
-            leased = core.scheduler.handoffs.leased.get(f"h{number}")
+            leased = core.scheduler.parts[Handoffs].for_others.leased.get(f"h{number}")
             if leased is not None:
                 blocks = leased.tables[0].blocks
                 break

@@ -386,5 +386,5 @@ def test_other_images_at_the_same_place_have_other_block_hashes():
     assert len({*plain[1:], *first[1:], *second[1:]}) == 3 * len(plain[1:])
     moved = [msgspec.structs.replace(one.images[0], mm_position=PlaceholderRange(5, 6))]
     assert split(block_hashes(one.tokens, 4, images=moved))[1] != first[1]
-    request = Request.create(GenerateRequest(request_id="r", prompt=one.tokens, mm_features=one.images), (0, 0), 99, 0)
+    request = Request.create(GenerateRequest(request_id="r", prompt=one.tokens, mm_features=one.images), 99, 0)
     assert request.hashes(len(first), 4) == first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.engine_stats import stats_of
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.errors import InvalidParameter
 from tests.engine.core.test_scheduler_handoffs import ids, only_open
 from tests.fake_handoffs import DecodeHarness
@@ -15,7 +15,7 @@ def test_local_keeps_a_prompt_here_that_would_go_elsewhere():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(14), prefill="local")
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {"local": {"asked": 1}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"local": {"asked": 1}}
 
 
 def test_remote_sends_a_prompt_away_that_would_stay_here():
@@ -25,7 +25,7 @@ def test_remote_sends_a_prompt_away_that_would_stay_here():
     h.step()
     h.receive(only_open(h))
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {"remote": {"asked": 1}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"remote": {"asked": 1}}
 
 
 @pytest.mark.parametrize(("attempts", "retry"), [(2, True), (1, False)])

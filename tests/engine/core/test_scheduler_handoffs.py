@@ -5,11 +5,12 @@ import pytest
 
 from engine.core.door.inputs import Aborted
 from engine.core.engine_stats import stats_of
-from engine.core.features.handoffs import STUCK_S, HandoffManager
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.prompts_for_others import STUCK_S
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
-from engine.wire.remote_request import KVSource, Peer
+from engine.wire.remote_request import KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness, expected_output
@@ -116,7 +117,7 @@ def test_after_the_last_attempt_the_prompt_is_computed_here(depth):
     h.step()
     assert h.plans[0].counts == [14] and not h.open
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {"remote": {"policy": 2}, "local": {"attempts": 1}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"remote": {"policy": 2}, "local": {"attempts": 1}}
 
 
 def test_without_retry_the_prompt_is_computed_here(depth):
@@ -127,7 +128,7 @@ def test_without_retry_the_prompt_is_computed_here(depth):
     h.step()
     assert (h.plans[0].starts, h.plans[0].counts) == ([4], [10])
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions["local"] == {"failed": 1}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions["local"] == {"failed": 1}
 
 
 @pytest.mark.parametrize("ends", ["received", "failed"])
@@ -256,14 +257,14 @@ def test_a_request_may_ask_to_be_computed_here():
     h = DecodeHarness(num_blocks=8, max_model_len=32)
     h.add("a", ids(12), prefill="local")
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {"local": {"asked": 1}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"local": {"asked": 1}}
 
 
 def test_prompts_with_logprobs_stay_here():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(9), prompt_logprobs=1)
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {"local": {"prompt_logprobs": 1}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"local": {"prompt_logprobs": 1}}
 
 
 def test_a_preempted_request_is_computed_again_here():
@@ -275,7 +276,7 @@ def test_a_preempted_request_is_computed_again_here():
         h.receive(handoff_id)
     h.run()
     assert h.scheduler.totals.preemptions > 0
-    assert stats_of(h.scheduler).prefill_decisions == {"remote": {"policy": 2}}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {"remote": {"policy": 2}}
 
 
 # -- prefill -----------------------------------------------------------------------------------------------
@@ -461,10 +462,10 @@ def test_a_replay_with_nothing_left_to_give_is_refused():
 
 
 def test_an_engine_without_handoffs_decides_nothing():
-    h = Harness(num_blocks=16, max_model_len=64, handoffs=HandoffManager())
+    h = Harness(num_blocks=16, max_model_len=64, handoffs=Handoffs())
     h.add("a", ids(6))
     h.run()
-    assert stats_of(h.scheduler).prefill_decisions == {}
+    assert h.scheduler.parts[Handoffs].report().prefill_decisions == {}
 
 
 # -- an engine whose role changes --------------------------------------------------------------------------
@@ -473,33 +474,39 @@ def test_an_engine_without_handoffs_decides_nothing():
 def queue_of_prompts(count: int) -> tuple[DecodeHarness, RequestQueue]:
     """An engine that waits for a prompt of its own, and a queue of prompts of others, all of the time 0."""
     h = DecodeHarness(num_blocks=16, max_model_len=64)
-    h.scheduler.handoffs.role = "decode"
+    h.scheduler.parts[Handoffs].role = "decode"
     h.add("own", ids(12))
     h.step()
     remote, queue = h.open[only_open(h)].remote_request, RequestQueue(max_num_seqs=1)
     for number in range(count):
         asked = msgspec.structs.replace(remote, handoff_id=f"{number}", decode=Peer("other", "", 1))
-        queue.add(Request.for_other_engine(asked, (0, number), now=0.0))
+        queue.add(asked_for(asked, number))
     return h, queue
+
+
+def asked_for(remote_request: RemoteRequest, number: int) -> Request:
+    request = Request.for_other_engine(remote_request, now=0.0)
+    request.order = 0, number
+    return request
 
 
 def test_prompts_of_a_queue_that_moves_are_not_refused_however_long_they_wait():
     h, queue = queue_of_prompts(30)
     for now in range(20):
         queue.run(queue.waiting[0])
-        assert not h.scheduler.handoffs.stuck(queue, float(now))
+        assert not h.scheduler.parts[Handoffs].stuck(queue, float(now))
         queue.remove(queue.running[0])
 
 
 def test_a_long_prompt_that_is_computed_for_others_keeps_the_next_ones_waiting():
     h, queue = queue_of_prompts(3)
     queue.run(queue.waiting[0])
-    assert not any(h.scheduler.handoffs.stuck(queue, float(now)) for now in range(20))
+    assert not any(h.scheduler.parts[Handoffs].stuck(queue, float(now)) for now in range(20))
 
 
 def test_prompts_of_others_are_refused_if_none_of_them_starts_while_this_engine_waits_for_its_own():
     h, queue = queue_of_prompts(3)
-    refused = [len(h.scheduler.handoffs.stuck(queue, float(now))) for now in range(int(STUCK_S) + 1)]
+    refused = [len(h.scheduler.parts[Handoffs].stuck(queue, float(now))) for now in range(int(STUCK_S) + 1)]
     assert refused == [0] * int(STUCK_S) + [3]
 
 
@@ -507,10 +514,10 @@ def test_prompts_of_others_are_refused_if_none_of_them_starts_while_this_engine_
 def test_an_engine_refuses_no_prompt_if(why):
     h, queue = queue_of_prompts(3)
     if why == "its role is fixed":
-        h.scheduler.handoffs.role = None
+        h.scheduler.parts[Handoffs].role = None
     else:
         h.receive(only_open(h))
-    assert not any(h.scheduler.handoffs.stuck(queue, float(now)) for now in range(20))
+    assert not any(h.scheduler.parts[Handoffs].stuck(queue, float(now)) for now in range(20))
 
 
 def test_with_stages_too_a_step_that_preempts_its_only_request_starts_the_next():
@@ -535,7 +542,9 @@ def test_nobody_writes_to_a_block_while_a_step_in_flight_may_still_write_there()
     reserved = False
     while "next" not in h.finished:
         plan = h.plan()
-        reserved = reserved or ("ends" in h.finished and bool(h.prepared) and bool(h.scheduler.handoffs.receiving))
+        reserved = reserved or (
+            "ends" in h.finished and bool(h.prepared) and bool(h.scheduler.parts[Handoffs].remote.receiving)
+        )
         for handoff_id in list(h.open):
             h.receive(handoff_id)
         if plan is None or len(h.prepared) >= h.depth:

@@ -14,7 +14,7 @@ from tests.fake_runner import Harness
 def finished_request(metrics: RequestMetrics, reason: str = "length") -> Request:
     """Arrives at 10 s, is scheduled at 11, has tokens at 13, 14 and 16, and ends with the last."""
     message = GenerateRequest(request_id="a", prompt=[1, 2, 3, 4], params=SamplingParams(max_tokens=5))
-    request = Request.create(message, (0, 1), max_model_len=100, now=10.0)
+    request = Request.create(message, max_model_len=100, now=10.0)
     request.clock.scheduled_at, request.clock.first_token_at = 11.0, 13.0
     for token, now in ((7, 13.0), (8, 14.0), (9, 16.0)):
         request.tokens.append(token)

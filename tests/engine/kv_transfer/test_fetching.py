@@ -13,6 +13,7 @@ from engine.core.features.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
+from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder
@@ -234,5 +235,5 @@ def test_a_decode_engine_fetches_before_it_asks_a_prefill_engine(ranks):
     with Caches(decode, config, ranks) as caches:
         caches.ask(caches.there, prompt(LENGTH))
         assert caches.ask(caches.here, [*prompt(LENGTH), 7], holder=caches.there) == LENGTH // 16 * 16
-        assert caches.here.server._core.stats().prefill_decisions == {"local": {"policy": 1}}
+        assert caches.here.server._core.stats().record(HandoffTotals).prefill_decisions == {"local": {"policy": 1}}
         caches.check(make_config("pocket", fetching=False))

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.build import build_engine
+from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.speculator import Speculator
 from engine.lora.adapter_files import open_adapter
@@ -112,7 +113,11 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
         if family in ("llama", "gemma3", "deepseek_v3", "gpt_oss"):  # a recurrent state goes on from a border
             assert computed.sum - before == tokens - len(LENGTHS), "all but the token that came with the KV, once"
         for engine in movers.engines:
-            assert engine.scheduler.handoffs.moves["failed"] == engine.scheduler.handoffs.moves["expired"] == 0
+            assert (
+                engine.scheduler.parts[Handoffs].moves["failed"]
+                == engine.scheduler.parts[Handoffs].moves["expired"]
+                == 0
+            )
         check(movers, make_config(folder, moves=False, **options))
 
 
@@ -138,7 +143,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.arrive(1)
         movers.listen(1, movers.ended)
         assert movers.prefill.scheduler.parts[Speculator].report().num_accepted_tokens > 0
-        assert movers.prefill.scheduler.handoffs.moves == {"received": len(movers.streams)}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"received": len(movers.streams)}
         check(movers, make_config("pocket", moves=False, dtype=dtype))
 
 
@@ -169,7 +174,7 @@ def test_a_request_keeps_its_adapter(ranks, dtype):
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        assert movers.prefill.scheduler.handoffs.moves == {"received": 3}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"received": 3}
         check(movers, make_config("pocket", moves=False, enable_lora=True, dtype=dtype))
         assert movers.streams["with"].tokens != movers.streams["without"].tokens
 
@@ -208,7 +213,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
             movers.leave(0)
             movers.arrive(1)
             movers.listen(1, movers.ended)
-        assert movers.prefill.scheduler.handoffs.moves == {"received": 2}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"received": 2}
         assert name in RECURRENT or movers.prefill.scheduler.parts[EncoderCacheManager].num_encoded == 0
         check(movers, make_config(folder, moves=False, **sizes))
 
@@ -223,7 +228,7 @@ def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_agai
         movers.arrive(1, keep_source=False)
         movers.listen(1, movers.ended)
         check(movers, make_config("pocket", moves=False))
-        assert movers.decode.scheduler.handoffs.moves == {"expired": 2}
+        assert movers.decode.scheduler.parts[Handoffs].moves == {"expired": 2}
 
 
 @pytest.mark.slow
@@ -236,7 +241,7 @@ def test_an_engine_that_dies_with_the_kv_delays_the_request(ranks):
         movers.arrive(1)
         movers.listen(1, movers.ended)
         check(movers, make_config("pocket", moves=False))
-        assert movers.prefill.scheduler.handoffs.moves == {"failed": 2}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"failed": 2}
 
 
 def test_requests_of_another_model_are_refused_their_kv(ranks):
@@ -248,8 +253,8 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
         movers.listen(1, movers.ended)
         assert len(movers.streams["a"].tokens) == 150
         movers.settle()
-        assert movers.prefill.scheduler.handoffs.moves == {"failed": 1}
-        assert movers.decode.scheduler.handoffs.moves == {"expired": 1}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"failed": 1}
+        assert movers.decode.scheduler.parts[Handoffs].moves == {"expired": 1}
 
 
 @pytest.mark.slow
@@ -263,5 +268,5 @@ def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, se
         movers.leave(0)
         movers.arrive(1)
         movers.listen(1, movers.ended)
-        assert movers.prefill.scheduler.handoffs.moves == {"received": len(LENGTHS)}
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"received": len(LENGTHS)}
         check(movers, make_config(folder, moves=False, **options))

@@ -16,6 +16,7 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
+from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
@@ -140,7 +141,7 @@ def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
     last_chunk = 700 % fresh.prefill.config.max_num_batched_tokens
     at_least = (700 - last_chunk) // BLOCK * block_bytes  # the last chunk's own blocks may win against its token
     assert at_least <= overlapped <= blocks_read() * block_bytes
-    assert fresh.decode.status.stats.prefill_decisions.keys() == {"remote"}
+    assert fresh.decode.status.stats.record(HandoffTotals).prefill_decisions.keys() == {"remote"}
 
 
 def test_what_decode_has_cached_does_not_travel(fresh, alone):
@@ -302,7 +303,7 @@ def test_a_prefill_request_that_nobody_takes_is_computed_here_in_the_end(fresh, 
     assert [remote_request.attempt for remote_request in fresh.remote_requests] == [1, 2, 3]
     assert len({remote_request.handoff_id for remote_request in fresh.remote_requests}) == 3
     fresh.settle()
-    assert fresh.decode.status.stats.prefill_decisions["local"]["attempts"] == 1
+    assert fresh.decode.status.stats.record(HandoffTotals).prefill_decisions["local"]["attempts"] == 1
 
 
 def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):

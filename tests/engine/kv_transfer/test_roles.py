@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.features import handoffs
+from engine.core.features.handoffs import prompts_for_others
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Add,
@@ -117,7 +117,7 @@ def short_status_period(monkeypatch):
 
 
 def test_each_engine_finishes_what_it_has_when_the_roles_change_there_and_back(ranks, alone, monkeypatch):
-    monkeypatch.setattr(handoffs, "STUCK_S", 0.5)
+    monkeypatch.setattr(prompts_for_others, "STUCK_S", 0.5)
     with SwitchedPair(switched(max_num_batched_tokens=CHUNK, max_num_seqs=8), ranks) as pair:
         for turn, (answering, computing) in enumerate([("decode", "prefill"), ("prefill", "decode")] * 2):
             pair.give_roles(**{answering: "decode", computing: "prefill"})
@@ -148,7 +148,7 @@ def test_prompts_that_arrive_after_the_roles_have_changed_are_computed(ranks, al
 @pytest.mark.slow
 def test_engines_whose_blocks_wait_for_each_others_prompts_refuse_them(ranks, alone, monkeypatch):
     """Both became prefill engines while their own prompts were on the way to each other."""
-    monkeypatch.setattr(handoffs, "STUCK_S", 0.3)
+    monkeypatch.setattr(prompts_for_others, "STUCK_S", 0.3)
     with SwitchedPair(
         switched(num_gpu_blocks_override=24, max_num_batched_tokens=CHUNK, max_num_seqs=8), ranks
     ) as pair:

@@ -141,9 +141,10 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   set("steps", rate(rates.steps));
   set("cost", decodes ? duration(stats.decode_seconds_per_step || null) : duration(stats.prompt_seconds_per_token || null));
   set("hits", stats.prefix_queried_tokens ? percent(rates.hits ?? stats.prefix_hit_tokens / stats.prefix_queried_tokens) : "–");
-  set("holds", stats.holds?.holds ? `${count(stats.holds.holds)} of ${count(stats.holds.blocks)} blocks` : "–");
-  const moved = (...outcomes) => count(sum(outcomes, (outcome) => stats.moves[outcome] ?? 0));
-  set("moved", Object.keys(stats.moves).length ? `${moved("received", "failed")}, ${moved("released", "cancelled", "expired")}` : "–");
+  const kept = stats.parts.holds, moves = stats.parts.handoffs?.moves ?? {};
+  set("holds", kept?.holds ? `${count(kept.holds)} of ${count(kept.blocks)} blocks` : "–");
+  const moved = (...outcomes) => count(sum(outcomes, (outcome) => moves[outcome] ?? 0));
+  set("moved", Object.keys(moves).length ? `${moved("received", "failed")}, ${moved("released", "cancelled", "expired")}` : "–");
   const { generation: lost = 0, engines = 0 } = stats.shared ?? {};
   const left = lost ? `${count(engines)} of ${count(engines + lost)} engines left` : "";
   set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : left);
@@ -169,7 +170,7 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   keep(experts, stats.experts, ({ stage }) => String(stage), makeExperts, updateExperts);
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
-  const holds = stats.holds?.holds ? [`${count(stats.holds.holds)} holds keep ${count(stats.holds.blocks)} blocks, ${count(stats.holds.device_blocks)} of them here`] : [];
+  const holds = kept?.holds ? [`${count(kept.holds)} holds keep ${count(kept.blocks)} blocks, ${count(kept.device_blocks)} of them here`] : [];
   card.querySelector(".blocks").title = holds.concat(Object.entries(stats.group_blocks)
     .map(([group, { used, cached, free }]) => {
       const held = bytes((used + cached) * (stats.group_block_bytes[group] ?? 0));

@@ -11,6 +11,7 @@ from cluster.autoscaling.slo import Limits
 from cluster.lab.simulator.cluster import Cluster
 from cluster.lab.simulator.results import MoveUse
 from cluster.lab.simulator.trace import Trace
+from engine.core.features.handoffs.handoffs import Handoffs
 from tests.cluster.lab.simulator.small_cluster import MODEL, small_cluster
 
 REQUESTS, PROMPT, OUTPUT = 12, 200, 400
@@ -40,12 +41,12 @@ def run(
     cluster.run()
     for replica in cluster.pools["decode"].replicas:
         replica.scheduler.check()
-        assert not replica.scheduler.handoffs.leased, "a replica would never end"
+        assert not replica.scheduler.parts[Handoffs].for_others.leased, "a replica would never end"
     return cluster
 
 
 def counts(cluster: Cluster) -> dict[str, int]:
-    totals = [replica.scheduler.handoffs.moves for replica in cluster.pools["decode"].replicas]
+    totals = [replica.scheduler.parts[Handoffs].moves for replica in cluster.pools["decode"].replicas]
     return {name: sum(moves[name] for moves in totals) for name in ("received", "failed", "released", "expired")}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from deployments.observability.telemetry import NoPeers, Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.parts.console.cluster_watcher import ClusterWatcher
@@ -12,6 +14,8 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.parts.part_record import encoded
 from engine.wire.stats.histogram import SECONDS, Histogram
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
@@ -26,7 +30,10 @@ class FakePool:
     async def statuses(self) -> list[ReplicaStatus]:
         if not self.up:
             raise EngineUnavailable("none is up")
-        stats = engine_stats(histograms={"inter_token_latency_seconds": Histogram.over(SECONDS)})
+        stats = engine_stats(
+            histograms={"inter_token_latency_seconds": Histogram.over(SECONDS)},
+            parts=encoded(HandoffTotals(moves={"received": 2})),
+        )
         found = [EngineStatus(engine_id=name, ended=["r"], stats=stats, last_step_age_s=0.0) for name in self.up]
         return [ReplicaStatus.of(status, {}) for status in found]
 
@@ -105,3 +112,10 @@ async def test_nobody_is_sent_histograms_or_events_of_requests():
     state = await ClusterWatcher({"m": FakePool(["a"])}, telemetry).poll()
     (replica,) = state.models[0].decode
     assert (replica.stats.histograms, replica.ended, state.requests[0].events) == ({}, [], [])
+
+
+async def test_viewers_are_sent_what_parts_report():
+    """Engines report it in msgpack, and viewers read JSON."""
+    state = await ClusterWatcher({"m": FakePool(["a"])}, Telemetry("i")).poll()
+    sent = msgspec.json.decode(msgspec.json.encode(state))
+    assert sent["models"][0]["decode"][0]["stats"]["parts"]["handoffs"]["moves"] == {"received": 2}

@@ -9,8 +9,9 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import BlockUsage, observe_usage
 from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
-from engine.core.door.inputs import CacheCleared, MovesAsked
-from engine.core.features.handoffs import HandoffManager
+from engine.core.door.inputs import CacheCleared
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.part_inputs import MovesAsked
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
@@ -228,7 +229,7 @@ def test_the_engine_that_answers_bills_what_other_engines_have_spent_on_the_prom
 
 
 def test_what_a_request_has_cost_before_it_moves_is_not_wasted():
-    harness = Harness(handoffs=HandoffManager(None, Peer("leaving", "", 1)), num_blocks=16, max_model_len=24)
+    harness = Harness(handoffs=Handoffs(None, Peer("leaving", "", 1)), num_blocks=16, max_model_len=24)
     harness.add("moves", [1, 2, 3, 4, 5], max_tokens=12)
     for _ in range(4):
         harness.step()

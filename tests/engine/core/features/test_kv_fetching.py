@@ -105,7 +105,7 @@ def test_a_request_waits_for_blocks_that_come_for_another():
     handoff_id = begun(harness)
     harness.add("b", [*PROMPT, 7], held=20, max_tokens=1)
     harness.step()
-    assert [request.request_id for request in harness.fetching.waiting()] == ["a", "b"]
+    assert [request.request_id for request in harness.fetching.keeps()] == ["a", "b"]
     assert list(harness.open) == [handoff_id]
     harness.run()
     assert num_computed(harness) == 1 + 2

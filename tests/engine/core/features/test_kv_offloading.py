@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
-from engine.core.door.inputs import Aborted, CacheCleared, MovesAsked
+from engine.core.door.inputs import Aborted, CacheCleared
 from engine.core.engine_stats import load_of, stats_of
-from engine.core.features.handoffs import HandoffManager
-from engine.core.features.part_inputs import HandoffWentOn
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.part_inputs import HandoffWentOn, MovesAsked
 from engine.core.features.tiers.tier import REST_S
 from engine.core.features.tiers.tier_writer import WRITE_S
 from engine.core.request import State
@@ -86,7 +86,7 @@ def test_a_request_waits_for_blocks_that_come_for_another():
     for name in ("one", "two"):
         harness.add(name, [*PROMPT, 7], max_tokens=1)
     harness.step()
-    assert len(harness.offloading.waiting()) == 2
+    assert len(harness.offloading.keeps()) == 2
     assert len(harness.moving) == 1
     harness.run()
 
@@ -162,7 +162,7 @@ def test_a_request_that_leaves_while_its_blocks_come_leaves_them_to_others():
 
 
 def test_a_request_that_waits_for_its_blocks_moves_to_another_engine():
-    harness = with_evicted()
+    harness = with_evicted(handoffs=Handoffs())
     harness.add("moves", [*PROMPT, 7])
     harness.step()
     harness.scheduler.apply(MovesAsked(1), harness.now)
@@ -202,7 +202,7 @@ def test_what_was_cleared_is_nowhere():
 def test_a_request_that_moves_here_waits_for_no_tier():
     """The engine that it left holds its KV for a lease only."""
     peer = Peer("here", "tcp://127.0.0.1:1", 1)
-    harness = with_evicted(handoffs=HandoffManager(None, peer, "print"))
+    harness = with_evicted(handoffs=Handoffs(None, peer, "print"))
     harness.add("moves", [*PROMPT, 7], kv_source=KVSource("a/1.1", peer))
     harness.step()
     (opened,) = harness.scheduler.take_messages("engines")

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost, StepTimes, StepWork
-from engine.core.features.handoffs import HandoffManager
-from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import State
 from engine.wire.messages import PrefillReplica
 from engine.wire.remote_request import Peer
@@ -40,7 +40,7 @@ def in_tier_and_elsewhere(load_s: float, fetch_s: float, tier: int, elsewhere: i
 def taken(harness: TieredCacheHarness) -> str:
     """Where the KV of the prompt that waits comes from first. It comes, and the prompt is answered."""
     harness.step()
-    source = "tier" if harness.offloading.waiting() else "elsewhere" if harness.open else "here"
+    source = "tier" if harness.offloading.keeps() else "elsewhere" if harness.open else "here"
     harness.run()
     assert "a" in harness.finished
     return source
@@ -78,7 +78,7 @@ def with_prefill_engine(policy: str, load_s: float) -> TierHarness:
         num_blocks=32,
         max_model_len=64,
         disk_blocks=100,
-        handoffs=HandoffManager(remote, Peer("decode", "", 1), "print"),
+        handoffs=Handoffs(remote, Peer("decode", "", 1), "print"),
     )
     harness.add("before", PROMPT, max_tokens=1)
     harness.run()

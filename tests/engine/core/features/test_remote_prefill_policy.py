@@ -2,7 +2,12 @@ import pytest
 
 from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
-from engine.core.features.remote_prefill_policy import MIN_TOKENS, LocalLoad, PendingPrompt, RemotePrefillPolicy
+from engine.core.features.handoffs.remote_prefill_policy import (
+    MIN_TOKENS,
+    LocalLoad,
+    PendingPrompt,
+    RemotePrefillPolicy,
+)
 from engine.wire.messages import PrefillReplica
 
 TOKEN_S = 0.001
@@ -75,7 +80,8 @@ def test_an_engine_that_has_never_computed_a_prompt_computes_one_to_learn_what_i
 def test_near_a_draw_the_choice_stays_as_it_is():
     def choose(last: LocalLoad) -> bool:
         policy = make(replicas=[replica(queued=1000)])
-        policy.count(policy.decide(LONG, last))
+        decision = policy.decide(LONG, last)
+        policy.count(decision.remote, decision.reason)
         return policy.decide(LONG, LocalLoad(decoding=1)).remote
 
     assert choose(LocalLoad(decoding=9)), "it was remote"
@@ -90,7 +96,7 @@ def test_a_slow_link_keeps_prompts_here_until_it_is_tried_again():
     decisions = []
     for _ in range(200):
         decisions.append(policy.decide(LONG, busy))
-        policy.count(decisions[-1])
+        policy.count(decisions[-1].remote, decisions[-1].reason)
     assert decisions[0].reason == "cheaper_local"
     assert decisions[-1].reason == "cheaper_remote"
     assert policy.decisions["local", "cheaper_local"] + policy.decisions["remote", "cheaper_remote"] == 200

@@ -24,7 +24,7 @@ def make(windows: tuple[int | None, ...] = WINDOWS, num_blocks: int = 2 * BLOCKS
 
 def request(tokens: int = SIZE * BLOCKS + 1) -> Request:
     message = GenerateRequest(request_id="a", prompt=list(range(tokens)), params=SamplingParams(max_tokens=8))
-    return Request.create(message, (0, 0), 1000, 0.0)
+    return Request.create(message, 1000, 0.0)
 
 
 def cache(pool: BlockPool, hashes: list[bytes], kept: set[int]) -> None:

@@ -139,7 +139,7 @@ def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_rest
     (snapshot,) = snapshots.allocate(1)
     snapshots.cache_block(snapshot, b"hash")
     message = GenerateRequest(request_id="starts", prompt=tokens(9), params=SamplingParams())
-    request = Request.create(message, (0, 0), 100, 0.0)
+    request = Request.create(message, 100, 0.0)
     request.states.source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
     states.add_sequence(request)
     assert snapshots.reserve([], 1) != [snapshot]

@@ -19,7 +19,7 @@ def make(window: int, num_blocks: int = 40, caching: bool = True) -> WindowedKVC
 
 def request(tokens: int = 41) -> Request:
     message = GenerateRequest(request_id="a", prompt=list(range(tokens)), params=SamplingParams(max_tokens=8))
-    return Request.create(message, (0, 0), 1000, 0.0)
+    return Request.create(message, 1000, 0.0)
 
 
 def started(manager: WindowedKVCacheManager, tokens: int = 41) -> Request:

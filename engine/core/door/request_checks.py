@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Parts
-from engine.core.features.handoffs import HandoffManager
 from engine.errors import AdapterError, InvalidParameter, PromptTooLong
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.remote_request import RemoteRequest
@@ -13,8 +12,8 @@ from engine.wire.remote_request import RemoteRequest
 class RequestChecks:
     """Checks that raise RequestError for requests that this engine could never serve."""
 
-    def __init__(self, limits: ModelLimits, handoffs: HandoffManager, parts: Parts):
-        self._limits, self._handoffs, self._parts = limits, handoffs, parts
+    def __init__(self, limits: ModelLimits, parts: Parts):
+        self._limits, self._parts = limits, parts
 
     def check(self, message: GenerateRequest) -> None:
         params, pooling = message.params, message.pooling
@@ -27,12 +26,9 @@ class RequestChecks:
             )
         for kind in self._parts.asked if message.parts else ():
             message.record(kind)
+        if message.prefill == "remote" and not self._parts.takes("prefill"):
+            raise not_elsewhere(message.prefill)
         self._check_parts(message, message.prompt[: message.num_prompt])
-        whole = params.prompt_logprobs is not None or pooling is not None
-        if message.prefill == "remote" and (whole or not self._handoffs.decides):
-            raise InvalidParameter(
-                "prefill", message.prefill, "auto or local, because no other engine can compute this prompt"
-            )
 
     def check_remote(self, asked_by: RemoteRequest) -> None:
         self._check_tokens(asked_by.token_ids, asked_by.num_prompt)
@@ -58,3 +54,8 @@ class RequestChecks:
                 raise InvalidParameter("prompt", token, f"token ids from 0 to {limits.vocab_size - 1}")
         if num_prompt is not None and not 1 <= num_prompt <= len(tokens):
             raise InvalidParameter("num_prompt", num_prompt, f"between 1 and the length of the prompt ({len(tokens)})")
+
+
+def not_elsewhere(prefill: str) -> InvalidParameter:
+    """Return the error for a prompt that has to be computed by another engine and cannot be. prefill: the parameter."""
+    return InvalidParameter("prefill", prefill, "auto or local, because no other engine can compute this prompt")

@@ -24,11 +24,12 @@ class PrefillDecision:
     seconds: float | None = None
     """Time that another engine is expected to take; None if the decision does not depend on it."""
 
-    def __str__(self) -> str:
+    @property
+    def source(self) -> str:
+        """Where the KV comes from if it is not computed here, as a phrase."""
         if self.reason == MOVED:
             return "to be read from the engine where it ran"
-        where = "by a prefill engine" if self.remote else "here"
-        return f"to be computed {where}" + (f": {self.reason}" if self.reason else "")
+        return f"to be computed by a prefill engine: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,11 @@ class RemotePrefillPolicy:
         fixed, per_token = self.step_cost.coefficients
         return fixed + per_token * (load.queued + tokens * (1 + load.decoding))
 
-    def count(self, decision: PrefillDecision) -> None:
-        self.decisions["remote" if decision.remote else "local", decision.reason] += 1
-        if decision.reason in ("cheaper_remote", "cheaper_local"):
-            self._last_remote = decision.remote
-        if decision.reason == "cheaper_local":
+    def count(self, remote: bool, reason: str) -> None:
+        self.decisions["remote" if remote else "local", reason] += 1
+        if reason in ("cheaper_remote", "cheaper_local"):
+            self._last_remote = remote
+        if reason == "cheaper_local":
             self.link_cost.forget(FORGET)
 
     def received(self, prompt: PendingPrompt, remotely_cached: int, seconds: float) -> None:

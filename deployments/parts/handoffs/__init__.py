@@ -1,0 +1,1 @@
+"""Prompts that other engines compute, and requests that move between engines."""
