@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from deployments.anthropic.routes import AnthropicRoutes
+from deployments.http.bodies import Bodies
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.first_token import FirstTokenMiddleware
@@ -34,7 +35,7 @@ from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.parts.adapters.table import AdapterTable, MemoryTable
 from deployments.parts.console.config import ConsoleConfig
-from deployments.parts.table import EdgeSetup, edge_parts
+from deployments.parts.table import EdgeSetup, edge_parts, part_fields
 from deployments.pooling.routes import PoolingRoutes
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
@@ -62,13 +63,15 @@ def http_app(
     telemetry.stats.store_errors = values.errors
     jobs, quotas = Jobs(values, store.idempotency_ttl_s), Quotas(values, auth.key_limits, auth.num_ingresses)
     idempotent = IdempotentRoutes(jobs)
-    batch_routes = BatchRoutes(app, served, batches, auth, values if values.shared else None)
+    bodies = Bodies(auth.unknown_fields, part_fields())
+    batch_routes = BatchRoutes(app, served, batches, auth, bodies, values if values.shared else None)
     stored = ResponseStore(values, store.response_ttl_s)
     parts = edge_parts(
         EdgeSetup(
             models=served,
             telemetry=telemetry,
             auth=auth,
+            bodies=bodies,
             api_keys=api_keys,
             quotas=quotas,
             store=values,
@@ -78,10 +81,10 @@ def http_app(
     )
     served.further += [found for part in parts if (found := part.further_models()) is not None]
     routes = [
-        *OpenAIRoutes(served, idempotent, auth.unknown_fields).routes(),
-        *PoolingRoutes(served, auth.unknown_fields).routes(),
-        *AnthropicRoutes(served, idempotent, auth.unknown_fields).routes(),
-        *ResponsesRoutes(served, stored, idempotent, auth.unknown_fields).routes(),
+        *OpenAIRoutes(served, idempotent, bodies).routes(),
+        *PoolingRoutes(served, bodies).routes(),
+        *AnthropicRoutes(served, idempotent, bodies).routes(),
+        *ResponsesRoutes(served, stored, idempotent, bodies).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
         *(route for part in parts for route in part.routes()),

@@ -25,7 +25,7 @@ from cluster.model_info import model_info
 from cluster.serve_config import load, ours
 from cluster.serve_flags import YAML, configuration
 from deployments.frontend.sequence_context import SequenceContext
-from deployments.http.body import parse
+from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
 from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
 from deployments.jobs.event_ids import NoEventIds
@@ -37,7 +37,7 @@ from deployments.openai.completion_body import CompletionBody
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.adapters.registry import AdapterRegistry
 from deployments.parts.adapters.table import MemoryTable
-from deployments.parts.table import model_parts
+from deployments.parts.table import model_parts, part_fields
 from deployments.poison.poison import Poison
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
@@ -55,6 +55,8 @@ NOT_COMPARED = ("id", "created", "prompt_tokens_details", "accepted_prediction_t
 """Fields that differ in every computation of a request: ids, times, and counts of cached and drafted tokens."""
 ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that the recomputation always requests
 SHOWN, SHOWN_BEFORE = 60, 20  # characters shown of a differing text, and how many of them precede the difference
+
+BODIES = Bodies("ignore", part_fields())
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +160,11 @@ async def _compute(route: str, request: Json, model: ServedModel, context: Reque
     """Return a complete response that includes everything that can be compared."""
     more: Json = {"stream": False, "stream_options": None, "return_token_ids": True, "prediction": None}
     if route == "chat":
-        body = parse(ChatBody, msgspec.json.encode(request | more | {"logprobs": True}), "ignore")
+        body = BODIES.parse(ChatBody, msgspec.json.encode(request | more | {"logprobs": True}))
         response = ChatResponse(body, context, await model.chat(body, context))
         return _as_sent(await response.full())
     more["logprobs"] = request.get("logprobs") or 0
-    text_body = parse(CompletionBody, msgspec.json.encode(request | more), "ignore")
+    text_body = BODIES.parse(CompletionBody, msgspec.json.encode(request | more))
     return _as_sent(await (await model.completion(text_body, context)).full())
 
 

@@ -144,7 +144,7 @@ class CountTokensBody(RequestBody):
 
     def for_tokenize(self) -> TokenizeBody:
         """Return the body of a request that counts the prompt's tokens. Raises RequestError."""
-        chat = self._chat()
+        chat = self._chat(ChatBody)
         return TokenizeBody(
             messages=chat.messages,
             tools=chat.offered_tools or None,
@@ -153,8 +153,8 @@ class CountTokensBody(RequestBody):
             chat_template_kwargs=chat.template_variables,
         )
 
-    def _chat(self, **more: Any) -> ChatBody:
-        """Return the chat. more: further fields, which do not change its prompt."""
+    def _chat(self, kind: type[ChatBody], **more: Any) -> ChatBody:
+        """Return the chat. kind: its class. more: further fields, which do not change its prompt."""
         messages = chat_messages(self.system, self.messages)
         continued = messages[-1].role == "assistant"
         if continued and messages[-1].tool_calls:
@@ -166,26 +166,30 @@ class CountTokensBody(RequestBody):
             schema = JsonSchema(name="output", schema=output.format.content)
             answer_format = ResponseFormat(type="json_schema", json_schema=schema)
         try:
-            chat = ChatBody(
+            chat = kind(
                 model=self.model,
                 messages=messages,
                 tools=[tool.for_chat() for tool in self.tools] or None,
                 tool_choice=None if choice is None else choice.for_chat(),
                 parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
                 reasoning_effort="none" if disabled else output.effort,
-                thinking_token_budget=None if thinking is None else thinking.budget_tokens,
                 include_reasoning=thinking is None or thinking.display != "omitted",
                 chat_template_kwargs={} if thinking is None or disabled else {"enable_thinking": True},
                 response_format=answer_format,
-                cache_control=self.cache_control,
                 add_generation_prompt=not continued,
                 continue_final_message=continued,
+                **{name: value for name, value in self._of_parts().items() if name in kind.model_fields},
                 **more,
             )
         except pydantic.ValidationError as error:
             raise validation_error(error, self.foreign_fields) from None
         chat.check()
         return chat
+
+    def _of_parts(self) -> dict[str, Any]:
+        """Return fields of the chat that parts may have added."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        return {"thinking_token_budget": budget, "cache_control": self.cache_control}
 
 
 class MessagesBody(CountTokensBody):
@@ -203,9 +207,10 @@ class MessagesBody(CountTokensBody):
     metadata: Metadata | None = None
     usage: UsageOptions | None = None
 
-    def for_chat(self, max_model_len: int) -> ChatBody:
-        """Return the equivalent chat. Raises RequestError."""
+    def for_chat(self, max_model_len: int, kind: type[ChatBody]) -> ChatBody:
+        """Return the equivalent chat. kind: its class. Raises RequestError."""
         return self._chat(
+            kind,
             max_tokens=min(self.max_tokens, max_model_len),
             stream=self.stream,
             stop=self.stop_sequences,

@@ -8,19 +8,20 @@ from starlette.types import Scope
 from deployments.anthropic.message import MessageResponse
 from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
 from deployments.anthropic.response_bodies import AnthropicMessage, TokenCount
+from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
 from deployments.http.errors import anthropic_error_body, anthropic_headers
 from deployments.http.idempotency import IdempotentRoutes
-from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.json_body import json_response, with_warning
 from deployments.http.route import KEY, Route
 from deployments.http.streaming import EventFormat, named_event, run_while_connected, stream
-from deployments.http.validation import UnknownFields
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.served.served_models import ServedModels
 
 
 class AnthropicRoutes:
-    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields):
-        self._models, self._idempotent, self._unknown_fields = models, idempotent, unknown_fields
+    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, bodies: Bodies):
+        self._models, self._idempotent, self._bodies = models, idempotent, bodies
 
     def routes(self) -> list[Route]:
         path, summary = "/v1/messages", "Answer a conversation, by Anthropic's API."
@@ -32,9 +33,9 @@ class AnthropicRoutes:
         ]
 
     async def messages(self, request: Request) -> Response:
-        body = await read_body(request, MessagesBody, self._unknown_fields)
+        body = await self._bodies.read(request, MessagesBody)
         model = await self._models.find(body.model, request)
-        chat = body.for_chat(model.info.max_model_len)
+        chat = body.for_chat(model.info.max_model_len, self._bodies.kind(ChatBody))
         context = RequestContext.of(request, chat, "msg_")
         output = await model.chat(chat, context)
         most = min(body.max_tokens, model.info.max_new_tokens or body.max_tokens)
@@ -48,7 +49,7 @@ class AnthropicRoutes:
         return _answer(request, body.all_ignored(chat, output.ignored), response)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await read_body(request, CountTokensBody, self._unknown_fields)
+        body = await self._bodies.read(request, CountTokensBody)
         model = await self._models.find(body.model, request)
         tokens = await model.tokenize(body.for_tokenize())
         return _answer(request, body.ignored, json_response(TokenCount(tokens.count)))

@@ -6,14 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.http.body import Body, parse
-from deployments.http.validation import UnknownFields, check_json_size, warning
+from deployments.http.validation import check_json_size, warning
 from engine.errors import UnsupportedMediaType
-
-
-async def read_body(request: Request, kind: type[Body], unknown_fields: UnknownFields) -> Body:
-    """Return the parsed body of a request. Raises RequestError, UnsupportedMediaType, or BodyTooLarge while reading."""
-    return parse(kind, await read_json(request), unknown_fields)
 
 
 async def read_json(request: Request) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from deployments.http.body import StrictModel, Whole
-from deployments.openai.cache_marks import SECONDS, CacheControl, CacheMark, check_marks
-from deployments.openai.conversation import MAX_PARTS, Message, TextPart, Tool, ToolChoice, check_tools
-from deployments.openai.sampling_body import INT32, GenerationBody
+from deployments.openai.conversation import MAX_PARTS, Message, Tool, ToolChoice, check_tools
+from deployments.openai.sampling_body import GenerationBody
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS, TemplateBody
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_LOGPROBS
@@ -19,18 +18,6 @@ class ThinkingSwitch(StrictModel):
     model_config = ConfigDict(extra="ignore")  # such as a budget
 
     type: Literal["enabled", "disabled", "adaptive"]
-
-
-class Prediction(StrictModel):
-    """The output that the client expects. It makes the answer faster, not different."""
-
-    type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-    @property
-    def text(self) -> str:
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class ChatBody(GenerationBody, TemplateBody):
@@ -48,18 +35,13 @@ class ChatBody(GenerationBody, TemplateBody):
     """DeepSeek's name for the variables `thinking` and `enable_thinking` of the chat template."""
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model still reasons."""
-    thinking_token_budget: Whole | None = Field(default=None, ge=0, le=INT32)
-    """Number of reasoning tokens after which the closing tag is forced, as in vLLM."""
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: Whole | None = None
     documents: list[dict[str, str]] | None = Field(default=None, max_length=MAX_PARTS)
     """Variable of the chat template, which may show the documents to the model."""
-    prediction: Prediction | None = None
     add_special_tokens: bool = False
     """Whether to add special tokens in addition to those of the chat template."""
-    cache_control: CacheControl | None = None
-    """Asks that the prompt stays cached up to the end of the last message."""
 
     def check(self) -> None:
         super().check()
@@ -72,23 +54,6 @@ class ChatBody(GenerationBody, TemplateBody):
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
         self.check_template()
         check_tools(self.tools, self.tool_choice)
-        check_marks(self.cache_marks, "cache_control")
-        if self.prediction is not None:
-            self._check_predicted()
-
-    def _check_predicted(self) -> None:
-        """Refuse the fields that OpenAI refuses together with a prediction, so that a request means the same in both
-        APIs."""
-        for field, limit, fits in (
-            ("n", "1", self.n == 1),
-            ("logprobs", "left out", not self.logprobs),
-            ("presence_penalty", "at most 0", self.presence_penalty <= 0),
-            ("frequency_penalty", "at most 0", self.frequency_penalty <= 0),
-            ("max_completion_tokens", "left out, for max_tokens", self.max_completion_tokens is None),
-            ("tools", "left out", not self.tools),
-        ):
-            if not fits:
-                raise InvalidParameter(field, getattr(self, field), f"{limit} with a prediction")
 
     @property
     def field_variables(self) -> dict[str, dict[str, Any]]:
@@ -108,25 +73,6 @@ class ChatBody(GenerationBody, TemplateBody):
     def template_variables(self) -> dict[str, Any]:
         variables = [*self.field_variables.values(), self.chat_template_kwargs]
         return {name: value for some in variables for name, value in some.items()}
-
-    @property
-    def cache_marks(self) -> list[CacheMark]:
-        """Marks of the request, in the order of the prompt: on tools, on parts, and on the whole request."""
-        options, tools = self.prompt_cache_options, self.offered_tools
-        marks = [
-            CacheMark(SECONDS[tool.cache_control.ttl], part=i) for i, tool in enumerate(tools) if tool.cache_control
-        ]
-        for i, message in enumerate(self.messages):
-            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                if (control := part.cache_control) is not None:
-                    marks.append(CacheMark(SECONDS[control.ttl], i, j))
-                elif (point := part.prompt_cache_breakpoint) is not None:
-                    marks.append(CacheMark(SECONDS[point.ttl or (options.ttl if options else "30m")], i, j))
-        ttl_s = SECONDS[self.cache_control.ttl] if self.cache_control is not None else self.hold_ttl_s
-        if ttl_s is not None:
-            last = self.messages[-1].content
-            marks.append(CacheMark(ttl_s, len(self.messages) - 1, len(last) - 1 if isinstance(last, list) else 0))
-        return marks
 
     @property
     def echoed(self) -> str:

@@ -6,12 +6,12 @@ import time
 
 from fastapi import Request, Response
 
+from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
 from deployments.http.idempotency import IdempotentRoutes
-from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.json_body import json_response, with_warning
 from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected, stream
-from deployments.http.validation import UnknownFields
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion import CompletionResponse
@@ -24,17 +24,25 @@ from deployments.openai.template_body import TokenizeBody
 
 
 class OpenAIRoutes:
-    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields):
-        self._models, self._idempotent, self._unknown_fields = models, idempotent, unknown_fields
+    def __init__(self, models: ServedModels, idempotent: IdempotentRoutes, bodies: Bodies):
+        self._models, self._idempotent, self._bodies = models, idempotent, bodies
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
         once, chats, completions = self._idempotent.once, "/v1/chat/completions", "/v1/completions"
+        chat = self._bodies.kind(ChatBody)
         answer, continue_text = "Answer a conversation.", "Continue a text."
         tokens, text = "Convert text or messages to token ids.", "Convert token ids to text."
         return [
             Route(
-                KEY, "POST", chats, once(chats)(self.chat), answer, body=ChatBody, result=ChatCompletion, streams=True
+                KEY,
+                "POST",
+                chats,
+                once(chats)(self.chat),
+                answer,
+                body=chat,
+                result=ChatCompletion,
+                streams=True,
             ),
             Route(
                 KEY,
@@ -42,7 +50,7 @@ class OpenAIRoutes:
                 completions,
                 once(completions)(self.completion),
                 continue_text,
-                body=CompletionBody,
+                body=self._bodies.kind(CompletionBody),
                 result=Completion,
                 streams=True,
             ),
@@ -53,24 +61,24 @@ class OpenAIRoutes:
         ]
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, ChatBody, self._unknown_fields)
+        body = await self._bodies.read(request, ChatBody)
         context = RequestContext.of(request, body, "chatcmpl-")
         output = await (await self._models.find(body.model, request)).chat(body, context)
         return await _respond(request, body, ChatResponse(body, context, output))
 
     async def completion(self, request: Request) -> Response:
-        body = await read_body(request, CompletionBody, self._unknown_fields)
+        body = await self._bodies.read(request, CompletionBody)
         model, context = await self._models.find(body.model, request), RequestContext.of(request, body, "cmpl-")
         response = await model.completion(body, context)
         return await _respond(request, body, response)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, TokenizeBody, self._unknown_fields)
+        body = await self._bodies.read(request, TokenizeBody)
         model = await self._models.find(body.model, request)
         return with_warning(body.ignored, json_response(await model.tokenize(body)))
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, DetokenizeBody, self._unknown_fields)
+        body = await self._bodies.read(request, DetokenizeBody)
         model = await self._models.find(body.model, request)
         return with_warning(body.ignored, json_response(await model.detokenize(body)))
 

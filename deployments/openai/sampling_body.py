@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.http.body import EngineBody, Number, StrictModel, Whole
-from deployments.openai.cache_marks import SECONDS, PromptCacheOptions
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
@@ -98,25 +97,6 @@ class SamplingBody(EngineBody):
     """Requests with smaller numbers run first, if the engine's `scheduling_policy` is `priority`."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
     """`priority` runs before other tiers and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
-
-    prompt_cache_key: str = Field(default="", max_length=1024)
-    """Name by which holds of this request can be released, if there is no session id."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """`24h` asks for a hold of the prompt; `in_memory` asks for nothing."""
-    prompt_cache_options: PromptCacheOptions | None = None
-    """Asks for a hold of the prompt for `ttl`; with the mode `explicit` only up to each marked part."""
-    hold_s: Number | None = Field(default=None, gt=0)
-    """Asks that the prompt stays cached for so many seconds after its last use."""
-
-    @property
-    def hold_ttl_s(self) -> float | None:
-        """Seconds for which the whole prompt is to stay cached; None if the request does not ask for that."""
-        if self.hold_s is not None:
-            return self.hold_s
-        options = self.prompt_cache_options
-        if options is not None and options.mode == "implicit":
-            return SECONDS[options.ttl]
-        return SECONDS["24h"] if self.prompt_cache_retention == "24h" else None
 
     def check(self) -> None:
         super().check()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deployments.edge_part import EdgePart
 from deployments.frontend.api_keys import ApiKeys
+from deployments.http.bodies import Bodies, PartFields
 from deployments.http.middleware import AuthConfig
 from deployments.observability.engine_metrics import PartMetrics
 from deployments.observability.telemetry import Telemetry
@@ -21,6 +22,7 @@ from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
 from deployments.parts.handoffs.metrics import METRICS as handoffs
+from deployments.parts.holds.fields import ChatHoldFields, HoldFields
 from deployments.parts.holds.hold_requests import HoldRequests
 from deployments.parts.holds.metrics import METRICS as holds
 from deployments.parts.holds.routes import HoldRoutes
@@ -30,10 +32,12 @@ from deployments.parts.keys.routes import KeyRoutes
 from deployments.parts.kv_fetching.metrics import METRICS as fetching
 from deployments.parts.kv_tiers.metrics import METRICS as tiers
 from deployments.parts.operators.routes import OperatorRoutes
+from deployments.parts.prediction.fields import PredictionFields
 from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.parts.prediction.prediction import Predictions
 from deployments.parts.quotas.quota_part import QuotaChecks, QuotaEdge
 from deployments.parts.sdc_check.sdc_check import SdcCheck
+from deployments.parts.thinking_budget.fields import ThinkingFields
 from deployments.parts.thinking_budget.thinking_budget import ThinkingBudgets
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import KeyValueStore
@@ -49,6 +53,7 @@ class EdgeSetup:
     models: ServedModels
     telemetry: Telemetry
     auth: AuthConfig
+    bodies: Bodies
     api_keys: ApiKeys | None
     """None for a server without keys."""
     quotas: Quotas
@@ -77,13 +82,15 @@ class PartSpec:
     """Names of the parts that it imports."""
     edge: Callable[[EdgeSetup], EdgePart | None] = lambda setup: None
     model: Callable[[ModelSetup], ModelPart | None] = lambda setup: None
+    fields: tuple[type[PartFields], ...] = ()
+    """What it adds to bodies of requests."""
     metrics: tuple[PartMetrics, ...] = ()
     """Of what its end in engines reports."""
 
 
 def _adapters(setup: EdgeSetup) -> EdgePart:
-    models, auth = AdapterModels(setup.models, setup.tables), setup.auth
-    return AdapterRoutes(setup.models, models, auth.unknown_fields, may_change=auth.allow_runtime_lora_updating)
+    models, may_change = AdapterModels(setup.models, setup.tables), setup.auth.allow_runtime_lora_updating
+    return AdapterRoutes(setup.models, models, setup.bodies, may_change=may_change)
 
 
 def _keys(setup: EdgeSetup) -> EdgePart | None:
@@ -127,13 +134,18 @@ PARTS = (
     PartSpec("keys", edge=_keys),
     PartSpec("quotas", edge=lambda setup: QuotaEdge(setup.quotas), model=_quotas),
     PartSpec("images", model=_images, metrics=images),
-    PartSpec("thinking_budget", model=lambda setup: ThinkingBudgets(setup.model.format, setup.model.markers)),
-    PartSpec("prediction", model=_prediction, metrics=speculation),
+    PartSpec(
+        "thinking_budget",
+        model=lambda setup: ThinkingBudgets(setup.model.format, setup.model.markers),
+        fields=(ThinkingFields,),
+    ),
+    PartSpec("prediction", model=_prediction, fields=(PredictionFields,), metrics=speculation),
     PartSpec("sdc_check", model=_sdc_check),
     PartSpec(
         "holds",
         edge=lambda setup: HoldRoutes(setup.models),
         model=lambda setup: HoldRequests(setup.model),
+        fields=(HoldFields, ChatHoldFields),
         metrics=holds,
     ),
     PartSpec("kv_tiers", metrics=tiers),
@@ -142,6 +154,10 @@ PARTS = (
     PartSpec("operators", edge=_operators),
     PartSpec("console", edge=_console),
 )
+
+
+def part_fields() -> list[type[PartFields]]:
+    return [fields for spec in PARTS for fields in spec.fields]
 
 
 def edge_parts(setup: EdgeSetup) -> list[EdgePart]:

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
+from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
-from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.json_body import json_response, with_warning
 from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected
-from deployments.http.validation import UnknownFields
 from deployments.openai.served.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
 from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
@@ -23,8 +23,8 @@ RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
 class PoolingRoutes:
-    def __init__(self, models: ServedModels, unknown_fields: UnknownFields):
-        self._models, self._unknown_fields = models, unknown_fields
+    def __init__(self, models: ServedModels, bodies: Bodies):
+        self._models, self._bodies = models, bodies
 
     def routes(self) -> list[Route]:
         vectors, fit = "Texts to vectors.", "Score how well documents fit queries."
@@ -51,7 +51,7 @@ class PoolingRoutes:
         id_prefix: str,
         compute: Callable[[PooledModel, B, RequestContext], Coroutine[Any, Any, Any]],
     ) -> Response:
-        body = await read_body(request, kind, self._unknown_fields)
+        body = await self._bodies.read(request, kind)
         model = PooledModel(await self._models.find(body.model, request))
         answer = await run_while_connected(request, compute(model, body, RequestContext.of(request, body, id_prefix)))
         return with_warning(body.ignored, json_response(answer))

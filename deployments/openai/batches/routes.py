@@ -14,9 +14,10 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
+from deployments.http.bodies import Bodies
 from deployments.http.body import validated
 from deployments.http.context import key_name
-from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.json_body import json_response, with_warning
 from deployments.http.middleware import AuthConfig
 from deployments.http.route import OWNER, Route
 from deployments.openai.batches.config import BatchConfig
@@ -53,11 +54,17 @@ class BatchRoutes:
     """Routes of files and batches. Each API key sees only its own files and batches; without keys, all see all."""
 
     def __init__(
-        self, app: FastAPI, models: ServedModels, config: BatchConfig, auth: AuthConfig, values: KeyValueStore | None
+        self,
+        app: FastAPI,
+        models: ServedModels,
+        config: BatchConfig,
+        auth: AuthConfig,
+        bodies: Bodies,
+        values: KeyValueStore | None,
     ):
         """values: store shared by all ingresses; None if they share only the folder. Raises ConfigError if the folder
         is not writable."""
-        self._app, self._models, self._config, self._auth = app, models, config, auth
+        self._app, self._models, self._config, self._auth, self._bodies = app, models, config, auth, bodies
         if config.folder is None:
             return
         folder = user_folder(config.folder)
@@ -139,7 +146,7 @@ class BatchRoutes:
         return json_response(DeletedFile(name))
 
     async def create(self, request: Request) -> Response:
-        body = await read_body(request, BatchBody, self._auth.unknown_fields)
+        body = await self._bodies.read(request, BatchBody)
         endpoints = {route.path for route in self._app.routes if isinstance(route, APIRoute)}
         if body.endpoint not in endpoints:
             served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))

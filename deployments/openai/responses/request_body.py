@@ -192,13 +192,14 @@ class ResponsesBody(SamplingBody):
         }
         self.ignored.extend(name for name, given in settings.items() if given)
 
-    def to_chat(self, items: list[Item], num_earlier: int) -> ChatBody:
+    def to_chat(self, items: list[Item], num_earlier: int, kind: type[ChatBody]) -> ChatBody:
         """Return the chat request. Raises RequestError.
 
         items: the whole conversation, with references resolved. num_earlier: number of items from earlier responses.
+        kind: class of the chat.
         """
         choice, functions = self._tool_choice()
-        fields = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
+        fields = {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
         fields |= {
             "messages": to_messages(items, self.instructions, num_earlier),
             "tools": [function.for_chat() for function in functions] or None,
@@ -212,7 +213,7 @@ class ResponsesBody(SamplingBody):
             "chat_template_kwargs": self.chat_template_kwargs,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else self.truncate_prompt_tokens,
         }
-        chat = validated(ChatBody, fields)
+        chat = validated(kind, fields)
         chat.check()
         return chat
 

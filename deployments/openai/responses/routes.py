@@ -13,13 +13,14 @@ from fastapi import Request
 from fastapi import Response as HttpResponse
 
 from deployments.frontend.sequence import ReportedError
+from deployments.http.bodies import Bodies
 from deployments.http.body import validated
 from deployments.http.context import RequestContext, key_name
 from deployments.http.idempotency import IdempotentRoutes
-from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.json_body import json_response, with_warning
 from deployments.http.route import KEY, OWNER, Route
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
-from deployments.http.validation import UnknownFields
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.chat_output import ChatOutput
 from deployments.openai.responses.background import BackgroundResponses
 from deployments.openai.responses.items import Item
@@ -46,19 +47,17 @@ NAMED_EVENTS = EventFormat(encode=named_event, end=b"")
 
 
 class ResponsesRoutes:
-    def __init__(
-        self, models: ServedModels, store: ResponseStore, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
-    ):
+    def __init__(self, models: ServedModels, store: ResponseStore, idempotent: IdempotentRoutes, bodies: Bodies):
         self._models, self._store, self._idempotent = models, store, idempotent
-        self._unknown_fields = unknown_fields
+        self._bodies = bodies
         self._background = BackgroundResponses(store, idempotent.jobs)
 
     def routes(self) -> list[Route]:
         path = "/v1/responses"
         create, respond = self._idempotent.once(path)(self.create), "Respond to items of a conversation."
-        one, items = f"{path}/{{name}}", "The input items of a stored response."
+        one, items, body = f"{path}/{{name}}", "The input items of a stored response.", self._bodies.kind(ResponsesBody)
         return [
-            Route(KEY, "POST", path, create, respond, body=ResponsesBody, result=Response, streams=True),
+            Route(KEY, "POST", path, create, respond, body=body, result=Response, streams=True),
             Route(
                 OWNER,
                 "GET",
@@ -83,7 +82,7 @@ class ResponsesRoutes:
         ]
 
     async def create(self, request: Request) -> HttpResponse:
-        body = await read_body(request, ResponsesBody, self._unknown_fields)
+        body = await self._bodies.read(request, ResponsesBody)
         model, owner = await self._models.find(body.model, request), owner_of(request)
         context = RequestContext.of(request, body, "resp_")
         if body.background and context.background:
@@ -102,7 +101,7 @@ class ResponsesRoutes:
         else:  # responses that it refers to may be gone
             earlier, items = begun.earlier, begun.input
         try:
-            chat = body.to_chat([*earlier, *items], len(earlier))
+            chat = body.to_chat([*earlier, *items], len(earlier), self._bodies.kind(ChatBody))
             output = await model.chat(chat, context)
             ignored = body.all_ignored(output.ignored)
             response = new_response(body, output, model, context)

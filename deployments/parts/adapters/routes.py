@@ -8,10 +8,9 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from deployments.edge_part import EdgePart
+from deployments.http.bodies import Bodies
 from deployments.http.body import RequestBody
-from deployments.http.json_body import read_body
 from deployments.http.route import ADMIN, Route
-from deployments.http.validation import UnknownFields
 from deployments.openai.served.served_models import ServedModels
 from deployments.parts.adapters.adapter_models import AdapterModels
 from deployments.parts.adapters.errors import AdapterNotLoaded
@@ -42,11 +41,9 @@ class UnloadAdapterBody(RequestBody):
 
 
 class AdapterRoutes(EdgePart):
-    def __init__(
-        self, models: ServedModels, adapters: AdapterModels, unknown_fields: UnknownFields, *, may_change: bool
-    ):
+    def __init__(self, models: ServedModels, adapters: AdapterModels, bodies: Bodies, *, may_change: bool):
         """may_change: whether requests may load and unload adapters."""
-        self._models, self._adapters, self._unknown_fields = models, adapters, unknown_fields
+        self._models, self._adapters, self._bodies = models, adapters, bodies
         self._may_change = may_change
 
     def further_models(self) -> AdapterModels:
@@ -81,7 +78,7 @@ class AdapterRoutes(EdgePart):
         ]
 
     async def load(self, request: Request) -> Response:
-        body = await read_body(request, LoadAdapterBody, self._unknown_fields)
+        body = await self._bodies.read(request, LoadAdapterBody)
         if not body.lora_name or not body.lora_path:
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.")
         registry = self._registry(body.base_model_name)
@@ -91,7 +88,7 @@ class AdapterRoutes(EdgePart):
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
-        body = await read_body(request, UnloadAdapterBody, self._unknown_fields)
+        body = await self._bodies.read(request, UnloadAdapterBody)
         if not body.lora_name:
             raise RequestError("either 'lora_name' and 'lora_int_id' needs to be provided.")
         for registry in self._adapters.registries.values():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deployments.openai.chat_body import ChatBody
-from deployments.openai.completion_body import CompletionBody
 from deployments.openai.conversation import FunctionDefinition, ImagePart, Message, TextPart, Tool
 from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.served.served_model import ServedModel
+from deployments.parts.holds.fields import HoldFields, marks_of
 from deployments.parts.holds.marked_text import MarkedText, common_prefix, hold_marks
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.holds import HoldMark, PromptHold
@@ -21,7 +21,8 @@ class HoldRequests(ModelPart):
     def requests(self, draft: Draft, requests: list[list[GenerateRequest]]) -> list[list[GenerateRequest]]:
         """Give the first sequence of each prompt the hold that the body asks for."""
         body = draft.body
-        assert isinstance(body, ChatBody | CompletionBody)
+        if not isinstance(body, HoldFields):
+            return requests
         name = draft.session_id or body.prompt_cache_key
         held = []
         for first, *others in requests:
@@ -30,14 +31,14 @@ class HoldRequests(ModelPart):
             held.append([first, *others])
         return held
 
-    def _marks(self, draft: Draft, body: ChatBody | CompletionBody, prompt: list[int]) -> list[HoldMark]:
+    def _marks(self, draft: Draft, body: HoldFields, prompt: list[int]) -> list[HoldMark]:
         if isinstance(body, ChatBody):
-            return self._find_marks(draft, body, len(prompt)) if body.cache_marks else []
+            return self._find_marks(draft, body, len(prompt)) if marks_of(body) else []
         return [] if body.hold_ttl_s is None else [HoldMark(len(prompt), body.hold_ttl_s)]
 
     def _find_marks(self, draft: Draft, body: ChatBody, num_tokens: int) -> list[HoldMark]:
         """Return where the marks of a chat are in its prompt. num_tokens: of the prompt."""
-        model, text, marks = self._model, draft.text, body.cache_marks
+        model, text, marks = self._model, draft.text, marks_of(body)
         marked, tools = MarkedText(), body.offered_tools
 
         def render(numbers: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deployments.openai.chat_body import ChatBody
 from deployments.openai.served.model_part import Draft, ModelPart
+from deployments.parts.prediction.fields import PredictionFields
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction
@@ -18,7 +18,7 @@ class Predictions(ModelPart):
 
     def requests(self, draft: Draft, requests: list[list[GenerateRequest]]) -> list[list[GenerateRequest]]:
         body = draft.body
-        if not isinstance(body, ChatBody) or body.prediction is None:
+        if not isinstance(body, PredictionFields) or body.prediction is None:
             return requests
         if not self._drafts:
             draft.ignored.append("prediction")

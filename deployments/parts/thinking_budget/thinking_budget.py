@@ -8,6 +8,7 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.formats.tool_grammar import Thinking
 from deployments.openai.served.model_part import Draft, ModelPart
+from deployments.parts.thinking_budget.fields import ThinkingFields
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import ThinkingBudget
 
@@ -20,7 +21,7 @@ class ThinkingBudgets(ModelPart):
 
     def requests(self, draft: Draft, requests: list[list[GenerateRequest]]) -> list[list[GenerateRequest]]:
         body = draft.body
-        if not isinstance(body, ChatBody) or body.thinking_token_budget is None:
+        if not isinstance(body, ChatBody) or not isinstance(body, ThinkingFields) or body.thinking_token_budget is None:
             return requests
         budget = self._budget(body, body.thinking_token_budget, draft.thinking)
         if budget is None:

@@ -18,6 +18,7 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.context import RequestContext
 from deployments.http.middleware import AuthConfig, HeadersMiddleware
 from deployments.http.streaming import stream
+from deployments.openai.chat_body import ChatBody
 from engine.errors import Overloaded
 from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
@@ -284,7 +285,9 @@ async def test_full_queue_is_a_rate_limit_that_says_when_to_come_again(streamed)
 
 async def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async with serving("one two three " * 100, max_replays=0) as (_, api):
-        chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 400, "stream": True}).for_chat(512)
+        chat = MessagesBody.model_validate({"messages": HELLO, "max_tokens": 400, "stream": True}).for_chat(
+            512, ChatBody
+        )
         output = await api.model.chat(chat, RequestContext("msg-1", 0, "test"))
         scope = {"type": "http", "headers": [(b"x-request-id", b"r1")]}
         event_stream = await stream(MessageResponse("msg-1", output, 9).events(), event_format(scope))

@@ -11,6 +11,7 @@ import pytest
 from deployments.anthropic.request_bodies import FOREIGN_FIELDS as FOREIGN
 from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
 from deployments.http.body import parse
+from deployments.openai.chat_body import ChatBody
 from engine.errors import RequestError
 from tests.deployments.fake_api import fake_api, says
 
@@ -73,7 +74,7 @@ def read(**fields: Any) -> MessagesBody:
 )  # fmt: skip
 def test_bad_body_is_refused_by_the_name_that_the_field_has_here(fields, message):
     with pytest.raises(RequestError) as caught:
-        read(**fields).for_chat(512)
+        read(**fields).for_chat(512, ChatBody)
     assert message in str(caught.value)
 
 
@@ -87,7 +88,7 @@ def test_turns_of_one_role_become_one_and_blocks_that_no_model_reads_are_left_ou
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
     ]
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    chat = read(system=system, messages=turns).for_chat(512)
+    chat = read(system=system, messages=turns).for_chat(512, ChatBody)
     assert [message.for_template() for message in chat.messages] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\nb"},
@@ -98,17 +99,21 @@ def test_turns_of_one_role_become_one_and_blocks_that_no_model_reads_are_left_ou
 
 def test_system_turn_stays_one_for_the_chat_template():
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}]
-    assert [(m.role, m.for_template()["content"]) for m in read(messages=turns).for_chat(512).messages] == [
+    assert [(m.role, m.for_template()["content"]) for m in read(messages=turns).for_chat(512, ChatBody).messages] == [
         ("system", "a"),
         ("user", "b"),
         ("system", "c"),
     ]
-    assert [m.role for m in read(system="s", messages=turns).for_chat(512).messages] == ["system", "user", "system"]
+    assert [m.role for m in read(system="s", messages=turns).for_chat(512, ChatBody).messages] == [
+        "system",
+        "user",
+        "system",
+    ]
 
 
 def test_user_id_is_the_client_whose_fair_share_the_request_counts_to():
-    assert read(metadata={"user_id": "u1", "account": 5}).for_chat(512).user == "u1"
-    assert read().for_chat(512).user is None
+    assert read(metadata={"user_id": "u1", "account": 5}).for_chat(512, ChatBody).user == "u1"
+    assert read().for_chat(512, ChatBody).user is None
 
 
 def test_counting_takes_no_sampling_fields():

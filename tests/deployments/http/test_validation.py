@@ -19,14 +19,15 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.foreign_fields import FOREIGN_FIELDS as FOREIGN
 from engine.errors import InvalidParameter
+from tests.deployments.bodies import BODIES
 from tests.deployments.fake_api import fake_api, says, tokenizer
 from tests.deployments.openai.bad_requests import Bad
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 ROUTES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "chat/completions": (chat_params.CompletionCreateParamsStreaming, ChatBody, {"messages": HELLO}),
-    "completions": (completion_params.CompletionCreateParamsStreaming, CompletionBody, {"prompt": "a"}),
+    "chat/completions": (chat_params.CompletionCreateParamsStreaming, BODIES.kind(ChatBody), {"messages": HELLO}),
+    "completions": (completion_params.CompletionCreateParamsStreaming, BODIES.kind(CompletionBody), {"prompt": "a"}),
 }
 # those of vLLM's main branch of autumn 2026, beside OpenAI's and those that ours have
 VLLM = """

@@ -29,6 +29,7 @@ from deployments.openai.sampling_body import GenerationBody, SamplingBody
 from deployments.openai.template_body import TokenizeBody
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
+from tests.deployments.bodies import BODIES
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
 from tests.deployments.loop_time import longest_turn, slowness
 from tests.deployments.openai.bad_requests import Bad
@@ -270,7 +271,7 @@ async def test_largest_value_that_a_field_may_have_holds_the_loop_for_less_than_
     generates = issubclass(kind, GenerationBody)
     raw = json.dumps({"max_tokens": 1, **body} if generates else body).encode()
     assert len(raw) < 16 * 2**20
-    parse(kind, raw)
+    BODIES.parse(kind, raw)
     async with fake_api(vocab_size=2**18) as api:
         took = []
         for _ in range(10):  # the other core may be at work in the same caches

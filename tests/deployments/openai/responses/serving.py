@@ -12,10 +12,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deployments.http.context import RequestContext
+from deployments.openai.chat_body import ChatBody
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.routes import new_response
 from engine.wire.generate_request import GenerateRequest
+from tests.deployments.bodies import BODIES
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import QWEN, VOCAB_SIZE, answers, chat_tokenizer
 
@@ -63,9 +65,9 @@ async def ask_streamed(api: FakeApi, **body: Any) -> list[dict[str, Any]]:
 
 async def builder_of(api: FakeApi, **fields: Any) -> ResponseBuilder:
     """The builder of a response, before anything is generated."""
-    body = ResponsesBody.model_validate(fields)
+    body = BODIES.kind(ResponsesBody).model_validate(fields)
     body.check()
-    chat, context = body.to_chat(body.items, 0), RequestContext("resp_" + "0" * 32, 0, "test")
+    chat, context = body.to_chat(body.items, 0, BODIES.kind(ChatBody)), RequestContext("resp_" + "0" * 32, 0, "test")
     response = new_response(body, chat, api.model, context)
     return ResponseBuilder(body, response, await api.model.chat(chat, context))
 

@@ -11,6 +11,7 @@ from openai.types.responses import ResponseIncludable, response_create_params
 
 from deployments.openai.responses.request_body import RESPONSES_FOREIGN_FIELDS as FOREIGN
 from deployments.openai.responses.request_body import Include, ResponsesBody
+from tests.deployments.bodies import BODIES
 from tests.deployments.openai.bad_requests import Bad
 from tests.deployments.openai.responses.serving import (
     ARGUMENTS,
@@ -31,7 +32,7 @@ VLLM = {
     *{"request_id", "seed", "skip_special_tokens", "stop", "structured_outputs", "top_k", "vllm_xargs"},
 }
 DEFINED = {*get_type_hints(response_create_params.ResponseCreateParamsStreaming), *VLLM, *FOREIGN.unused}
-KNOWN = set(ResponsesBody.model_fields)
+KNOWN = set(BODIES.kind(ResponsesBody).model_fields)
 
 
 def test_every_field_of_openai_s_and_vllm_s_is_obeyed_or_ignored_or_refused_for_a_reason():
