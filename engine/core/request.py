@@ -208,7 +208,7 @@ class Request:
 
     @classmethod
     def create(cls, message: GenerateRequest, max_model_len: int, now: float) -> Request:
-        params = message.params
+        params = message.params if message.pooling is None else SamplingParams()
         num_prompt = len(message.prompt) if message.num_prompt is None else message.num_prompt
         limit = max_model_len - num_prompt if message.pooling is None else 1  # pooling counts as one token in flight
         return cls(

@@ -19,7 +19,9 @@ from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenDelta
+from tests.deltas import deltas_of
 from tests.fake_runner import Harness
 from tests.models import make_model
 
@@ -127,6 +129,17 @@ def test_a_slot_that_was_pooled_generates_again(core):
         outputs.add(name)
         outputs.go()
         assert outputs.tokens[name] == expected.tokens[name]
+
+
+def test_sampling_parameters_of_a_pooled_request_have_no_effect_not_even_a_form(tmp_path):
+    model = make_model(tmp_path, "qwen3", tokenizer=True)
+    core = build_engine(EngineConfig(model=str(model), num_gpu_blocks_override=40, num_threads=1))
+    form = StructuredOutputsParams(regex="a{3}")
+    for name, params in (("plain", SamplingParams()), ("form", SamplingParams(structured_outputs=form, logprobs=1))):
+        core.add(GenerateRequest(request_id=name, prompt=PROMPTS["e"], params=params, pooling=PoolingParams()))
+    vectors = [delta.pooled for delta in deltas_of(core)]
+    core.close()
+    assert len(vectors) == 2 and vectors[0] == vectors[1] != b""
 
 
 def test_a_prompt_that_is_pooled_may_fill_the_context(core):
