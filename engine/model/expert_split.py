@@ -171,6 +171,11 @@ class SlicedExperts:
         self.num_slots = num_experts  #: experts for which this rank has room
         self.slices = tp  #: over which ranks each of these experts is sliced
 
+    def scatters_sums(self) -> bool:
+        """Return whether the step decides which rank has a token's sum, while the others have 0. Then whatever is added
+        has to be summed over the ranks by itself: else its bits would depend on the step."""
+        return False
+
     def count(self, experts: Tensor) -> None:
         """Count the tokens of a step. experts: of each token, [tokens, k]."""
         self.load.add(experts)
@@ -246,6 +251,9 @@ class SharedExperts(SpreadExperts):
         super().__init__(num_experts, tp, exchange.members.ranks)
         self.exchange = exchange
 
+    def scatters_sums(self) -> bool:
+        return self.tp.size > 1
+
     def partials(self, layer: Products, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         found = []
         for start, counts in self.exchange.chunks(len(x), self.at_once):
@@ -267,6 +275,9 @@ class SharedExpertsInOrder(SharedExperts):
 
     at_once = TOKENS_AT_ONCE
 
+    def scatters_sums(self) -> bool:
+        return False
+
     def _partials(self, layer: Products, counts: Counts, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         rows = self.exchange.dispatch(x, self.slots.places(experts), weights, counts)
         local, parts, sums = self.slots.at(rows.places), self.tp.parts, []
@@ -283,6 +294,9 @@ class MovingSharedExperts(SharedExperts):
     columns, and adds them up in the router's order."""
 
     at_once = TOKENS_AT_ONCE
+
+    def scatters_sums(self) -> bool:
+        return False
 
     def _partials(self, layer: Products, counts: Counts, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
         rows = self.exchange.dispatch(x, self.slots.places(experts), weights, counts)

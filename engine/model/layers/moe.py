@@ -338,8 +338,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.experts.partials(x, *self.gate(x))
-        if self.shared_expert is not None:
-            gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
-            shared = self.shared_expert.partials(x)
-            parts = [self.add_shared(mixed, more, gate) for mixed, more in zip(parts, shared, strict=True)]
-        return self.tp.ranks.sum(parts)
+        if self.shared_expert is None:
+            return self.tp.ranks.sum(parts)
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        shared = self.shared_expert.partials(x)
+        if self.experts.split.scatters_sums():
+            both = self.tp.ranks.sum([torch.cat(each) for each in zip(parts, shared, strict=True)])
+            return self.add_shared(*both.chunk(2), gate)
+        return self.tp.ranks.sum(
+            [self.add_shared(mixed, more, gate) for mixed, more in zip(parts, shared, strict=True)]
+        )

@@ -105,6 +105,21 @@ def test_in_a_fixed_order_they_have_the_bits_of_one_engine(tmp_path, monkeypatch
             assert all(map(torch.equal, logits, alone[i // ranks])), (size, ranks, exchange)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_row_has_the_same_bits_wherever_it_is_in_a_step_of_an_engine_with_two_ranks(tmp_path, exchange):
+    """Each rank gets what the experts make of a share of the rows, and adds its part of the shared expert."""
+    folder = make_model(tmp_path, "glm4_moe")
+
+    def logits(step: Step, of_other_engine: Step) -> Tensor:
+        groups = engines(2, fixed_order=False, ranks=2, exchange=exchange)
+        parts, steps = [load_by_hand(folder, group) for group in groups], [step, step, of_other_engine, of_other_engine]
+        return on_all(groups, lambda i: take(parts[i], groups[i].expert_exchange, [steps[i]]))[0][0]
+
+    alone = logits({0: [7]}, None)
+    for before in ([9], [8, 9, 11], list(range(20, 40))):
+        assert torch.equal(logits({1: before, 0: [7]}, {0: before})[-1], alone[0])
+
+
 def compute(folder: Path, size: int, ranks: int, dtype: torch.dtype, exchange: Any) -> list[list[Tensor]]:
     groups = engines(size, fixed_order=True, ranks=ranks, exchange=exchange)
     parts = [load_by_hand(folder, group, dtype) for group in groups]
