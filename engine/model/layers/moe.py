@@ -344,7 +344,8 @@ class MixtureOfExperts(nn.Module):
         shared = self.shared_expert.partials(x)
         if self.experts.split.scatters_sums():
             both = self.tp.ranks.sum([torch.cat(each) for each in zip(parts, shared, strict=True)])
-            return self.add_shared(*both.chunk(2), gate)
+            routed, more = both.chunk(2)
+            return self.add_shared(routed, more, gate)
         return self.tp.ranks.sum(
             [self.add_shared(mixed, more, gate) for mixed, more in zip(parts, shared, strict=True)]
         )
