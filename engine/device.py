@@ -37,6 +37,7 @@ MALLOPTS = {-1: 2**30, -3: 2**25}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (its max
 PR_SET_TIMERSLACK = 29
 
 Run = Callable[[], Tensor]
+Stopwatch = Callable[[], Callable[[], float]]
 T = TypeVar("T")
 
 
@@ -101,9 +102,18 @@ class Device:
     def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
         """Return the output of `run`, and a function that returns the seconds that it took on the device. Call the
         function once an event made later has been reached."""
-        started, output = time.perf_counter(), run()
-        seconds = time.perf_counter() - started
-        return output, lambda: seconds
+        watch = self.stopwatch()
+        return run(), watch()
+
+    def stopwatch(self) -> Stopwatch:
+        """Start to measure time. Returns a function that ends this, and returns a function as `timed` does."""
+        started = time.perf_counter()
+
+        def stop() -> Callable[[], float]:
+            seconds = time.perf_counter() - started
+            return lambda: seconds
+
+        return stop
 
     def used_bytes(self) -> int:
         """Return how much of the device's memory this process has taken, since others may share the device. What CUDA
@@ -213,13 +223,16 @@ class CudaDevice(Device):
             self._beside = torch.cuda.Stream(self.torch_device)
         return torch.cuda.stream(self._beside)
 
-    def timed(self, run: Callable[[], T]) -> tuple[T, Callable[[], float]]:
+    def stopwatch(self) -> Stopwatch:
         """Measure by events in the queue, without waiting."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        output = run()
-        end.record()
-        return output, lambda: start.elapsed_time(end) / 1000
+
+        def stop() -> Callable[[], float]:
+            end.record()
+            return lambda: start.elapsed_time(end) / 1000
+
+        return stop
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)

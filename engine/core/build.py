@@ -42,6 +42,7 @@ from engine.kv_offload.group_tiers import GroupTiers, NoTiers
 from engine.kv_offload.rank_tiers import RankTiers
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.no_channel import NoChannel
+from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -52,8 +53,11 @@ from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
+from engine.runner.open_runner import open_runner
+from engine.runner.parts.adapters import Adapters
+from engine.runner.parts.experts import Experts
+from engine.runner.parts.images import Images
 from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.runner.stages.open_runner import open_runner
 from engine.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
@@ -81,11 +85,11 @@ def build_engine(
     if group.size != config.num_ranks:
         raise ConfigError("tensor_parallel_size", config.num_ranks, f"the size of the group ({group.size})")
     with ExitStack() as opened, group.starting():
-        loaded = load(config, group)
-        kv_ranks, image_ranks = start_kv_ranks(loaded, host, opened)
-        tiers = start_tiers(loaded, opened)
+        loaded = load(config, group, host)
+        opened.callback(loaded.runner.close)
         broadcaster = make_broadcaster(config, group)
-        kv_workers = opened.pop_all()
+        opened.pop_all()
+    tiers = tiers_of(loaded)
     open_channel = partial(
         make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
     )
@@ -93,10 +97,9 @@ def build_engine(
     usages = observe_usage(kv_cache)
     step_times = StepTimes()
     offloading = parts.make_offloading(loaded, tiers, kv_cache, step_times, clock)
-    handoff = loaded.config.handoff
-    channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks)
-    encode = None if loaded.runner.image_inbox is None else loaded.config.encode
-    image_channel = NoChannel() if encode is None else open_channel(encode, image_ranks)
+    handoff, encode = loaded.config.handoff, loaded.config.encode
+    channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks(loaded))
+    image_channel = NoChannel() if encode is None else open_channel(encode, loaded.runner.parts[Images].of_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
     scheduler = Scheduler(
         loaded.config,
@@ -125,7 +128,6 @@ def build_engine(
             launcher=make_launcher(loaded.runner, group),
             broadcaster=broadcaster,
             experts=make_experts(loaded, broadcaster),
-            kv_workers=kv_workers,
         ),
         scheduler=scheduler,
         ledger=CostLedger(
@@ -141,7 +143,7 @@ def build_engine(
             channel=channel,
             image_channel=image_channel,
             tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
-            adapter_loader=GroupLoader(loaded.runner.adapter_loader, group.size, broadcaster),
+            adapter_loader=GroupLoader(adapter_loader(loaded), group.size, broadcaster),
             kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
         ),
         clock=clock,
@@ -149,7 +151,7 @@ def build_engine(
     )
 
 
-def load(config: EngineConfig, group: TPGroup) -> Loaded:
+def load(config: EngineConfig, group: TPGroup, host: str) -> Loaded:
     """Load this rank's part of the model. Raises ConfigError if the options do not suit the model."""
     folder = engine_folder(config)
     model = read_model(config, folder)
@@ -159,25 +161,28 @@ def load(config: EngineConfig, group: TPGroup) -> Loaded:
     check_whole_images(config, model)
     if config.handoff is not None and config.handoff.role == "encode":
         model, config = encoder_config(model), images_only(config)
-    return Loaded(config, model, folder, open_runner(config, model, folder, group))
+    return Loaded(config, model, folder, open_runner(config, model, folder, group, host))
 
 
-def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's KV workers. Returns the workers of all ranks for KV, and those for image embeddings."""
-    if loaded.config.handoff is None and loaded.config.encode is None:
-        return [], []
-    from engine.runner.worker import start_kv_workers
+def kv_ranks(loaded: Loaded) -> list[KVWorkerInfo]:
+    """Return the KV workers of all ranks of an engine with handoffs."""
+    from engine.runner.parts.kv_workers import KVWorkers
 
-    return start_kv_workers(loaded.runner, loaded.model, host, opened)
+    return loaded.runner.parts[KVWorkers].of_ranks
 
 
-def start_tiers(loaded: Loaded, opened: ExitStack) -> RankTiers | None:
-    """Open this rank's tiers below the KV cache; return None if the config has none."""
+def tiers_of(loaded: Loaded) -> RankTiers | None:
+    """Return this rank's tiers below the KV cache, or None."""
     if not loaded.config.offloads_kv:
         return None
-    from engine.runner import worker
+    from engine.runner.parts.kv_tiers import KVTiers
 
-    return worker.start_tiers(loaded.runner, loaded.model, loaded.folder, opened)
+    return loaded.runner.parts[KVTiers].tiers
+
+
+def adapter_loader(loaded: Loaded) -> AdapterLoader | None:
+    adapters = loaded.runner.parts.get(Adapters)
+    return None if adapters is None else adapters.loader
 
 
 def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
@@ -190,7 +195,8 @@ def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | 
 
 
 def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
-    config, experts = loaded.config, loaded.runner.experts
+    config, part = loaded.config, loaded.runner.parts.get(Experts)
+    experts = None if part is None else part.rank
     if isinstance(experts, SharedRankExperts):
         return SharedExpertLoad(experts)
     if not isinstance(experts, RankExperts):

@@ -41,6 +41,7 @@ TOPIC = re.compile(rb"rank (\d{1,6})")
 NAME = "plans"  # name of the socket in metrics
 
 RankAnswer = AdapterAnswer | TierAnswer | ExpertAnswer
+RankCommand = AdapterLoad | TierCommand
 A = TypeVar("A", AdapterAnswer, TierAnswer, ExpertAnswer)
 
 
@@ -66,7 +67,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     checked: int
     """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
-    command: AdapterLoad | TierCommand | None = None
+    command: RankCommand | None = None
     """A command that is sent instead of a plan."""
     sampled: list[SampledStep] = []
     """Sampled tokens that this or a later plan needs, for ranks in pipeline stages that do not sample."""
@@ -106,7 +107,7 @@ class PlanBroadcaster:
         self._sampled = []
         self._socket.send(self._encode(message), zmq.NOBLOCK)
 
-    def command(self, command: AdapterLoad | TierCommand) -> None:
+    def command(self, command: RankCommand) -> None:
         """Ask the other ranks to load an adapter, or to move blocks of their KV caches."""
         self._number += 1
         self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)

@@ -46,16 +46,12 @@ class RankTiers:
     """Names and holds that an earlier start has left on this rank's disk."""
 
 
-def open_tiers(
-    config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scope: str, opened: ExitStack
-) -> RankTiers | None:
-    """Open this rank's tiers; return None if the config has none. Every rank must call this within `group.starting()`.
+def open_tiers(config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scope: str, opened: ExitStack) -> RankTiers:
+    """Open the tiers of a rank whose config has some. Every rank must call this within `group.starting()`.
 
     caches: as for DeviceBlocks. scope: text that contains everything that determines the content of a block with a
     given hash, apart from rank and device. opened: exit stack that closes the tiers. Raises StartupError.
     """
-    if not config.offloads_kv:
-        return None
     own_bytes = [cache[:1].nbytes for cache in caches]
     of_ranks: list[list[int]] = [json.loads(text) for text in tp.exchange(json.dumps(own_bytes))]
     block_bytes = [sum(sizes) for sizes in zip(*of_ranks, strict=True)]

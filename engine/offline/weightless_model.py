@@ -103,10 +103,9 @@ class WeightlessModel:
             self.tp: TPGroup = RankOf(self.ranks, self.launched)
             self.model = build_model(self.config, ShardPlan(self.tp), self.dtype, META)
             pack_weights(self.model)
-            if self.adapters is None:
-                fused_rows.fuse(self.model)
-            else:
+            if self.adapters is not None:
                 ModelAdapters(self.model, *self.adapters, 8192, META)
+            fused_rows.fuse(self.model)
 
     @torch.inference_mode()
     def compute(self, tokens: int, seqs: int, context: int, verified: int = 0, images: bool = False) -> Tensor:
@@ -130,7 +129,6 @@ class WeightlessModel:
             size = self.block_size
             graphs = CudaGraphs(
                 Device(META), self._forward_images if images else self.model,
-                torch.zeros(seqs, context, dtype=torch.int32, device=META),
                 torch.zeros(len(groups), seqs, -(-context // size), dtype=torch.int32, device=META),
                 StepMemory(
                     [
@@ -139,6 +137,7 @@ class WeightlessModel:
                     ],
                     [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
                     StateCache(specs, seqs, 0, META),
+                    torch.zeros(seqs, context, dtype=torch.int32, device=META),
                 ),
                 budget_bytes=0, tp=self.tp,
             )  # fmt: skip

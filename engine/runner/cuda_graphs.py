@@ -230,18 +230,17 @@ class CudaGraphs:
         self,
         device: Device,
         forward: Callable[[Tensor, Batch], Tensor],
-        history: Tensor,
         tables: Tensor,
         memory: StepMemory,
         *,
         budget_bytes: int,
         tp: TPGroup,
     ):
-        """forward: returns hidden states [tokens, hidden] for token ids [tokens] int64 and their batch. history:
-        [slots, max_model_len] int32 token ids. tables: [groups, slots, max_blocks] int32. The contents of these tensors
-        change between steps; their addresses must not. budget_bytes: device memory for all graphs together."""
+        """forward: returns hidden states [tokens, hidden] for token ids [tokens] int64 and their batch. tables:
+        [groups, slots, max_blocks] int32. Its contents change between steps; its address must not. budget_bytes: device
+        memory for all graphs together."""
         self._device, self._forward, self._tp = device, forward, tp
-        self._history, self._tables, self._memory = history, tables, memory
+        self._tables, self._memory = tables, memory
         self._graphs: dict[StepShape, Graph] = {}
         tp.before_close(self._destroy)
         self.budget_bytes, self.used_bytes = budget_bytes, 0
@@ -254,9 +253,8 @@ class CudaGraphs:
         return CudaGraphs(
             self._device,
             forward,
-            self._history,
             self._tables,
-            StepMemory([kv_cache], [None], StateCache([], 0, 0, kv_cache.device)),
+            StepMemory([kv_cache], [None], StateCache([], 0, 0, kv_cache.device), self._memory.history),
             budget_bytes=budget_bytes,
             tp=TPGroup.single(),
         )
@@ -352,7 +350,7 @@ class CudaGraphs:
             other_groups=tuple(others),
             states=states,
         )
-        return self._forward(self._history.view(-1)[columns.token_index].long(), batch)
+        return self._forward(self._memory.history.view(-1)[columns.token_index].long(), batch)
 
     def _capture(self, shape: StepShape) -> str:
         """Capture one shape. Return why it cannot be captured, or an empty string."""

@@ -18,7 +18,6 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
 from engine.free_memory import FreeMemory
-from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
@@ -64,15 +63,15 @@ class GroupNeed:
 
 
 def group_needs(
-    config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, drafter_bytes: int = 0
+    config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, part_bytes: int = 0
 ) -> list[GroupNeed]:
-    """Return each KV cache group's need. drafter_bytes: bytes that a drafter needs per block of the first group."""
+    """Return each KV cache group's need. part_bytes: bytes that parts need per block of the first group."""
     step = window_step_tokens(config, model)
     return [
         GroupNeed(
             group,
             block_size,
-            torch.Size(group.block_shape(block_size, tp.size)).numel() * dtype.itemsize + (0 if i else drafter_bytes),
+            torch.Size(group.block_shape(block_size, tp.size)).numel() * dtype.itemsize + (0 if i else part_bytes),
             step,
         )
         for i, group in enumerate(model.kv_groups)
@@ -94,18 +93,16 @@ def choose_num_blocks(
     device: torch.device,
     tp: TPGroup,
     free: FreeMemory,
-    drafter_bytes: int = 0,
+    part_bytes: int = 0,
     state_bytes: int = 0,
 ) -> tuple[list[int], int]:
     """Return the number of blocks of each KV cache group, and max_model_len. Log the limit that sets them.
 
     free: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, this rank's part of the machine's.
-    drafter_bytes: bytes that a drafter needs for each block of the first group. state_bytes: bytes of snapshots of
-    states. Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
+    part_bytes: bytes that parts need for each block of the first group. state_bytes: bytes of snapshots of states.
+    Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
-    needs = group_needs(config, block_size, model, dtype, tp, drafter_bytes)
-    if device.type == "cuda" and config.handoff is not None and config.handoff.transport != "tcp":
-        free = free.less(nixl.MAX_BUFFERS * sum(nixl.buffer_bytes(need.block_bytes) for need in needs))
+    needs = group_needs(config, block_size, model, dtype, tp, part_bytes)
     longest = model.longest_sequence(config.max_model_len)
     desired = [need.most(longest, config.max_num_seqs) for need in needs]
     if not any(need.block_bytes for need in needs):

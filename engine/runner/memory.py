@@ -10,12 +10,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
-from engine.errors import OutOfMemory
 from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache
-from engine.runner.images import EncoderCache, NoEncoderCache
+from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
@@ -28,23 +27,21 @@ LEAST = 2  # fewest snapshots; a handoff needs one
 def plan_blocks(
     setup: RankSetup,
     run_dummy_step: Callable[[int, int], None],
-    encoder_cache: EncoderCache | NoEncoderCache,
-    drafter_block_bytes: int,
-    spare_bytes: int = 0,
+    parts: RankParts,
 ) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
     Both numbers are the smallest of any rank, so that all ranks agree, and all engines that share experts.
-    run_dummy_step: computes a step of (tokens, sequences). drafter_block_bytes: bytes that a drafter needs for each
-    block of the first group. spare_bytes: memory to be kept free for experts of a lost engine. Raises OutOfMemory if
-    these or the configured lengths do not fit.
+    run_dummy_step: computes a step of (tokens, sequences). Raises OutOfMemory if the configured lengths, or what parts
+    need, do not fit.
     """
     if setup.torch_device.type == "cpu":
         free = free_host_memory().shared_by(setup.tp.all_engines.local_size)
     else:
-        free = free_gpu_memory(setup, run_dummy_step, encoder_cache)
+        free = free_gpu_memory(setup, run_dummy_step)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
-    free = keep_free(free, spare_bytes)
+    for reserve in parts.reserve:
+        free = reserve(free)
     device, specs = setup.torch_device, setup.state_specs
     if device.type == "cuda":  # a CPU's pages are taken only when sequences write to them
         free = free.less(config.max_num_seqs * (snapshot_bytes(specs) + sum(spec.row_bytes for spec in specs)))
@@ -57,7 +54,7 @@ def plan_blocks(
         device,
         tp,
         free=free,
-        drafter_bytes=drafter_block_bytes,
+        part_bytes=parts.block_bytes,
         state_bytes=snapshots * snapshot_bytes(specs),
     )
     answers = tp.all_engines.exchange(" ".join(map(str, [snapshots, *blocks])))
@@ -67,29 +64,12 @@ def plan_blocks(
     return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots
 
 
-def keep_free(free: FreeMemory, spare_bytes: int) -> FreeMemory:
-    """Return what is left of the free memory if room is kept for the experts of a lost engine. Raises OutOfMemory
-    if there is too little."""
-    if spare_bytes > free.size:
-        raise OutOfMemory(
-            f"with enable_elastic_ep, this rank needs {spare_bytes / 2**30:.2f} GiB for its part of the experts of a "
-            f"lost engine, but only {free}; use more ranks, or leave the option out"
-        )
-    if spare_bytes:
-        logger.info("%.2f GiB are kept free for experts of a lost engine", spare_bytes / 2**30)
-    return free.less(spare_bytes)
-
-
-def free_gpu_memory(
-    setup: RankSetup, run_dummy_step: Callable[[int, int], None], encoder_cache: EncoderCache | NoEncoderCache
-) -> FreeMemory:
-    """Return the memory that `gpu_memory_utilization` leaves for the KV cache and snapshots. Encodes the largest image
-    and runs the largest step, to measure their activations; subtracts these, weights, graphs, token history and block
-    tables."""
+def free_gpu_memory(setup: RankSetup, run_dummy_step: Callable[[int, int], None]) -> FreeMemory:
+    """Return the memory that `gpu_memory_utilization` leaves for the KV cache and snapshots. Runs the largest step to
+    measure its activations; subtracts these, weights, graphs, token history and block tables."""
     config = setup.config
 
     def run_largest() -> None:
-        encoder_cache.encode_example(config.encoder_cache_size)
         run_dummy_step(config.max_num_batched_tokens, config.max_num_seqs)
 
     run_largest()  # compiles kernels and loads libraries, whose memory stays in use
@@ -108,7 +88,6 @@ def free_gpu_memory(
     tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
     sequences = 4 * config.max_num_seqs * (longest + tables)  # token history and block tables, int32
     threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
-    activations += config.encoder_cache_size * encoder_cache.embedding_bytes
     states = config.max_num_batched_tokens * setup.model.hidden_size * setup.dtype.itemsize
     activations += int(setup.tp.link_copies * states)  # the largest step sends and receives nothing
     logger.info(

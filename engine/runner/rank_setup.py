@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.ops import dispatch
+from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
 from engine.usable_cpus import usable_cpus
@@ -27,8 +29,15 @@ class RankSetup:
 
     config: EngineConfig
     model: ModelConfig
+    """With the layers of this rank's pipeline stage."""
+    whole: ModelConfig
+    """With the layers of all stages."""
+    stage_layers: Sequence[int]
+    """Number of layers of each stage; empty without stages."""
     folder: Path
     tp: TPGroup
+    host: str
+    """IP address at which ranks of other engines reach this one."""
     plan: ShardPlan
     device: Device
     dtype: torch.dtype
@@ -37,8 +46,21 @@ class RankSetup:
     overlap: bool
 
     @classmethod
-    def of(cls, config: EngineConfig, model: ModelConfig, folder: Path, tp: TPGroup) -> RankSetup:
-        """Open the device and derive the rest. Raises ConfigError for options that cannot be combined."""
+    def of(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        folder: Path,
+        tp: TPGroup,
+        *,
+        stage_layers: Sequence[int] = (),
+        host: str = "127.0.0.1",
+    ) -> RankSetup:
+        """Open the device and derive the rest. model: with the layers of all stages. Raises ConfigError for options
+        that cannot be combined."""
+        whole = model
+        if stage_layers:
+            model = config_of(nth_stage(tp.stage, stage_layers, whole), whole)
         if config.torch_compile and model.transformers:
             limit = f"false for {model.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
@@ -57,8 +79,11 @@ class RankSetup:
         return cls(
             config=config,
             model=model,
+            whole=whole,
+            stage_layers=stage_layers,
             folder=folder,
             tp=tp,
+            host=host,
             plan=shard_plan(config, model, tp, device.torch_device),
             device=device,
             dtype=dtype,
@@ -73,6 +98,11 @@ class RankSetup:
     def state_specs(self) -> list[StateSpec]:
         """The tensors that each recurrent layer keeps for a sequence."""
         return state_specs(self.model.recurrent, str(self.dtype).removeprefix("torch."), self.tp.size)
+
+    @property
+    def layout(self) -> str:
+        """Suffix of the fingerprint of KV whose ranks hold other layers than those of engines without stages."""
+        return f" stages={','.join(map(str, self.stage_layers))}" if self.stage_layers else ""
 
     @property
     def torch_device(self) -> torch.device:

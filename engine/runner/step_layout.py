@@ -33,9 +33,10 @@ class Sequences:
         return divided, np.cumsum(pieces) - pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepLayout:
-    """The tokens of a step, in the order of its plan's entries, as arrays of int64."""
+    """The tokens of a step, in the order of its plan's entries, as arrays of int64. Parts may change the last three
+    fields."""
 
     sequences: Sequences  #: one per entry
     query_start: np.ndarray  #: [entries + 1], the first token of each entry, and the number of tokens
@@ -43,6 +44,9 @@ class StepLayout:
     positions: np.ndarray  #: [tokens], positions in their sequences
     slot_mappings: list[np.ndarray]  #: [tokens] per group, where their KV goes: block * block_size + offset
     token_index: np.ndarray  #: [tokens], where they are in the flattened token history
+    rotary: np.ndarray  #: [tokens], the positions by which a graph rotates them
+    fits_graph: bool = True  #: whether a graph can compute the step
+    unsampled: Collection[int] = ()  #: slots of sequences for which no token is sampled
 
     @classmethod
     def of(cls, plan: StepPlan, block_tables: list[np.ndarray], block_size: int, max_model_len: int) -> StepLayout:
@@ -63,6 +67,7 @@ class StepLayout:
             positions=positions,
             slot_mappings=[table[rows, indices] * np.int64(block_size) + offsets for table in block_tables],
             token_index=rows * max_model_len + positions,
+            rotary=positions,
         )
 
 
@@ -76,11 +81,11 @@ class SampledTokens:
     positions: np.ndarray  #: [n] int64, positions in their sequences
 
     @classmethod
-    def of(cls, plan: StepPlan, layout: StepLayout, pooled: Collection[int]) -> SampledTokens:
-        """Find the tokens that a plan samples. pooled: slots of sequences for which no token is sampled."""
+    def of(cls, plan: StepPlan, layout: StepLayout) -> SampledTokens:
+        """Find the tokens that a plan samples."""
         index = np.flatnonzero(np.frombuffer(bytes(plan.samples), dtype=bool))  # a list takes seven times as long
-        if pooled:
-            index = np.array([i for i in index.tolist() if plan.slots[i] not in pooled], dtype=np.int64)
+        if layout.unsampled:
+            index = np.array([i for i in index.tolist() if plan.slots[i] not in layout.unsampled], dtype=np.int64)
         entries: list[int] = index.tolist()
         back: np.ndarray | int = 0  # distance of each token to the last of its entry
         if plan.drafts:

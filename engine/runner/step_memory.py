@@ -16,3 +16,9 @@ class StepMemory:
     kv_caches: list[Tensor]  #: one per KV cache group
     kv_scales: list[Tensor | None]  #: one per KV cache group; None without FP8
     states: StateCache
+    history: Tensor  #: [slots, max_model_len] int32, the tokens of each sequence
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The tensors whose blocks other engines and tiers read: KV caches, then snapshots of recurrent states."""
+        return [*self.kv_caches, *([self.states.snapshots] if self.states.num_snapshots else [])]

@@ -6,34 +6,24 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack
 from pathlib import Path
-
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
-from engine.kv_offload.rank_tiers import RankTiers, open_tiers
-from engine.kv_offload.tier_worker import num_answers
-from engine.kv_transfer.fingerprint import fingerprint
-from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
-from engine.model.config import ModelConfig
 from engine.runner.launching.open_launcher import open_launcher
-from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
+from engine.runner.open_runner import open_runner
 from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.runner.stages.open_runner import open_runner
-from engine.wire.lora import AdapterLoad
+from engine.runner.step import LaunchedStep, StepInputs
 
 logger = logging.getLogger(__name__)
 
-LOADING_POLL_S = 0.005  # while an adapter is being loaded, or blocks are being moved
-KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
+LOADING_POLL_S = 0.005  # while a part is busy with a command
 POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
@@ -50,11 +40,10 @@ class Worker:
             folder: Path = engine_folder(config)
             model_config = read_model(config, folder)
             config = without_idle_moves(config, model_config)
-            self._runner = open_runner(config, model_config, folder, group)
-            start_kv_workers(self._runner, model_config, host, opened)
-            self._tiers = start_tiers(self._runner, model_config, folder, opened)
+            self._runner = open_runner(config, model_config, folder, group, host)
+            opened.callback(self._runner.close)
             self._receiver = PlanReceiver(group)
-            self._kv_workers = opened.pop_all()
+            opened.pop_all()
         self._launcher = open_launcher(self._runner, group)
         self._stopping = threading.Event()
 
@@ -64,25 +53,20 @@ class Worker:
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has sent its own
         launched: deque[LaunchedStep | Future[LaunchedStep]] = deque()
         runner = self._runner
-        ahead = runner.overlap and runner.device.asynchronous and runner.launches_ahead  # like rank 0
         try:
             for message, inputs in self._ahead() if self._runner.overlap else self._prepared():
                 step = message.checked
                 if sampled.get(step, message.checksum) != message.checksum:
                     raise EngineUnavailable(f"rank {self._group.rank} sampled other tokens than rank 0 in step {step}")
                 sampled = {later: value for later, value in sampled.items() if later > step}
-                runner.learn(message.sampled)
                 launched.append(self._launcher.launch(inputs))
-                if len(launched) > ahead:
+                if len(launched) > runner.launches_ahead:  # like rank 0
                     oldest = launched.popleft()
                     result = runner.collect(oldest.result() if isinstance(oldest, Future) else oldest)
                     if runner.samples:
                         sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
-            if self._runner.adapter_loader is not None:
-                self._runner.adapter_loader.close()
-            self._kv_workers.close()
             self._launcher.close()
             runner.close()
             self._group.close()
@@ -94,34 +78,22 @@ class Worker:
 
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         """Yield every plan with its inputs, until rank 0 ends the group or `stop` is called."""
-        loading, loader, tiers = 0, self._runner.adapter_loader, self._tiers
+        parts = self._runner.parts
         try:
             while not self._stopping.is_set():
-                message = self._receiver.receive(LOADING_POLL_S if loading else POLL_INTERVAL_S)
-                for answer in loader.answers() if loader is not None else ():
-                    self._receiver.answer(answer)
-                    loading -= 1
-                for moved in tiers.worker.answers() if tiers is not None else ():
-                    self._receiver.answer(moved)
-                    loading -= 1
-                for report in self._runner.experts.answers():
-                    self._receiver.answer(report)
+                message = self._receiver.receive(LOADING_POLL_S if parts.busy else POLL_INTERVAL_S)
+                for answers in parts.answers:
+                    for answer in answers():
+                        self._receiver.answer(answer)
                 if message is None:
                     continue
-                command = message.command
-                if isinstance(command, AdapterLoad):
-                    if loader is not None:
-                        loader.load(command)
-                        loading += 1
-                    continue
-                if command is not None:
-                    if tiers is not None:
-                        tiers.worker.submit(command)
-                        loading += num_answers(command)
+                if message.command is not None:
+                    for obey in parts.obey:
+                        obey(message.command)
                     continue
                 if message.plan is None:
                     return
-                yield message, self._runner.prepare(message.plan)
+                yield message, self._runner.prepare(message.plan, message.sampled)
         finally:
             self._receiver.close()
 
@@ -145,57 +117,3 @@ class Worker:
             if isinstance(item, BaseException):
                 raise item
             yield item
-
-
-def start_kv_workers(
-    runner: ModelRunner, model: ModelConfig, host: str, opened: ExitStack
-) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
-    """Start this rank's workers for KV and for image embeddings. Returns the workers of all ranks for KV, and those for
-    embeddings.
-
-    Every rank has to call this within `group.starting()`. model: with the layers of all stages. opened: stack whose
-    exit closes the workers.
-    Raises StartupError.
-    """
-    found: list[list[KVWorkerInfo]] = []
-    caches, heads = caches_of(runner), [group.spec.num_kv_heads for group in runner.model_config.kv_groups]
-    held = zip(model.kv_groups, runner.model_config.kv_groups, strict=True)
-    layers = [positions(whole.layers, own.layers) for whole, own in held]
-    if model.recurrent is not None and runner.model_config.recurrent is not None and runner.states.num_snapshots:
-        heads.append(runner.tp.size)  # each rank reads its part of a state from the same rank of the other engine
-        layers.append(positions(model.recurrent.layers, runner.model_config.recurrent.layers))
-    images = [] if runner.image_inbox is None else [runner.image_inbox]
-    for config, memory, num_heads, own_layers in (
-        (runner.config.handoff, caches, heads, layers),
-        (runner.config.encode, images, [1], [range(inbox.shape[1]) for inbox in images]),
-    ):
-        found.append([])
-        if config is not None and memory:
-            worker, found[-1] = start_kv_worker(config, memory, num_heads, own_layers, runner.tp, host)
-            opened.callback(worker.close)
-    kv, embeddings = found
-    return kv, embeddings
-
-
-def positions(whole: Sequence[int], own: Sequence[int]) -> range:
-    """Return the positions of a stage's layers, which are adjacent, among those of the whole model."""
-    start = whole.index(own[0]) if own else 0
-    return range(start, start + len(own))
-
-
-def start_tiers(runner: ModelRunner, model: ModelConfig, folder: Path, opened: ExitStack) -> RankTiers | None:
-    """Open this rank's tiers below the KV cache; return None if the config has none. Every rank has to call this within
-    `group.starting()`. model: with the layers of all stages. Raises StartupError."""
-    config, tp = runner.config, runner.tp
-    dtypes = runner.dtype, runner.kv_dtype
-    scope = fingerprint(model, folder, *dtypes, runner.block_size, config.determinism, tp.size)
-    scope += f"{runner.layout} load_format={config.load_format} torch_compile={config.torch_compile}"
-    for package in KERNEL_PACKAGES:
-        with suppress(PackageNotFoundError):
-            scope += f" {package}={version(package)}"
-    return open_tiers(config, caches_of(runner), tp.all_ranks, scope, opened)
-
-
-def caches_of(runner: ModelRunner) -> list[Tensor]:
-    """Return the tensors of all KV cache groups; snapshots of recurrent states are the last."""
-    return [*runner.kv_caches, *([runner.states.snapshots] if runner.states.num_snapshots else [])]

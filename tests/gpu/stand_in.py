@@ -249,7 +249,7 @@ def install_kernels() -> None:
 
     from engine import device
     from engine.model.ops.gpu import dependent_launch
-    from engine.runner.stages import open_runner
+    from engine.runner import open_runner
     from tests.engine.model.ops.gpu import interpreter
 
     execute = GridExecutor.__call__

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import StartupError
 from engine.kernel_trial.check import has_kernels, try_kernels
 from engine.model.checkpoint.overlay import engine_folder
-from engine.runner.model_runner import ModelRunner
+from engine.runner.open_runner import load_runner
 from engine.runner.rank_setup import read_model
 
 if TYPE_CHECKING:
@@ -26,4 +26,4 @@ def tried(model: str, options: dict[str, Any]) -> list[Verdict]:
     if not has_kernels(config, found):
         why = f"{found.architecture} has none" if torch.cuda.is_available() else "torch finds no GPU here"
         raise StartupError(f"there are no kernels to try: {why}")
-    return try_kernels(config, found, folder, ModelRunner)
+    return try_kernels(config, found, folder, load_runner)

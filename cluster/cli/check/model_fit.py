@@ -19,6 +19,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
 from engine.free_memory import free_host_memory
+from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
@@ -32,8 +33,8 @@ from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes, usable_gpu_memory
+from engine.runner.parts.stages import divide_layers
 from engine.runner.rank_setup import check_tested
-from engine.runner.stages.stage_runner import divide_layers
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
@@ -158,6 +159,8 @@ def check_kv_cache(
     size = engine.known_block_size
     try:
         kv_dtype = kv_cache.cache_dtype(engine, dtype, device)
+        needs = kv_cache.group_needs(engine, size, shape, kv_dtype, tp)
+        free = free.less(nixl.reserved_bytes(engine, [need.block_bytes for need in needs], device))
         specs = state_specs(shape.recurrent, str(dtype)[6:], tp.size)
         snapshots = choose_num_snapshots(engine, size, shape, specs, kv_dtype, device, tp, free)
         states = snapshots * snapshot_bytes(specs)
@@ -166,7 +169,6 @@ def check_kv_cache(
         )
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
-    needs = kv_cache.group_needs(engine, size, shape, kv_dtype, tp)
     requests = kv_cache.full_requests(needs, blocks, longest)
     message = f"KV cache for {blocks[0] * size:,} tokens{less}: {requests:.1f} requests of max_model_len {longest:,}"
     message = "; ".join([message, *kv_cache.describe_groups(needs, blocks), *describe_states(engine, specs, snapshots)])

@@ -47,6 +47,7 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     import torch  # takes seconds, and models whose layers are alike do not need it
 
     from engine.distributed.tp_group import TPGroup
+    from engine.kv_transfer.transport import nixl
     from engine.runner import kv_cache, memory
 
     cfg, size, tp, gpu = model.config, engine.known_block_size, TPGroup(0, ranks), torch.device("cuda")
@@ -54,12 +55,13 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     dtype, states = getattr(torch, cfg.dtype), state_specs(cfg.recurrent, cfg.dtype, ranks)
     running = sum(spec.kept_bytes + spec.row_bytes for spec in states)
     each = FreeMemory(int((usable_bytes(card, ranks) - model.weight_bytes) / ranks), "the GPU's memory")
-    free = each.less(engine.max_num_seqs * running)
+    needs = kv_cache.group_needs(engine, size, cfg, dtype, tp)
+    buffers = nixl.reserved_bytes(engine, [need.block_bytes for need in needs], gpu)
+    free = each.less(engine.max_num_seqs * running + buffers)
     snapshots = memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
         engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * memory.snapshot_bytes(states)
     )
-    needs = kv_cache.group_needs(engine, size, cfg, dtype, tp)
     sizes = [need.block_bytes for need in needs] + ([memory.snapshot_bytes(states)] if snapshots else [])
     return KVLayers(
         specs=tuple(group.spec for group in cfg.kv_groups),

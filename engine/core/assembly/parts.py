@@ -30,6 +30,7 @@ from engine.model.models.image_encoder import encoder_config
 from engine.model.state import DraftBound, state_specs
 from engine.runner.kv_cache import group_needs
 from engine.runner.memory import snapshot_bytes
+from engine.runner.parts.images import Images
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
@@ -145,13 +146,13 @@ def make_images(loaded: Loaded, peer: Peer | None) -> list[Part]:
     images = EncoderCacheManager(
         config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
     )
-    if peer is not None and runner.image_inbox is not None:
+    if peer is not None and (inbox := runner.parts[Images].inbox) is not None:
         encoder, dtype, block_size = encoder_config(loaded.model), runner.dtype, runner.block_size
         images.handoffs = ImageHandoffs(
             peer,
             fingerprint=fingerprint(encoder, loaded.folder, dtype, dtype, block_size, config.determinism),
             image_token_id=vision.image_token_id,
-            num_blocks=len(runner.image_inbox),
+            num_blocks=len(inbox),
             block_size=block_size,
         )
     return [images]

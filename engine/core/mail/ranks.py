@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts
 from engine.runner.launching.launcher import Launcher
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step import LaunchedStep
 from engine.wire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
@@ -29,11 +29,10 @@ class Ranks:
         launcher: Launcher,
         broadcaster: PlanBroadcaster | NoBroadcaster,
         experts: GroupExperts,
-        kv_workers: ExitStack,
     ):
-        """runner, launcher, kv_workers: of this rank."""
+        """runner, launcher: of this rank."""
         self.runner, self.launcher = runner, launcher
-        self._group, self._broadcaster, self._experts, self._kv_workers = group, broadcaster, experts, kv_workers
+        self._group, self._broadcaster, self._experts = group, broadcaster, experts
         self._in_flight: deque[Future[LaunchedStep] | LaunchedStep] = deque()
 
     def check(self) -> None:
@@ -63,14 +62,14 @@ class Ranks:
 
     def report(self) -> dict[str, Any]:
         """Return fields of EngineStats."""
-        return {
-            "stages": self.runner.stages(), "experts": self._experts.stats, "shared": self.launcher.shared(),
-        }  # fmt: skip
+        found = {"experts": self._experts.stats, "shared": self.launcher.shared()}
+        for report in self.runner.parts.report:
+            found |= report()
+        return found
 
     def close(self) -> None:
         """Stop this rank's thread, and let the other ranks end."""
         self.launcher.close()
-        self._kv_workers.close()
         self._broadcaster.close()
         self.runner.close()
         self._group.close()

@@ -22,7 +22,7 @@ import resource
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.kv_transfer.transport.base import BlockReads, CacheLayout, Progress, TransportError, runs
 from engine.kv_transfer.transport.memory import BlockMemory
 
@@ -245,6 +246,13 @@ class NixlTransport:
                 self._free.append(transfer.buffer)
             else:
                 self._lost.append(transfer)
+
+
+def reserved_bytes(config: EngineConfig, block_bytes: Iterable[int], device: torch.device) -> int:
+    """Return the memory of a GPU that an engine leaves free for transfer buffers. block_bytes: of each cache."""
+    if device.type != "cuda" or config.handoff is None or config.handoff.transport == "tcp":
+        return 0
+    return MAX_BUFFERS * sum(map(buffer_bytes, block_bytes))
 
 
 def buffer_bytes(block_bytes: int) -> int:

@@ -52,6 +52,14 @@ def build_model(cfg: ModelConfig, tp: ShardPlan, dtype: torch.dtype, device: tor
     return build(make, dtype, device)
 
 
+def add_vision_encoder(model: Model, cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Add the vision encoder to a model that `build_model` has built, if it takes images and embeds tokens here."""
+    if (vision := cfg.vision) is not None and cfg.stage.is_first:
+        from engine.model.transformers_backend.vision import VisionEncoder
+
+        model.vision = build(lambda: VisionEncoder(vision), dtype, device)
+
+
 def build(make: Callable[[], Module], dtype: torch.dtype, device: torch.device | str) -> Module:
     """Return the module that `make` builds, with parameters in `dtype` on `device`. Compiles its CPU kernels."""
     before = torch.get_default_dtype()

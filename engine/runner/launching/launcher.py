@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.runner.inputs import StepInputs
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step import LaunchedStep, StepInputs
 from engine.wire.stats.engine_stats import SharedSteps
 
 

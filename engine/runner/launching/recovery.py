@@ -14,8 +14,9 @@ from engine.eplb.lost_experts import LostExperts
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.state import KeptStates
-from engine.runner.inputs import StepInputs
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.parts.experts import Experts
+from engine.runner.step import LaunchedStep, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class Recovery(NoRecovery):
             try:
                 ranks = self._survivors.regroup(reason)
                 num_read = self._experts.share(ranks)
-                self._runner.experts.use(ranks, self._experts.placements)
+                self._runner.parts[Experts].rank.use(ranks, self._experts.placements)
                 num_computed = min(map(int, self._group.exchange(str(self._num_computed))))
                 break
             except StartupError as failure:

@@ -28,13 +28,14 @@ from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.roster import Lost, Message, Regroup, Wave
 from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, TPGroup
 from engine.errors import EngineUnavailable
-from engine.model.layers.moe import Experts
+from engine.model.layers import moe
 from engine.runner.cuda_graphs import NoGraphs
 from engine.runner.graphs.shared_graphs import SharedGraphs
-from engine.runner.inputs import StepInputs
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.recovery import NoRecovery, Recovery
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.parts.experts import Experts
+from engine.runner.step import LaunchedStep, StepInputs
 from engine.wire.stats.engine_stats import SharedSteps
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class WaveLauncher(Launcher):
         self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
         self._recovery = recovery or NoRecovery(runner, group)
         self._graphs = cast("SharedGraphs | NoGraphs", runner.graphs)
-        self._experts = [layer for layer in runner.model.modules() if isinstance(layer, Experts)]
+        self._layers = [layer for layer in runner.model.modules() if isinstance(layer, moe.Experts)]
         self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
         self._lock = threading.Lock()
@@ -196,7 +197,7 @@ class WaveLauncher(Launcher):
 
     def _begin(self) -> bool:
         """Tell the other engines what this one has. Returns whether any engine has a step."""
-        started, experts = time.monotonic(), self._runner.experts
+        started, experts = time.monotonic(), self._runner.parts[Experts].rank
         any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
         if self._recovery.lost is not None:  # a GPU would compute any numbers from now on, without an error
@@ -216,10 +217,10 @@ class WaveLauncher(Launcher):
             return
         self._num_served += 1
         if shape is None:
-            for experts in self._experts:
-                experts.serve()
+            for layer in self._layers:
+                layer.serve()
         else:
-            self._runner.experts.begin(None, 0)
+            self._runner.parts[Experts].rank.begin(None, 0)
             self._graphs.run_empty(shape)
 
     def _answer(self, launched: LaunchedStep) -> None:

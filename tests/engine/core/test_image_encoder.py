@@ -9,6 +9,7 @@ import torch
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.features.handoffs.handoffs import Handoffs
+from engine.runner.parts.images import Images
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.parts.images import ImageStats
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -29,7 +30,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
     }  # the latter of the language model only
     core = build_engine(EngineConfig(model=str(folder), handoff=handoff, **options))
     (image,) = Prompt(name).image(1, 3, 3).images
-    (expected,) = local.ranks.runner._encoder_cache._encode([image]).values()
+    (expected,) = local.ranks.runner.parts[Images].cache._encode([image]).values()
     image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))
     for number in range(2):
         request = RemoteRequest(

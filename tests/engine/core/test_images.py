@@ -21,6 +21,7 @@ from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
+from engine.runner.parts.images import Images
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
@@ -302,7 +303,7 @@ def test_a_gpu_encodes_the_images_of_a_step_by_one_call_where_the_tower_can(fold
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
 def test_an_image_that_cannot_be_encoded_spoils_none_that_is_encoded_with_it(folder, name, monkeypatch):
     core = engine(folder(name))
-    cache, (good, bad, other) = core.ranks.runner._encoder_cache, Prompt(name).image(1).image(2).image(3).images
+    cache, (good, bad, other) = core.ranks.runner.parts[Images].cache, Prompt(name).image(1).image(2).image(3).images
     bad = msgspec.structs.replace(bad, num_embeds=bad.num_embeds + 1)
     with torch.inference_mode():
         found, alone = cache._encode([good, bad, other]), cache._encode([good])

@@ -21,6 +21,7 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.free_memory import FreeMemory
 from engine.offline.llm import LLM
+from engine.runner.parts.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.lora.test_engines import ask
@@ -209,7 +210,7 @@ def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool,
         expected = run_streams(core).bits()
     options = {"num_gpu_blocks_override": 300, "enable_eplb": True, "eplb_config": often()}
     with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
-        monkeypatch.setattr(group.core.ranks.runner.experts, "_exchange", fail)
+        monkeypatch.setattr(group.core.ranks.runner.parts[Experts].rank, "_exchange", fail)
         check_stop(group, expected)
 
 

@@ -17,6 +17,7 @@ from engine.free_memory import FreeMemory
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
 from engine.runner.launching import recovery
+from engine.runner.parts.experts import Experts
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.spec_decode.draft_checkpoints import (
@@ -110,7 +111,7 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
-        assert group_of(llm)._core.ranks.runner.experts.spare_bytes > 0
+        assert group_of(llm)._core.ranks.runner.parts[Experts].rank.spare_bytes > 0
         assert stats.shared is not None and stats.shared.pause_s > 0
         assert (stats.shared.generation, stats.shared.engines) == (1, 2)
         assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())

@@ -14,6 +14,7 @@ import torch
 from engine.config import EngineConfig, EPLBConfig
 from engine.core.engine import EngineCore
 from engine.errors import ConfigError, EngineUnavailable
+from engine.runner.parts.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
@@ -173,7 +174,7 @@ def test_when_a_rank_cannot_move_experts_all_keep_theirs_and_the_engine_goes_on(
     with pool.engine(moving(folder_of("qwen3_moe"), 1, **options)) as core:
         expected = run_streams(core).bits()
     with pool.engine(moving(folder_of("qwen3_moe"), 2, **options)) as core:
-        monkeypatch.setattr(core.ranks.runner.experts, "_exchange", fail)
+        monkeypatch.setattr(core.ranks.runner.parts[Experts].rank, "_exchange", fail)
         check_stop(core, expected)
 
 

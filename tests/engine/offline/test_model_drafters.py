@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import LLM, SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, ModelFolderError
-from engine.runner.drafting import Drafting
 from engine.runner.model_runner import ModelRunner
+from engine.runner.parts.drafting import Drafting
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepResult
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -134,8 +134,8 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
     propose, launch, collect, event = Drafting.propose, ModelRunner.launch, ModelRunner.collect, late.event
     events, drafted, results, seen, proposals = [], [], [], [], []
 
-    def noted(drafting, inputs, *args):
-        drafts, begun = drafting.drafter.propose, []
+    def noted(drafting, launched, *args):
+        drafts, begun, inputs = drafting.drafter.propose, [], launched.inputs
 
         def noted_drafts(step):
             begun.append(events[-1])
@@ -145,9 +145,9 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
             return found
 
         drafting.drafter.propose = noted_drafts
-        found = propose(drafting, inputs, *args)
+        found = propose(drafting, launched, *args)
         drafting.drafter.propose = drafts
-        assert inputs.plan.masked or not begun or (found.event is not begun[0]) == drafting.waits
+        assert inputs.plan.masked or not begun or (launched.early_event is not begun[0]) == drafting.waits
         return found
 
     def planned(runner, inputs):
@@ -164,7 +164,7 @@ def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expec
     for waits in (False, True):
         drafted.clear(), seen.clear()
         with LLM(folder, speculative_config=speculative, **{**OPTIONS, "num_gpu_blocks_override": 18}) as llm:
-            llm._core.ranks.runner.drafting.waits = waits
+            llm._core.ranks.runner.parts[Drafting].waits = waits
             results.clear()
             for name in PARAMS:
                 assert run(llm, name) == expected(folder)[name]
@@ -218,7 +218,7 @@ def test_a_step_with_drafts_is_fewer_launches_since_the_drafters_passes_are_repl
 
     monkeypatch.setattr(ModelRunner, "launch", counted)
     with_graphs = most()
-    monkeypatch.setattr(Drafting, "capture", lambda drafting, graphs, max_blocks: None)
+    monkeypatch.setattr(Drafting, "start", lambda drafting, run, graphs: None)
     without = most()
     print(with_graphs, without)
     assert with_graphs <= 68 and without > with_graphs + 60

@@ -21,7 +21,7 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
-from engine.runner.stages.stage_runner import divide_layers
+from engine.runner.parts.stages import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams

@@ -143,7 +143,7 @@ def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, monkeypat
 
 def test_inputs_that_are_read_before_they_are_sent_are_found(folder_of, monkeypatch):
     build = InputBuilder.build
-    monkeypatch.setattr(InputBuilder, "build", lambda builder, plan: build(builder, plan).written.tolist())
+    monkeypatch.setattr(InputBuilder, "build", lambda *args: build(*args).written.tolist())
     with pytest.raises(HostWaits, match="tolist"):
         generate(folder_of("llama"), requests(1), TapedDevice())
 
@@ -270,7 +270,7 @@ class SpinningDevice(TapedDevice):
 
 
 def memory() -> StepMemory:
-    return StepMemory([torch.zeros(1)], [None], StateCache([], 2, 0, torch.device("cpu")))
+    return StepMemory([torch.zeros(1)], [None], StateCache([], 2, 0, torch.device("cpu")), torch.zeros(2, 8))
 
 
 def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_which_waits_for_that_sum():
@@ -286,7 +286,7 @@ def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_whic
             return ids.float()[:, None]
 
         graphs = CudaGraphs(
-            device, forward, torch.zeros(2, 8), torch.zeros(1, 2, 1, dtype=torch.int32), memory(),
+            device, forward, torch.zeros(1, 2, 1, dtype=torch.int32), memory(),
             budget_bytes=2**30, tp=groups[rank],
         )  # fmt: skip
         with pytest.raises((RuntimeError, StartupError)) as failed, groups[rank].starting():
@@ -304,7 +304,7 @@ def test_ranks_whose_lists_of_graphs_differ_end_their_start_and_capture_none():
     def capture(rank: int) -> str:
         device = TapedDevice()
         graphs = CudaGraphs(
-            device, lambda ids, batch: ids.float()[:, None], torch.zeros(2, 8),
+            device, lambda ids, batch: ids.float()[:, None],
             torch.zeros(1, 2, 1, dtype=torch.int32), memory(), budget_bytes=2**30, tp=groups[rank],
         )  # fmt: skip
         with pytest.raises(StartupError, match=r"ranks \[1\] are about to capture other graphs than rank 0"):

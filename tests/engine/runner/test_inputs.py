@@ -29,14 +29,19 @@ PARAMS = {0: SamplingParams(temperature=0.6), 1: SamplingParams(temperature=0.0)
 PROMPT = [5, 6, 7]
 
 
+def memory(slots: int, max_model_len: int) -> StepMemory:
+    history = torch.zeros(slots, max_model_len, dtype=torch.int32)
+    states = StateCache([], slots, 0, torch.device("cpu"))
+    return StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], states, history)
+
+
 def builder() -> InputBuilder:
-    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
+    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), recurrent=None))
     return InputBuilder(
         EngineConfig(model="", max_num_seqs=4),
         model,
         Device(torch.device("cpu")),
-        StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], StateCache([], 4, 0, torch.device("cpu"))),
-        64,
+        memory(slots=4, max_model_len=64),
     )
 
 
@@ -68,10 +73,10 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
     """As many keys as without drafts, and the few that are new; in a graph in which no sequence decodes alone."""
     seqs, drafts, length, rows = 64, 3, 1000, 8
     shape = StepShape(seqs * (drafts + 1), seqs, rows, verified=drafts + 1)
-    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), vision=None, recurrent=None))
+    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), recurrent=None))
     builder = InputBuilder(
         EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(),
-        StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], StateCache([], seqs, 0, torch.device("cpu"))), 2048,
+        memory(slots=seqs, max_model_len=2048),
         shape_for=lambda *sizes: shape if shape.holds(*sizes) else None,
     )  # fmt: skip
     added = [NewSequence(slot, PROMPT, len(PROMPT), PARAMS[1], seed=0) for slot in range(seqs)]

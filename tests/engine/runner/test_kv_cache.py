@@ -10,6 +10,7 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
 from engine.free_memory import FreeMemory
+from engine.kv_transfer.transport import nixl
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.runner import kv_cache
 from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
@@ -81,7 +82,10 @@ def test_a_gpu_leaves_room_for_the_buffers_that_kv_arrives_in(transport, buffers
     handoff = HandoffConfig(role="decode", transport=transport)
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     free = 1000 * 32 * 2 * 32 * 128 * 16 * 2
-    assert choose(device=CUDA, free=free, model=large, dtype=torch.bfloat16, handoff=handoff)[0] == 1000 - buffers
+    config = EngineConfig(handoff=handoff)
+    needs = kv_cache.group_needs(config, 16, large, torch.bfloat16, ONE)
+    reserved = nixl.reserved_bytes(config, [need.block_bytes for need in needs], CUDA)
+    assert choose(device=CUDA, free=free - reserved, model=large, dtype=torch.bfloat16)[0] == 1000 - buffers
 
 
 def test_a_request_of_max_model_len_that_fits_exactly_is_taken():

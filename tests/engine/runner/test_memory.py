@@ -14,9 +14,10 @@ from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.runner import kv_cache, memory
-from engine.runner.images import NoEncoderCache
 from engine.runner.kv_cache import choose_num_blocks
 from engine.runner.memory import choose_num_snapshots, plan_blocks, snapshot_bytes, snapshot_interval
+from engine.runner.parts.experts import keep_free
+from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
 from tests.engine.model.model_configs import tiny_config
 from tests.models import make_model
@@ -69,15 +70,22 @@ def test_they_are_as_far_apart_as_tokens_whose_kv_takes_the_memory_of_one():
 
 
 def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="engine.runner.memory")
+    caplog.set_level(logging.INFO, logger="engine.runner.parts.experts")
     monkeypatch.setattr(memory, "free_host_memory", lambda: FreeMemory(GIB, "the box"))
     config = EngineConfig(model=str(make_model(tmp_path, "qwen3_moe")), dtype="float32", device="cpu", max_num_seqs=64)
     setup = RankSetup.of(config, ModelConfig.from_folder(tmp_path), tmp_path, ONE)
     block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, 16, setup.model, torch.float32, ONE))
     spare = GIB - 80 * block_bytes
 
+    class Spare(RankPart):
+        def __init__(self, spare_bytes: int):
+            self._spare_bytes = spare_bytes
+
+        def reserve(self, free: FreeMemory) -> FreeMemory:
+            return keep_free(free, self._spare_bytes)
+
     def blocks(spare_bytes: int) -> int:
-        (found,), _, _ = plan_blocks(setup, lambda tokens, seqs: None, NoEncoderCache(), 0, spare_bytes)
+        (found,), _, _ = plan_blocks(setup, lambda tokens, seqs: None, RankParts([Spare(spare_bytes)]))
         return found
 
     assert blocks(spare) == 40 < blocks(0), "half of what is free, on a CPU"

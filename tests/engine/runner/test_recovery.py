@@ -23,6 +23,7 @@ from engine.errors import EngineUnavailable
 from engine.runner.cuda_graphs import NoGraphs
 from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.launching.wave_launcher import FollowingLauncher, WaveLauncher
+from engine.runner.parts.experts import Experts
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -42,7 +43,7 @@ class Engine:
             setup=SimpleNamespace(config=SimpleNamespace(load_format="auto"), folder=Path()),
             states=SimpleNamespace(keep=lambda plan: STATES, put_back=self.put_back.append),
             launch=self._launch,
-            experts=NoExperts(),
+            parts={Experts: SimpleNamespace(rank=NoExperts())},
             graphs=NoGraphs(),
         )
         self.recovery = (Recovery if elastic else NoRecovery)(runner, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,11 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import RowParallelLinear
-from engine.runner.load import load_drafter, load_model
+from engine.runner.load import load_model
 from engine.runner.memory import free_gpu_memory
+from engine.runner.parts.drafting import Drafting
+from engine.runner.parts.images import Images
+from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.warm_up import run_dummy_step
 from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors
@@ -47,10 +51,16 @@ def test_the_largest_image_takes_memory_from_the_cache(monkeypatch, tmp_path):
     cuda = FakeCuda(monkeypatch)
 
     def left(image_bytes: int) -> int:
-        encoder: Any = SimpleNamespace(
-            embedding_bytes=0, encode_example=lambda embeds: cuda.take(max(cuda.peak, embeds * image_bytes))
-        )
-        return free_gpu_memory(setup, lambda tokens, seqs: cuda.take(max(cuda.peak, MIB)), encoder).size
+        encoder: Any = SimpleNamespace(encode_example=lambda embeds: cuda.take(max(cuda.peak, embeds * image_bytes)))
+        images = Images(setup)
+        images.cache = encoder
+        dummy_step = partial(run_dummy_step, setup, load_model(setup, NO_PARTS), [None], parts=RankParts([images]))
+
+        def largest(tokens: int, seqs: int) -> None:
+            cuda.take(max(cuda.peak, MIB))
+            dummy_step(tokens, seqs)
+
+        return free_gpu_memory(setup, largest).size
 
     assert left(1) - left(MIB) == 12 * MIB - MIB, "the larger of image and step"
 
@@ -69,8 +79,9 @@ def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess
     limits = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS}
     config = EngineConfig(model=str(target), speculative_config=options, dtype="float32", **limits)
     setup = RankSetup.of(config, ModelConfig.from_folder(target), target, TPGroup.single())
-    model = load_model(setup)
-    found = load_drafter(setup, model).drafter
+    model, drafting = load_model(setup, NO_PARTS), Drafting(setup)
+    drafting.attach(model)
+    found = drafting.drafter
     assert found is not None
     rows: list[int] = []
     modules = [
@@ -82,7 +93,7 @@ def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess
 
     first = next(module for module in modules if isinstance(module, RowParallelLinear))
     first.register_forward_hook(note)
-    run_dummy_step(setup, model, [None], TOKENS, SEQS, found)
+    run_dummy_step(setup, model, [None], TOKENS, SEQS, RankParts([drafting]))
     # a draft model also computes the tokens just sampled, so that its budget leaves the last sequence for later
     guessed = SEQS if method == "eagle3" else SEQS - 1
     assert rows == [TOKENS, *[guessed] * (DRAFTS - 1)]

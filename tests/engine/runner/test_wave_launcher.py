@@ -21,6 +21,7 @@ from engine.errors import EngineUnavailable
 from engine.runner.cuda_graphs import NoGraphs
 from engine.runner.launching import wave_launcher
 from engine.runner.launching.wave_launcher import WaveLauncher, open_wave_launcher
+from engine.runner.parts.experts import Experts
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -45,7 +46,7 @@ class Engine:
             model=nn.Module(),
             device=SimpleNamespace(set_current=lambda: None),
             launch=self._launch,
-            experts=NoExperts(),
+            parts={Experts: SimpleNamespace(rank=NoExperts())},
             graphs=NoGraphs(),
             config=EngineConfig(),
         )

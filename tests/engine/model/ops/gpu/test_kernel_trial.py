@@ -38,7 +38,7 @@ from engine.model.ops.gpu import (
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.runner import model_runner
-from engine.runner.model_runner import ModelRunner
+from engine.runner.open_runner import load_runner
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
 from tests.models import with_slow
@@ -129,13 +129,13 @@ def launched_alone(monkeypatch) -> set[str]:
 
 def test_a_kernel_that_is_not_compared_is_noted(launched_alone, monkeypatch):
     monkeypatch.delitem(twins(), activation.silu_mul)
-    try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
     assert launched_alone == {"gated_kernel"}
 
 
 @pytest.mark.parametrize("family", with_slow(MODELS, set(MODELS) - {"Qwen 3"}))
 def test_kernels_that_are_right_pass_their_trial_which_leaves_none_out(family, launched_alone):
-    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"), ModelRunner)
+    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"), load_runner)
     assert len(verdicts) > 4 and not launched_alone
     assert not [verdict for verdict in verdicts if verdict.wrong]
     assert all(verdict.calls for verdict in verdicts)
@@ -150,7 +150,7 @@ def test_a_wrong_kernel_is_named(family, module, kernel, op, monkeypatch):
     monkeypatch.setattr(module, kernel, Wrong(getattr(module, kernel)))
     config = EngineConfig(**OPTIONS, enable_lora=module is low_rank)
     wrong = {
-        verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere"), ModelRunner) if verdict.wrong
+        verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere"), load_runner) if verdict.wrong
     }
     assert wrong - {"norm.rms_norm"} == {op}, "the two norms share a kernel"
 
@@ -164,7 +164,7 @@ def refused(monkeypatch) -> set[Any]:
 
 def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(refused, monkeypatch, caplog):
     monkeypatch.setattr(norm, "rms_norm_kernel", Wrong(norm.rms_norm_kernel))
-    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
     assert refused == {norm.rms_norm, norm.add_rms_norm}
     chosen = plain_norm.select(torch.float32, DEVICE)
     assert chosen == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
@@ -176,7 +176,7 @@ def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(re
 def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(refused, monkeypatch):
     monkeypatch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
     with pytest.raises(StartupError, match=r"kernel attention.paged_attention: a row of .*triton .*ptxas .*CUDA 13.1"):
-        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
 
 
 class Calls(TorchFunctionMode):
@@ -222,7 +222,7 @@ def early(monkeypatch) -> None:
 
 def compared_steps() -> Verdict:
     config = replace(check.trial_config(EngineConfig(**OPTIONS)), max_num_batched_tokens=16)
-    return compare_steps(ModelRunner(config, reduced(MODELS["Qwen 3"]), Path("/nowhere"), RankAlone(1)))
+    return compare_steps(load_runner(config, reduced(MODELS["Qwen 3"]), Path("/nowhere"), RankAlone(1)))
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_kernels_start_one_after_another_where_whole_steps_were_wrong_and_are_tr
     monkeypatch.setattr(check, "try_kernels", try_kernels)
     monkeypatch.setattr(dependent_launch, "_refused", [])
     monkeypatch.setattr(dependent_launch, "supported", lambda device: True)
-    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+    check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
     assert early == [True, False] and not dependent_launch.options(DEVICE)
     (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert line == "early launch: a row differs by 9.0%; kernels start one after another from now on"
@@ -264,4 +264,4 @@ def test_a_trial_that_fails_ends_the_start_with_the_versions_and_the_error(monke
 
     monkeypatch.setattr(norm, "rms_norm_kernel", Failing())
     with pytest.raises(StartupError, match=r"trial of kernels failed \(.*triton .*\): RuntimeError.*illegal memory"):
-        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), ModelRunner)
+        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)

@@ -96,9 +96,9 @@ def test_a_step_on_a_wrong_stream_races_with_its_inputs(folder, streams, monkeyp
         generate(folder, wanted, StreamedDevice())
         forward = ModelRunner._forward
 
-        def astray(runner, inputs, history):
+        def astray(runner, step):
             with torch.cuda.stream(torch.cuda.Stream()):
-                return forward(runner, inputs, history)
+                return forward(runner, step)
 
         monkeypatch.setattr(ModelRunner, "_forward", astray)
         with pytest.raises(Race, match="of stream 0"):

@@ -1,8 +1,9 @@
 """Makes embeddings and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps
-intermediate results until the last chunk."""
+intermediate results until the last chunk. Every rank computes the same result."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.device import Device, copy_to
+from engine.device import StagedCopy, copy_to
 from engine.errors import ModelFolderError
-from engine.model.config import ModelConfig
 from engine.model.config_parts.pooling import DenseConfig
 from engine.model.models.llama import Model
+from engine.runner.rank_part import RankPart
+from engine.runner.rank_setup import RankSetup
+from engine.runner.step import Forward, LaunchedStep
+from engine.runner.step_layout import StepLayout
+from engine.wire.plan import StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}
@@ -46,18 +51,70 @@ class Pooled:
     vectors: Tensor  #: [rows, size] float32; for a generative reranker, the logits of yes and no
 
 
-class Pooler:
-    """Pools hidden states on one rank. Every rank computes the same result."""
+@dataclass(frozen=True, slots=True)
+class PooledStep:
+    """The pooled sequences of a step."""
 
-    def __init__(self, config: ModelConfig, model: Model, folder: Path, dtype: torch.dtype, device: Device):
-        """dtype: the model's dtype. Raises ModelFolderError if the weights of a dense layer cannot be read."""
-        self._config, self._pooling = config, config.pooling
-        self._model, self._dtype, self._device = model, dtype, device
-        self._dense = [
-            (*read_dense(folder, dense, device.torch_device), ACTIVATIONS[dense.activation])
-            for dense in config.pooling.dense
-        ]
+    rows: list[PooledRows]
+    token_types: Tensor | None  #: [tokens] int64, see Batch
+
+
+class Pooling(RankPart):
+    name = "pooling"
+
+    def __init__(self, setup: RankSetup):
+        self._setup, self._config, self._pooling = setup, setup.model, setup.model.pooling
+        self._dtype, self._device = setup.dtype, setup.device
+        self._of_sequences: dict[int, PoolingParams] = {}  # by slot, of those that are pooled
         self._carried: dict[int, Tensor] = {}  # by slot: what the prompt's earlier chunks gave, [hidden]
+
+    def attach(self, model: Model) -> None:
+        """Raises ModelFolderError if the weights of a dense layer cannot be read."""
+        self._model = model
+        self._dense = [
+            (*read_dense(self._setup.folder, dense, self._device.torch_device), ACTIVATIONS[dense.activation])
+            for dense in self._pooling.dense
+        ]
+
+    def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> PooledStep | None:
+        of_sequences = self._of_sequences
+        for new in plan.added:
+            of_sequences.pop(new.slot, None)
+            if new.pooling is not None:
+                of_sequences[new.slot] = new.pooling
+        if not of_sequences:
+            return None
+        layout.unsampled = of_sequences
+        columns = zip(plan.slots, layout.query_start.tolist(), plan.starts, plan.counts, plan.samples, strict=False)
+        rows = [
+            PooledRows(i, slot, row, start, count, is_last, of_sequences[slot])
+            for i, (slot, row, start, count, is_last) in enumerate(columns)
+            if slot in of_sequences
+        ]
+        return PooledStep(rows, self._token_types(plan, layout, staged))
+
+    def _token_types(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> Tensor | None:
+        of_sequences = self._of_sequences
+        firsts = [of_sequences[s].token_types_from if s in of_sequences else None for s in plan.slots]
+        if not any(firsts):
+            return None
+        first = np.array([sys.maxsize if first is None else first for first in firsts])
+        return staged.add((layout.positions >= first[layout.entry]).astype(np.int64))
+
+    def before(self, step: Forward) -> None:
+        pooled: PooledStep | None = step.inputs.of.get(self.name)
+        if pooled is not None and step.batch is not None:
+            step.batch.token_types = pooled.token_types
+
+    def after(self, step: LaunchedStep, out: Tensor, tokens: Tensor) -> None:
+        pooled: PooledStep | None = step.inputs.of.get(self.name)
+        if pooled is not None and pooled.rows:
+            step.of[self.name] = self.launch(out[:, : self._config.hidden_size], pooled.rows)
+
+    def collected(self, step: LaunchedStep, result: StepResult) -> StepResult:
+        for pooled in step.of.get(self.name, ()):
+            result.pooled.update(self.finish(pooled))
+        return result
 
     def launch(self, hidden: Tensor, rows: list[PooledRows]) -> list[Pooled]:
         """Take the hidden states [tokens, hidden] of a step, and pool the sequences whose prompts end in it."""

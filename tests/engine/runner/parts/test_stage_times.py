@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.runner.stages.stage_times import BusyTime, WorkingTime
+from engine.runner.parts.stage_times import BusyTime, WorkingTime
 
 
 def test_a_stage_is_busy_for_its_steps_without_their_waits_and_reads_only_those_that_have_ended():

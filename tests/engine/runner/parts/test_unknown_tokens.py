@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.runner.stages.stage_runner import UnknownTokens
+from engine.runner.parts.stages import UnknownTokens
 from tests.sync_guard import guarded
 
 

@@ -1,0 +1,79 @@
+"""Adapters on a rank: slots in its layers, the adapter of each row of a step, and a loader beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from engine.device import StagedCopy
+from engine.lora.adapter_loader import AdapterLoader
+from engine.lora.model_adapters import ModelAdapters
+from engine.model.low_rank import row_table
+from engine.model.models.llama import Model
+from engine.runner.rank_part import RankPart
+from engine.runner.rank_setup import RankSetup
+from engine.runner.step import Forward
+from engine.runner.step_layout import StepLayout
+from engine.wire.lora import AdapterAnswer, AdapterLoad
+from engine.wire.plan import StepPlan
+
+if TYPE_CHECKING:
+    from engine.distributed.plan_broadcast import RankCommand
+
+
+class Adapters(RankPart):
+    name = "lora"
+
+    def __init__(self, setup: RankSetup):
+        self._setup = setup
+        self.loader: AdapterLoader | None = None
+        #: The adapter's slot of the sequence in each slot; -1 for none.
+        self._of_sequences = np.full(setup.config.max_num_seqs, -1, dtype=np.int32)
+        self._loading = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._loading > 0
+
+    def extend(self, model: Model) -> None:
+        """Give the model's linear layers slots for adapters, and open the loader that fills them."""
+        config = self._setup.config
+        adapters = ModelAdapters(
+            model,
+            config.lora_slots,
+            config.max_lora_rank,
+            config.max_num_batched_tokens,
+            self._setup.torch_device,
+            stage=self._setup.model.stage,
+        )
+        self._rows = adapters.rows
+        self.loader = AdapterLoader(adapters, config.max_cpu_loras or config.lora_slots, self._setup.device)
+
+    def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> Tensor | None:
+        """Return the table of `row_table`; None if no token has an adapter."""
+        for new in plan.added:
+            self._of_sequences[new.slot] = new.adapter
+        of_sequences = self._of_sequences[layout.sequences.slots]
+        if of_sequences.max(initial=-1) < 0:
+            return None
+        return staged.add(row_table(of_sequences[layout.entry], self._rows.tile_rows))
+
+    def before(self, step: Forward) -> None:
+        self._rows.begin(step.inputs.of.get(self.name))
+
+    def obey(self, command: RankCommand) -> None:
+        if isinstance(command, AdapterLoad) and self.loader is not None:
+            self.loader.load(command)
+            self._loading += 1
+
+    def answers(self) -> Iterable[AdapterAnswer]:
+        found = [] if self.loader is None else self.loader.answers()
+        self._loading -= len(found)
+        return found
+
+    def close(self) -> None:
+        if self.loader is not None:
+            self.loader.close()

@@ -1,0 +1,63 @@
+"""The tiers below the KV cache of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from engine.kv_offload.rank_tiers import RankTiers, open_tiers
+from engine.kv_offload.tier_worker import num_answers
+from engine.kv_transfer.fingerprint import fingerprint
+from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.rank_part import RankPart, Run
+from engine.runner.rank_setup import RankSetup
+from engine.runner.step_memory import StepMemory
+from engine.wire.kv_offload import TierAnswer
+from engine.wire.lora import AdapterLoad
+
+if TYPE_CHECKING:
+    from engine.distributed.plan_broadcast import RankCommand
+
+KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
+
+
+class KVTiers(RankPart):
+    name = "kv tiers"
+    tiers: RankTiers
+
+    def __init__(self, setup: RankSetup):
+        self._setup = setup
+        self._opened = ExitStack()
+        self._awaited = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._awaited > 0
+
+    def allocate(self, memory: StepMemory) -> None:
+        self._memory = memory
+
+    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+        setup, config = self._setup, self._setup.config
+        dtypes = setup.dtype, setup.kv_dtype
+        scope = fingerprint(setup.whole, setup.folder, *dtypes, setup.block_size, config.determinism, setup.tp.size)
+        scope += f"{setup.layout} load_format={config.load_format} torch_compile={config.torch_compile}"
+        for package in KERNEL_PACKAGES:
+            with suppress(PackageNotFoundError):
+                scope += f" {package}={version(package)}"
+        self.tiers = open_tiers(config, self._memory.blocks, setup.tp.all_ranks, scope, self._opened)
+
+    def obey(self, command: RankCommand) -> None:
+        if not isinstance(command, AdapterLoad):
+            self.tiers.worker.submit(command)
+            self._awaited += num_answers(command)
+
+    def answers(self) -> Iterable[TierAnswer]:
+        found = self.tiers.worker.answers()
+        self._awaited -= len(found)
+        return found
+
+    def close(self) -> None:
+        self._opened.close()

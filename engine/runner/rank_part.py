@@ -1,0 +1,141 @@
+"""A feature's end on a rank, and all of them on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from engine.device import StagedCopy
+from engine.free_memory import FreeMemory
+from engine.model.models.llama import Model
+from engine.overriding import overriding
+from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.step import DummyStep, Forward, LaunchedStep
+from engine.runner.step_layout import StepLayout
+from engine.runner.step_memory import StepMemory
+from engine.wire.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:  # it needs pyzmq, which a single rank does without
+    from engine.distributed.plan_broadcast import RankAnswer, RankCommand
+
+Run = Callable[[StepPlan], object]
+"""Computes a step."""
+
+
+class RankPart:
+    """A feature on one rank. The runner calls those of the methods below that a part overrides, in the order in which
+    the parts were given to it; `after`, `collected` and `close` in reverse. The others cost nothing."""
+
+    name: ClassVar[str] = ""
+    """Its key in StepInputs.of and LaunchedStep.of."""
+    block_bytes: int = 0
+    """Device memory that it needs for each block of the first KV cache group."""
+    needs_batch: bool = False
+    """Whether it reads the batch also of steps that run as graphs."""
+
+    # -- the start: every rank makes these calls in the same order; they raise StartupError ------------------------
+
+    def extend(self, model: Model) -> None:
+        """The weights of the model are loaded and packed. Add to its layers."""
+
+    def attach(self, model: Model) -> None:
+        """The model is complete. Make what computes beside it."""
+
+    def dummy_step(self, step: DummyStep) -> None:
+        """Compute what this part adds to the largest step, so that its memory is measured."""
+
+    def reserve(self, free: FreeMemory) -> FreeMemory:
+        """Return what is left of the free memory without what this part will take later. Raises OutOfMemory."""
+        return free
+
+    def allocate(self, memory: StepMemory) -> None:
+        """The memory that steps share is there; what this part needs beside it was left free."""
+
+    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+        """Begin to serve requests. On a GPU, kernels of plain steps are compiled and `graphs` captured; `run` computes
+        a step to warm up, whose KV belongs in block 0."""
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> object:
+        """Return what this part needs of a step, which is kept in StepInputs.of; None for nothing. It may change the
+        layout. Called in the order of plans, not always by the thread that launches steps."""
+        return None
+
+    def before(self, step: Forward) -> None:
+        """The model is about to compute a step. Called again if the step is launched again."""
+
+    def after(self, step: LaunchedStep, out: Tensor, tokens: Tensor) -> None:
+        """The model has computed a step, and its tokens are sampled. out: [tokens, columns], hidden states and inputs
+        of `aux_layers`, valid until the next step. tokens: [n] int64, as in LaunchedStep, on the device."""
+
+    def collected(self, step: LaunchedStep, result: StepResult) -> StepResult:
+        """Return the result of a step that the device has computed, after adding to it."""
+        return result
+
+    # -- besides ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer to a command will follow soon."""
+        return False
+
+    def obey(self, command: RankCommand) -> None:
+        """Begin to carry out a command of rank 0, if it is for this part. Called on the other ranks."""
+
+    def answers(self) -> Iterable[RankAnswer]:
+        """Return what rank 0 is to be told, since the last call."""
+        return ()
+
+    def report(self) -> dict[str, Any]:
+        """Return fields of EngineStats. Called on rank 0."""
+        return {}
+
+    def close(self) -> None:
+        """End its threads and connections. Called even if the start has failed."""
+
+
+P = TypeVar("P", bound=RankPart)
+
+
+class RankParts:
+    """The parts of one rank, and for each method of RankPart those of them that override it, bound."""
+
+    def __init__(self, parts: Sequence[RankPart] = ()):
+        self.all, backwards = tuple(parts), parts[::-1]
+        self.extend = overriding(parts, RankPart.extend)
+        self.attach = overriding(parts, RankPart.attach)
+        self.dummy_step = overriding(parts, RankPart.dummy_step)
+        self.reserve = overriding(parts, RankPart.reserve)
+        self.allocate = overriding(parts, RankPart.allocate)
+        self.start = overriding(parts, RankPart.start)
+        self.prepare = [(part.name, prepare) for part in parts for prepare in overriding([part], RankPart.prepare)]
+        self.before = overriding(parts, RankPart.before)
+        self.after = overriding(backwards, RankPart.after)
+        self.collected = overriding(backwards, RankPart.collected)
+        self.obey = overriding(parts, RankPart.obey)
+        self.answers = overriding(parts, RankPart.answers)
+        self.report = overriding(parts, RankPart.report)
+        self.close = overriding(backwards, RankPart.close)
+
+    @property
+    def busy(self) -> bool:
+        return any(part.busy for part in self.all)
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.block_bytes for part in self.all)
+
+    def get(self, kind: type[P]) -> P | None:
+        """Return the part of this class, or None."""
+        return next((part for part in self.all if isinstance(part, kind)), None)
+
+    def __getitem__(self, kind: type[P]) -> P:
+        if (part := self.get(kind)) is None:
+            raise KeyError(kind.__name__)
+        return part
+
+
+NO_PARTS = RankParts()

@@ -1,1 +1,0 @@
-"""One rank of a pipeline stage."""
