@@ -49,10 +49,6 @@ class GroupLoader:
         if self._loader is not None:
             self._loader.check(lora).result(CHECK_TIMEOUT_S)
 
-    def close(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-
 
 def error_of(answers: list[AdapterAnswer]) -> RequestError | None:
     reason = next((answer.error for answer in answers if answer.error), None)

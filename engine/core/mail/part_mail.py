@@ -143,7 +143,6 @@ class PartMail:
     def close(self) -> None:
         self.kv_events.close()
         self.grammars.close()
-        self.adapter_loader.close()
         self.channel.close()
         self.image_channel.close()
 

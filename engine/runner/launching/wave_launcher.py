@@ -78,6 +78,7 @@ class WaveLauncher(Launcher):
         self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
         self._recovery = recovery or NoRecovery(runner, group)
         self._graphs = cast("SharedGraphs | NoGraphs", runner.graphs)
+        self._rank_experts = runner.parts[Experts].rank
         self._layers = [layer for layer in runner.model.modules() if isinstance(layer, moe.Experts)]
         self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
@@ -197,7 +198,7 @@ class WaveLauncher(Launcher):
 
     def _begin(self) -> bool:
         """Tell the other engines what this one has. Returns whether any engine has a step."""
-        started, experts = time.monotonic(), self._runner.parts[Experts].rank
+        started, experts = time.monotonic(), self._rank_experts
         any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
         if self._recovery.lost is not None:  # a GPU would compute any numbers from now on, without an error
@@ -220,7 +221,7 @@ class WaveLauncher(Launcher):
             for layer in self._layers:
                 layer.serve()
         else:
-            self._runner.parts[Experts].rank.begin(None, 0)
+            self._rank_experts.begin(None, 0)
             self._graphs.run_empty(shape)
 
     def _answer(self, launched: LaunchedStep) -> None:
