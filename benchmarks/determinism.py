@@ -27,6 +27,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError, InvalidParameter
@@ -201,7 +202,7 @@ def with_prefill_engine(
                 events = decode.step()
                 for notice in decode.take_notices():
                     if isinstance(notice, DispatchRemote):
-                        prefill.prefill(notice.request)
+                        prefill.mail[HandoffCourier].prefill(prefill, notice.request)
                 for delta in (event.delta for event in events):
                     if delta.error is not None:
                         raise EngineError(delta.request_id, delta.error.message)

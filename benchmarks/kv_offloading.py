@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.parts.holds import HoldMark, PromptHold

@@ -6,8 +6,8 @@ from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
 from engine.core.door.inputs import GrammarSet
 from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.part_inputs import AddedRemote, HandoffWentOn
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.handoff import (
     CancelHandoff,

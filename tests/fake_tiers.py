@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import HashChanges
-from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import TiersAnswered, TimePassed
+from engine.core.door.part_input import TimePassed
+from engine.core.features.tiers.inputs import TiersAnswered
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex

@@ -16,20 +16,28 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
+from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.features.block_events import KVEvents, NoKVEvents
+from engine.core.features.block_events import KVEvents
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
 from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.images.image_courier import ImageCourier
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.core.features.lora.adapter_courier import AdapterCourier
+from engine.core.features.lora.adapter_slots import AdapterSlots
+from engine.core.features.tiers.kv_offloading import KVOffloading
+from engine.core.features.tiers.tier_courier import TierCourier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
-from engine.core.mail.part_mail import PartMail
+from engine.core.mail.courier import Courier
+from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
 from engine.core.tape.kept_tapes import KeptTapes
-from engine.core.tape.recorder import NoTape, Tape
+from engine.core.tape.recorder import Tape
 from engine.core.tape.shared_copy import keep_orphans, shared_root
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
@@ -38,11 +46,9 @@ from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
-from engine.kv_offload.group_tiers import GroupTiers, NoTiers
+from engine.kv_offload.group_tiers import GroupTiers
 from engine.kv_offload.rank_tiers import RankTiers
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.kv_transfer.no_channel import NoChannel
-from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -98,8 +104,8 @@ def build_engine(
     step_times = StepTimes()
     offloading = parts.make_offloading(loaded, tiers, kv_cache, step_times, clock)
     handoff, encode = loaded.config.handoff, loaded.config.encode
-    channel = NoChannel() if handoff is None else open_channel(handoff, kv_ranks(loaded))
-    image_channel = NoChannel() if encode is None else open_channel(encode, loaded.runner.parts[Images].of_ranks)
+    channel = None if handoff is None else open_channel(handoff, kv_ranks(loaded))
+    image_channel = None if encode is None else open_channel(encode, loaded.runner.parts[Images].of_ranks)
     handoffs = make_handoffs(loaded, channel, step_times)
     scheduler = Scheduler(
         loaded.config,
@@ -111,7 +117,7 @@ def build_engine(
             *parts.make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
             *limits_of_groups,
             *parts.make_micro_batches(loaded),
-            *parts.make_images(loaded, image_channel.peer),
+            *parts.make_images(loaded, None if image_channel is None else image_channel.peer),
             *parts.make_speculation(loaded, step_times),
             *parts.make_adapters(loaded),
             *([] if handoffs is None else [handoffs]),
@@ -137,14 +143,16 @@ def build_engine(
             clock.monotonic(),
             [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
         ),
-        mail=PartMail(
+        mail=Mail(
             scheduler,
-            grammars=Compilations(make_compiler(loaded)),
-            channel=channel,
-            image_channel=image_channel,
-            tiers=NoTiers() if tiers is None else GroupTiers(tiers.worker, group.size, broadcaster, wake),
-            adapter_loader=GroupLoader(adapter_loader(loaded), group.size, broadcaster),
-            kv_events=make_kv_events(loaded.config.kv_events_config, kv_cache),
+            Compilations(make_compiler(loaded)),
+            [
+                *make_tier_courier(offloading, tiers, group, broadcaster, wake),
+                *make_adapter_courier(loaded, scheduler, group, broadcaster),
+                *([] if image_channel is None else [ImageCourier(image_channel)]),
+                *([] if channel is None else [HandoffCourier(channel)]),
+                *make_kv_events(loaded.config.kv_events_config, kv_cache),
+            ],
         ),
         clock=clock,
         tape=tape,
@@ -178,11 +186,6 @@ def tiers_of(loaded: Loaded) -> RankTiers | None:
     from engine.runner.parts.kv_tiers import KVTiers
 
     return loaded.runner.parts[KVTiers].tiers
-
-
-def adapter_loader(loaded: Loaded) -> AdapterLoader | None:
-    adapters = loaded.runner.parts.get(Adapters)
-    return None if adapters is None else adapters.loader
 
 
 def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
@@ -266,9 +269,9 @@ def make_limits(loaded: Loaded) -> ModelLimits:
     )
 
 
-def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_times: StepTimes) -> Handoffs | None:
+def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: StepTimes) -> Handoffs | None:
     config, runner = loaded.config, loaded.runner
-    if config.handoff is None:
+    if config.handoff is None or channel is None:
         return None
     policy = None
     if config.handoff.role == "decode":
@@ -278,18 +281,39 @@ def make_handoffs(loaded: Loaded, channel: HandoffChannel | NoChannel, step_time
     return Handoffs(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
 
 
-def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> KVEvents | NoKVEvents:
+def make_tier_courier(
+    offloading: KVOffloading | None,
+    tiers: RankTiers | None,
+    group: TPGroup,
+    broadcaster: PlanBroadcaster | NoBroadcaster,
+    wake: Callable[[], None],
+) -> list[Courier]:
+    if offloading is None or tiers is None:
+        return []
+    return [TierCourier(offloading, GroupTiers(tiers.worker, group.size, broadcaster, wake))]
+
+
+def make_adapter_courier(
+    loaded: Loaded, scheduler: Scheduler, group: TPGroup, broadcaster: PlanBroadcaster | NoBroadcaster
+) -> list[Courier]:
+    slots, adapters = scheduler.parts.get(AdapterSlots), loaded.runner.parts.get(Adapters)
+    if slots is None or adapters is None or adapters.loader is None:
+        return []
+    return [AdapterCourier(slots, GroupLoader(adapters.loader, group.size, broadcaster))]
+
+
+def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> list[Courier]:
     if config is None or not config.publishes:
-        return NoKVEvents()
+        return []
     from engine.distributed.kv_event_publisher import KVEventSockets
 
-    return KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)
+    return [KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)]
 
 
-def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Tape | NoTape:
+def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Journal:
     config, handoff = loaded.config, loaded.config.handoff
     if not config.tape_mib:
-        return NoTape()
+        return NOBODY_LISTENS
     handoffs = scheduler.parts.get(Handoffs)
     role = (handoffs and handoffs.role) or ("" if handoff is None else handoff.role)
     keep_orphans(root := shared_root())

@@ -15,20 +15,17 @@ from engine.config import EngineConfig
 from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepWork
 from engine.core.door import inputs
+from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.engine_stats import stats_of
-from engine.core.mail.part_mail import PartMail
+from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.output import Event
-from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.tape.recorder import NoTape, Tape
 from engine.errors import EngineUnavailable
 from engine.model.config import ModelConfig
 from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.plan import StepPlan
-from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
@@ -60,13 +57,13 @@ class EngineCore:
         *,
         ranks: Ranks,
         scheduler: Scheduler,
-        mail: PartMail,
+        mail: Mail,
         ledger: CostLedger,
         clock: Clock = SYSTEM_CLOCK,
-        tape: Tape | NoTape | None = None,
+        tape: Journal = NOBODY_LISTENS,
     ):
         self._now = clock.monotonic
-        self.tape = tape or NoTape()
+        self.tape = tape
         self.config, self.model_config = config, model_config
         self.ranks, self.scheduler, self.mail, self.ledger = ranks, scheduler, mail, ledger
         self.max_model_len = scheduler.limits.max_model_len
@@ -82,28 +79,14 @@ class EngineCore:
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
         self._check_task(message)
-        now = self._now()
-        self._admit(self.scheduler.apply(inputs.Added(message), now), now, message.client)
-
-    def prefill(self, remote_request: RemoteRequest) -> bool:
-        """Compute a prompt for another engine. Returns False if it is refused; the refusal is sent to that engine."""
-        if remote_request.handoff_id in self.scheduler.queue.live:
-            return True  # the prefill request came twice
-        now = self._now()
-        if (request := self.mail.add_remote(remote_request, now)) is None:
-            return False
-        self._admit(request, now)
-        return True
+        self.admit(inputs.Added(message), message.client)
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise RequestError if `add` would refuse this request even if there were no others, or if its grammar fails
-        to compile."""
+        """Raise RequestError if `add` would refuse this request even if there were no others, or if it would end for
+        what it refers to: an adapter, a grammar. Waits for these."""
         self._check_task(message)
         self.scheduler.check_request(message)
-        if message.lora is not None:
-            self.mail.check_adapter(message.lora)
-        if message.params.structured_outputs is not None:
-            self.mail.grammars.check(message.params.structured_outputs, self._now())
+        self.mail.check(message, self._now())
 
     def _check_task(self, message: GenerateRequest) -> None:
         model = self.model_config
@@ -115,8 +98,11 @@ class EngineCore:
         self.apply(inputs.Aborted(request_id, reason))
         return self.take_events()
 
-    def _admit(self, request: Request, now: float, client: str = "") -> None:
-        """Start to compile the grammar of a new request. client: who is charged for it."""
+    def admit(self, given: inputs.Input, client: str = "") -> None:
+        """Take an input that brings a new request, and start to compile its grammar. Raises ServingError. client: who
+        is charged for it."""
+        now = self._now()
+        request = self.scheduler.apply(given, now)
         if self.idle:
             self.idle, self.last_step_at = False, now
             self.ledger.spent(self._waits, now)
@@ -148,7 +134,7 @@ class EngineCore:
                 self._overlapped_step()
             else:
                 self._plain_step()
-            self.mail.kv_events.publish()
+            self.mail.step_ended()
             return self.take_events()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
@@ -216,14 +202,6 @@ class EngineCore:
         self.last_step_at = self._now()  # no step is late
         self._waits = "stalled" if self.has_work else "idle"
         self.ledger.spent(self._waits, self.last_step_at)
-
-    # -- adapters ------------------------------------------------------------------------------------------
-
-    def load_adapter(self, lora: LoRARequest, call_id: str) -> None:
-        """Start to read an adapter into host memory on all ranks. `take_notices` returns the outcome later. Raises
-        AdapterError."""
-        self.mail.load_adapter(lora, call_id, self._now())
-        self.idle = False
 
     # -- state ---------------------------------------------------------------------------------------------
 

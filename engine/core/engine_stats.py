@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.core.block_pool import BlockPool
-from engine.core.features.holds.holds import Holds
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import State
 from engine.core.scheduler import Scheduler
@@ -16,25 +16,29 @@ from engine.wire.stats.engine_stats import EngineStats
 
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
-    queue, pool = scheduler.queue, scheduler.kv_cache.pool
+    queue, kv_cache = scheduler.queue, scheduler.kv_cache
     receiving = len(scheduler.kept(State.WAITING_FOR_REMOTE_KV))
-    # Blocks kept by holds alone are left out, as if absent: no step reads them, and new requests cannot have them.
-    pools = scheduler.kv_cache.pools
-    holds = scheduler.parts.get(Holds)
-    held = [0 if holds is None else holds.num_only_held(group) for group in range(len(pools))]
-    used = max((own.num_used - own_held) / own.num_blocks for own, own_held in zip(pools, held, strict=True))
-    as_full_as_the_fullest = round(used * pool.num_blocks)
-    fields = dict[str, Any]()
+    fields: dict[str, Any] = block_load(kv_cache.pools, [0] * len(kv_cache.pools))
     for load in scheduler.parts.load:
         fields |= load([*queue.waiting, *queue.running])
     return EngineLoad(
         sequences=len(queue.running) + scheduler.num_waiting + receiving,
         queued_tokens=queue.queued_tokens,
-        blocks_used=max(pool.num_used - held[0], as_full_as_the_fullest),
         slots=scheduler.config.max_num_seqs,
-        blocks_total=pool.num_blocks - held[0],
         **fields,
     )
+
+
+def block_load(pools: Sequence[BlockPool], absent: Sequence[int]) -> dict[str, int]:
+    """Return the fields of EngineLoad about blocks. absent: blocks of each pool that count as if they were not there,
+    since no step reads them, and new requests cannot have them."""
+    first = pools[0]
+    used = max((own.num_used - left_out) / own.num_blocks for own, left_out in zip(pools, absent, strict=True))
+    as_full_as_the_fullest = round(used * first.num_blocks)
+    return {
+        "blocks_used": max(first.num_used - absent[0], as_full_as_the_fullest),
+        "blocks_total": first.num_blocks - absent[0],
+    }
 
 
 def stats_of(scheduler: Scheduler) -> EngineStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.distributed.no_broadcaster import NoBroadcaster
@@ -11,16 +11,6 @@ from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster
-
-
-class NoTiers:
-    """Stand-in for GroupTiers in an engine without tiers."""
-
-    def submit(self, commands: list[TierCommand]) -> None:
-        pass
-
-    def answers(self) -> Iterable[TierAnswer | StoreListing]:
-        return ()
 
 
 class GroupTiers:

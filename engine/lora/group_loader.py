@@ -19,8 +19,8 @@ class GroupLoader:
     """Loads adapters on all ranks. An adapter is available once every rank has it. If any rank cannot load it, it
     counts as missing on all; the requests for that adapter end, and no others do."""
 
-    def __init__(self, loader: AdapterLoader | None, ranks: int, broadcaster: PlanBroadcaster | NoBroadcaster):
-        """loader: loader of this rank; None in an engine without adapters."""
+    def __init__(self, loader: AdapterLoader, ranks: int, broadcaster: PlanBroadcaster | NoBroadcaster):
+        """loader: loader of this rank."""
         self._loader, self._ranks, self._broadcaster = loader, ranks, broadcaster
         self._answers: dict[int, list[AdapterAnswer]] = {}  # by the command's number
 
@@ -29,7 +29,6 @@ class GroupLoader:
         return bool(self._answers)
 
     def load(self, command: AdapterLoad) -> None:
-        assert self._loader is not None
         self._answers[command.number] = []
         self._broadcaster.command(command)
         self._loader.load(command)
@@ -37,7 +36,7 @@ class GroupLoader:
     def finished(self) -> list[tuple[int, RequestError | None]]:
         """Return the commands that all ranks have answered since the last call, as (number, error). If several ranks
         failed, the error is that of one of them."""
-        if not self._answers or self._loader is None:
+        if not self._answers:
             return []
         for answer in [*self._loader.answers(), *self._broadcaster.take_answers(AdapterAnswer)]:
             self._answers[answer.number].append(answer)
@@ -46,8 +45,7 @@ class GroupLoader:
 
     def check(self, lora: LoRARequest) -> None:
         """Wait until this rank has read an adapter. Raises AdapterError if the rank cannot use it."""
-        if self._loader is not None:
-            self._loader.check(lora).result(CHECK_TIMEOUT_S)
+        self._loader.check(lora).result(CHECK_TIMEOUT_S)
 
 
 def error_of(answers: list[AdapterAnswer]) -> RequestError | None:

@@ -21,16 +21,18 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.features.block_events import NoKVEvents
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
 from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.image_courier import ImageCourier
 from engine.core.features.kv_fetching import KVFetching
 from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator
+from engine.core.features.tiers.tier_courier import TierCourier
 from engine.core.mail.compilations import Compilations
-from engine.core.mail.part_mail import PartMail
+from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -40,7 +42,6 @@ from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import NoMoves
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.endpoint import HandoffEndpoint
-from engine.kv_transfer.no_channel import NoChannel
 from engine.kv_transfer.protocol.messages import (
     Attach,
     DropSource,
@@ -51,7 +52,6 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
-from engine.lora.group_loader import GroupLoader
 from engine.model.kv_groups import KVCacheSpec
 from engine.runner.launching.launcher import Launcher
 from engine.spec_decode.ngram import NgramDrafter
@@ -62,7 +62,7 @@ from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
 from tests.days.grammars import Grammars, Pauses
 from tests.days.model import EOS, VOCAB, Memory, Runner, StepClock, chain
-from tests.days.tiers import NoModelledTiers, Tiers, make_offloading
+from tests.days.tiers import Tiers, make_offloading
 
 if TYPE_CHECKING:
     from tests.days.cluster import Cluster
@@ -146,7 +146,7 @@ class Engine:
         )
         assert config.handoff is not None
         self.channel = Channel(self, config.handoff, f"channel:{engine_id}", self.runner, clock)
-        self.channels, self.image_channel = [self.channel], NoChannel()
+        self.channels, self.image_channel = [self.channel], None
         times = StepTimes()
         size = config.block_size
         kv_cache, _ = kv_cache_of(
@@ -160,7 +160,7 @@ class Engine:
         role: Role | None = "decode" if policy and handoff.switch_roles else None
         handoffs = Handoffs(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
-        self.tiers = NoModelledTiers() if offloading is None else Tiers(self)
+        self.tiers = None if offloading is None else Tiers(self)
         fetching = None
         if handoff.enable_prefix_fetching and handoff.role in ("decode", "replica"):
             fetching = KVFetching(
@@ -210,17 +210,17 @@ class Engine:
                 clock.monotonic(),
                 [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
             ),
-            mail=PartMail(
+            mail=Mail(
                 scheduler,
-                grammars=Compilations(
+                Compilations(
                     Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
                     Pauses(self.clock),  # type: ignore[arg-type]
                 ),
-                channel=self.channel,  # type: ignore[arg-type]
-                image_channel=self.image_channel,  # type: ignore[arg-type]
-                tiers=self.tiers,  # type: ignore[arg-type]
-                adapter_loader=GroupLoader(None, 1, NoBroadcaster()),
-                kv_events=NoKVEvents(),
+                [
+                    *([] if offloading is None else [TierCourier(offloading, self.tiers)]),  # type: ignore[arg-type]
+                    *([] if self.image_channel is None else [ImageCourier(self.image_channel)]),
+                    HandoffCourier(self.channel),  # type: ignore[arg-type]
+                ],
             ),
             clock=clock,
         )
@@ -296,10 +296,14 @@ class Engine:
         self._released, self._release_at = False, self.loop.time() + self.clock.lead
         self.loop.call_at(self._release_at, self._release)
 
+    @property
+    def tiers_answered(self) -> bool:
+        return self.tiers is not None and self.tiers.answered
+
     def _only_renews(self) -> bool:
         """Take the commands that have come if they only renew subscriptions. Returns whether an idle engine has no more
         to do then."""
-        if not self.inbox or self.channel.endpoint._events or self.tiers.answered:
+        if not self.inbox or self.channel.endpoint._events or self.tiers_answered:
             return False
         commands = [COMMAND.decode(command) for command in self.inbox]
         if not all(isinstance(command, Subscribe) and not command.resync for command in commands):
@@ -312,7 +316,7 @@ class Engine:
     @property
     def _has_news(self) -> bool:
         """Whether something has come from outside."""
-        return bool(self.inbox or self.tiers.answered or any(channel.endpoint._events for channel in self.channels))
+        return bool(self.inbox or self.tiers_answered or any(channel.endpoint._events for channel in self.channels))
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""

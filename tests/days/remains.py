@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.routing.prefix_index import block_keys
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from tests.days.tiers import check_content
 
 if TYPE_CHECKING:

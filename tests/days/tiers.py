@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.kv_offload.group_tiers import NoTiers
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.kv_offload import (
     DropBlocks,
@@ -59,10 +58,6 @@ def make_offloading(size: Size, kv_cache: KVCacheManager, times: StepTimes, cloc
 class Loading:
     command: LoadBlocks
     written: set[int] = field(default_factory=set)
-
-
-class NoModelledTiers(NoTiers):
-    answered = False
 
 
 class Tiers:

@@ -17,10 +17,12 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
+from engine.core.door.part_input import TimePassed
 from engine.core.engine_stats import load_of
 from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import AddedRemote, HandoffWentOn, MovesAsked, TiersAnswered, TimePassed
+from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn, MovesAsked
+from engine.core.features.tiers.inputs import TiersAnswered
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request

@@ -16,7 +16,7 @@ from cluster.lab.simulator.replica import Replica
 from cluster.lab.simulator.results import TierUse
 from cluster.lab.simulator.spec import ClusterSpec
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex

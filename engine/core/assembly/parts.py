@@ -10,22 +10,21 @@ from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.cost_ledger import nanoseconds
 from engine.core.costs.step_cost import StepTimes
 from engine.core.door.part import Part
-from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.holds.holds import Holds
 from engine.core.features.holds.no_holds import NoHolds
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.lora.adapter_slots import AdapterSlots
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator, any_number
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.rank_tiers import RankTiers
 from engine.kv_offload.tier_index import TierIndex
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.kv_transfer.no_channel import NoChannel
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import DraftBound, state_specs
 from engine.runner.kv_cache import group_needs
@@ -97,14 +96,14 @@ def make_offloading(
 
 def make_fetching(
     loaded: Loaded,
-    channel: HandoffChannel | NoChannel,
+    channel: HandoffChannel | None,
     kv_cache: KVCacheManager,
     handoffs: Handoffs | None,
     offloading: KVOffloading | None,
     step_times: StepTimes,
 ) -> list[Part]:
     config = loaded.config.handoff
-    if config is None or handoffs is None or channel.peer is None or config.role not in ("decode", "replica"):
+    if config is None or handoffs is None or channel is None or config.role not in ("decode", "replica"):
         return []
     if not config.enable_prefix_fetching:
         return []

@@ -45,11 +45,3 @@ class Aborted(Input, frozen=True):
 
 class CacheCleared(Input, frozen=True):
     """Empties the prefix cache and the tiers below it, and ends all holds."""
-
-
-class PartInput(Input, frozen=True):
-    """An input for a part. `Scheduler.apply` returns what the part answers."""
-
-    def apply(self, scheduler: Any, now: float) -> Any:
-        """Pass the input on to the part of a scheduler for which it is."""
-        raise NotImplementedError

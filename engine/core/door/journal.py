@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself while it runs."""
+"""What a scheduler and its step loop tell of themselves while they run."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ class Journal:
     def grammar(self, grammar: Grammar | FreeText) -> Grammar | FreeText:
         """Return the grammar that a request uses in place of this one."""
         return grammar
+
+    def settle(self) -> None:
+        """There is time for what was put off: a step computes."""
+
+    def take(self) -> bytes:
+        """Return what has been kept; nothing if it could not be."""
+        return b""
+
+    def keep(self, error: Exception) -> None:
+        """Write down what has been kept, because the step loop has failed."""
+
+    def close(self) -> None:
+        """The engine ends as it should."""
 
 
 NOBODY_LISTENS = Journal()

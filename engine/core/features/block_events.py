@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine.core.block_pool import BlockObserver
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.mail.courier import Courier
 from engine.core.request import Request
 from engine.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
 
@@ -28,17 +29,7 @@ class Source(NamedTuple):
     """Index among the request's blocks of this size."""
 
 
-class NoKVEvents:
-    """Publishes nothing. Its methods are those of KVEvents."""
-
-    def publish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class KVEvents:
+class KVEvents(Courier):
     """Publishes one batch after each step that has changed the prefix cache."""
 
     def __init__(self, groups: Sequence[KVCacheManager], publisher: Publisher, int_hashes: bool = True):
@@ -49,7 +40,7 @@ class KVEvents:
         for group, events in zip(groups, self._groups, strict=True):
             group.pool.observers.append(events)
 
-    def publish(self) -> None:
+    def step_ended(self) -> None:
         """Send what has changed since the last call."""
         if any(group.has_changes for group in self._groups):
             cleared: list[KVCacheEvent] = (

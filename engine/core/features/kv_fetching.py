@@ -21,8 +21,8 @@ from engine.core.door.kernel import Kernel
 from engine.core.door.offer import Offer
 from engine.core.door.part import Part
 from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import pin_prefix, unpin
+from engine.core.features.tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
@@ -117,7 +117,6 @@ class KVFetching(Part):
         """peer: this engine as others address it. timeout_s: seconds for which a request waits for blocks. block_bytes:
         bytes of a block of each group on all ranks. min_tokens: shortest hit that is fetched."""
         self.peer = peer
-        self.resting: list[str] = []  #: ids of engines whose link has just failed
         #: Fetches by what became of them: `received`, `failed`, or `costs_more` for those that were not worth it.
         self.fetches: Counter[str] = Counter()
         self.fetched_tokens = 0
@@ -217,7 +216,7 @@ class KVFetching(Part):
 
     def _may_ask(self, holder: KVHolder, tokens: int) -> bool:
         engine = holder.engine
-        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self.resting
+        return tokens >= self._min_tokens and engine != self.peer and engine.engine_id not in self._requests.resting
 
     def _missing_bytes(self, needed: Sequence[Sequence[bytes]]) -> int:
         """Return the bytes of those of these blocks that this engine lacks."""

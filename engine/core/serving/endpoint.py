@@ -11,10 +11,16 @@ import zmq
 from engine.clock import Clock
 from engine.core.door import inputs
 from engine.core.engine import EngineCore
-from engine.core.features import part_inputs
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.inputs import MovesAsked, ReplicasSet, RoleSet, StuckRefused
+from engine.core.features.holds.inputs import HoldsGiven, HoldsReleased
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.image_courier import ImageCourier
+from engine.core.features.images.inputs import EncodersSet
 from engine.core.features.kv_fetching import KVFetching
+from engine.core.features.lora.adapter_courier import AdapterCourier
+from engine.core.features.lora.inputs import AdapterNumbered
 from engine.core.features.prefix_counter import PrefixCounter
 from engine.core.output import Event, take_timelines
 from engine.core.serving.kv_events import KVEventPublisher
@@ -93,6 +99,7 @@ class EngineEndpoint:
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
         self._trials = TrialQueue()
+        self._handoff_mail, self._image_mail = core.mail.get(HandoffCourier), core.mail.get(ImageCourier)
         self._handoffs = core.scheduler.parts.get(Handoffs)
         self._images = core.scheduler.parts.get(EncoderCacheManager)
         fetching = core.scheduler.parts.get(KVFetching)
@@ -122,7 +129,7 @@ class EngineEndpoint:
             case Subscribe():
                 self._subscribe(command)
             case ReleaseHolds(name, client):
-                self._core.apply(part_inputs.HoldsReleased(name, client))
+                self._core.apply(HoldsReleased(name, client))
             case ResetPrefixCache():
                 self._core.apply(inputs.CacheCleared())
             case ListHotPrefixes(call_id, limit):
@@ -166,7 +173,9 @@ class EngineEndpoint:
 
     def _load_adapter(self, call_id: str, lora: LoRARequest) -> None:
         try:
-            self._core.load_adapter(lora, call_id)
+            number = self._core.apply(AdapterNumbered(lora))
+            self._core.mail[AdapterCourier].call(number, call_id)
+            self._core.idle = False
         except ServingError as error:
             self._push(self._status_to, self._encode(AdapterLoaded(call_id, ErrorInfo.of(error))))
 
@@ -185,10 +194,10 @@ class EngineEndpoint:
             self._reply(event.request.reply_to, event.delta)
 
     def _move(self, count: int) -> None:
-        if self._core.mail.channel.peer is None:
+        if self._handoff_mail is None:
             REFUSALS.add("commands", "unexpected", "MoveRequests: this engine does not hand over KV")
             return
-        self._core.apply(part_inputs.MovesAsked(count))
+        self._core.apply(MovesAsked(count))
         for event in self._core.take_events():
             self._reply(event.request.reply_to, event.delta)
 
@@ -200,7 +209,7 @@ class EngineEndpoint:
         self._push(self._status_to, self._encode(HotPrefixes(call_id, peer, self._prefixes.hottest(limit))))
 
     def _give_holds(self, call_id: str, limit: int) -> None:
-        prompts = self._core.apply(part_inputs.HoldsGiven(limit))
+        prompts = self._core.apply(HoldsGiven(limit))
         self._push(self._status_to, self._encode(HeldPrompts(call_id, self._fetching_peer, prompts)))
 
     def _set_role(self, role: Role) -> None:
@@ -208,7 +217,7 @@ class EngineEndpoint:
         if handoffs is None or handoffs.role is None:
             REFUSALS.add("commands", "unexpected", "SetRole: the role of this engine does not change")
         elif role != handoffs.role:
-            self._core.apply(part_inputs.RoleSet(role))
+            self._core.apply(RoleSet(role))
             self._status_due = self._clock.monotonic()  # the control actors of other engines ask for the status
 
     def _reply(self, address: str, delta: TokenDelta) -> None:
@@ -231,30 +240,30 @@ class EngineEndpoint:
             self._kv_events.subscribe(command, self._clock.monotonic())
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemoteRequestFailed | PrefillReplicas) -> None:
-        core, channel, image_channel = self._core, self._core.mail.channel, self._core.mail.image_channel
-        images = self._images
-        match command:
-            case PrefillReplicas(replicas, "encode") if image_channel.peer is not None:
-                core.apply(part_inputs.EncodersSet(replicas))
-                return
-            case RemoteRequestFailed(handoff_id) if images is not None and images.handoffs.owns(handoff_id):
-                image_channel.submit(command)
-                return
-        if channel.peer is None:
+        core, handoffs, encoders, images = self._core, self._handoff_mail, self._image_mail, self._images
+        if encoders is not None and images is not None:
+            match command:
+                case PrefillReplicas(replicas, "encode"):
+                    core.apply(EncodersSet(replicas))
+                    return
+                case RemoteRequestFailed(handoff_id) if images.handoffs.owns(handoff_id):
+                    encoders.channel.submit(command)
+                    return
+        if handoffs is None:
             REFUSALS.add("commands", "unexpected", f"{type(command).__name__}: this engine does not hand over KV")
             return
         match command:
             case Prefill(remote_request):
                 self._make_way()
                 self._kv_events.admitted(remote_request.handoff_id)
-                if not core.prefill(remote_request):
+                if not handoffs.prefill(core, remote_request):
                     self._end(remote_request.handoff_id)
             case CancelPrefill(handoff_id):
                 self._abort(handoff_id)
             case RemoteRequestFailed():
-                channel.submit(command)
+                handoffs.channel.submit(command)
             case PrefillReplicas(replicas):
-                core.apply(part_inputs.ReplicasSet(replicas))
+                core.apply(ReplicasSet(replicas))
 
     def send(self, events: list[Event]) -> None:
         """Send what the last step has brought, and what is due."""
@@ -285,23 +294,24 @@ class EngineEndpoint:
                 self._push(address, message)
         if self._ended or now >= self._status_due:
             if self._handoffs is not None:
-                self._core.apply(part_inputs.StuckRefused())
+                self._core.apply(StuckRefused())
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
-        handoffs, mail = self._handoffs, self._core.mail
-        channel, image_channel = mail.channel, mail.image_channel
+        handoffs, couriers = self._handoffs, (self._handoff_mail, self._image_mail)
+        channel, image_channel = (None if courier is None else courier.channel for courier in couriers)
+        channels = [each for each in (channel, image_channel) if each is not None]
         status = EngineStatus(
             engine_id=self._engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
-            handoffs=channel.stats(),
-            image_handoffs=image_channel.stats(),
-            live_handoffs=[*channel.snapshot(), *image_channel.snapshot()][:MAX_LIVE_HANDOFFS],
+            handoffs=None if channel is None else channel.stats(),
+            image_handoffs=None if image_channel is None else image_channel.stats(),
+            live_handoffs=[live for each in channels for live in each.snapshot()][:MAX_LIVE_HANDOFFS],
             fingerprint="" if handoffs is None else handoffs.requests.fingerprint,
             encode_fingerprint="" if self._images is None else self._images.handoffs.fingerprint,
-            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks(), image_channel.refused_by_ranks()),
+            refused=add_up(REFUSALS.counts(), *(each.refused_by_ranks() for each in channels)),
             role=None if handoffs is None else handoffs.role,
             role_changes=0 if handoffs is None else handoffs.role_changes,
         )

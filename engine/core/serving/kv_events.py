@@ -11,7 +11,7 @@ from engine.core.engine_stats import load_of
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.holds.holds import Holds
 from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.tier import NoHashes
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler

@@ -9,16 +9,12 @@ from typing import Literal, Union
 import msgspec
 
 from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
+from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.images.image_handoffs import ImageHandoffs
-from engine.core.features.part_inputs import (
-    AdapterNumbered,
-    AdapterRead,
-    AddedRemote,
-    HandoffWentOn,
-    ImageWentOn,
-    TiersAnswered,
-)
+from engine.core.features.images.inputs import ImageWentOn
+from engine.core.features.lora.inputs import AdapterNumbered, AdapterRead
+from engine.core.features.tiers.inputs import TiersAnswered
 from engine.core.scheduler import Scheduler
 from engine.core.tape.answers import ORDINARY, Answers, ReplayedGrammar
 from engine.core.tape.object_graph import MAX_ZEROS

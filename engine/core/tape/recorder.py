@@ -18,18 +18,14 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.features.handoffs.handoffs import Handoffs
+from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.core.features.images.image_handoffs import number_of
+from engine.core.features.images.inputs import ImageWentOn
 from engine.core.features.kv_fetching import split_names
-from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import (
-    AdapterNumbered,
-    AdapterRead,
-    AddedRemote,
-    HandoffWentOn,
-    ImageWentOn,
-    TiersAnswered,
-)
+from engine.core.features.lora.inputs import AdapterNumbered, AdapterRead
 from engine.core.features.speculator import Speculator, unwatched
+from engine.core.features.tiers.inputs import TiersAnswered
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
@@ -78,22 +74,6 @@ from engine.wire.token_delta import FinishReason
 logger = logging.getLogger(__name__)
 
 SETTLED = 16  # entries to encode at a time: some eight steps
-
-
-class NoTape:
-    """Records nothing."""
-
-    def take(self) -> bytes:
-        return b""
-
-    def settle(self) -> None:
-        pass
-
-    def keep(self, error: Exception) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Tape(Journal):

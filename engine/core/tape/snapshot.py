@@ -25,7 +25,6 @@ from engine.core.door.offers import Offers, unknown
 from engine.core.door.outputs import Outputs
 from engine.core.door.part import HOOKS, Part, Parts
 from engine.core.door.request_checks import RequestChecks
-from engine.core.features.adapter_slots import AdapterSlot, AdapterSlots
 from engine.core.features.draft_totals import DraftTotals
 from engine.core.features.handoffs.handoff_requests import HandoffRequests
 from engine.core.features.handoffs.handoffs import Handoffs
@@ -43,10 +42,11 @@ from engine.core.features.kv_fetching import KVFetching, PendingFetch
 from engine.core.features.kv_groups.kv_cache_coordinator import KVCacheCoordinator
 from engine.core.features.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
 from engine.core.features.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.core.features.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
+from engine.core.features.lora.adapter_slots import AdapterSlot, AdapterSlots
 from engine.core.features.micro_batches import MicroBatches
 from engine.core.features.speculator import Speculator, any_number
 from engine.core.features.tiers.command_queue import CommandQueue
+from engine.core.features.tiers.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
 from engine.core.features.tiers.saved_holds import FoundHold, Kept, SavedHolds
 from engine.core.features.tiers.tier import NoHashes, Tier, TierHashes
 from engine.core.features.tiers.tier_writer import Store, TierWriter

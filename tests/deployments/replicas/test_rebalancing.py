@@ -14,7 +14,7 @@ from deployments.replicas import rebalancing
 from deployments.replicas.departure import GROUP
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
-from engine.core.features.part_inputs import MovesAsked
+from engine.core.features.handoffs.inputs import MovesAsked
 from engine.core.output import Event
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus

@@ -10,6 +10,7 @@ from engine.clock import Clock
 from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.output import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
@@ -373,7 +374,7 @@ def remote_request_of(engine: Engine) -> RemoteRequest:
 
 
 def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
-    engine.core.mail.channel.submit(RemoteRequestFailed(handoff_id, "nobody there", False))
+    engine.core.mail[HandoffCourier].channel.submit(RemoteRequestFailed(handoff_id, "nobody there", False))
     assert woken.wait(60)
     woken.clear()
 
@@ -467,8 +468,10 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
     engine = make_engine(handoff=handoff, wake=woken.set)
     remote_request = make_remote_request(engine)
     engine.deltas["h"] = []
-    assert engine.core.prefill(remote_request)
-    assert engine.core.prefill(remote_request), "a prefill request that comes twice is one"
+    assert engine.core.mail[HandoffCourier].prefill(engine.core, remote_request)
+    assert engine.core.mail[HandoffCourier].prefill(engine.core, remote_request), (
+        "a prefill request that comes twice is one"
+    )
     while not engine.core.idle:
         engine.step()
     stats = engine.core.stats()
@@ -476,7 +479,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
     assert woken.wait(60)  # nobody gives a sign of life, so the lease ends
     engine.go()
     assert engine.last("h").finish_reason == "abort"
-    assert engine.core.mail.channel.stats().lease_expiries == 1
+    assert engine.core.mail[HandoffCourier].channel.stats().lease_expiries == 1
 
 
 @pytest.mark.parametrize(
@@ -489,7 +492,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
 )
 def test_a_prefill_request_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
-    assert not engine.core.prefill(make_remote_request(engine, **change))
+    assert not engine.core.mail[HandoffCourier].prefill(engine.core, make_remote_request(engine, **change))
     assert reason in caplog.text
     assert not engine.core.has_work
 
@@ -531,7 +534,12 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
     core, runner = engine.core, engine.core.ranks.runner
     launched: list[int] = []
     planned_during: list[int] = []  # steps that had not ended when the newest plan was made
-    schedule, launch, collect, submit = core.scheduler.schedule, runner.launch, runner.collect, core.mail.channel.submit
+    schedule, launch, collect, submit = (
+        core.scheduler.schedule,
+        runner.launch,
+        runner.collect,
+        core.mail[HandoffCourier].channel.submit,
+    )
 
     def note_schedule(now):
         planned_during[:] = launched
@@ -553,7 +561,7 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
     monkeypatch.setattr(core.scheduler, "schedule", note_schedule)
     monkeypatch.setattr(runner, "launch", note_launch)
     monkeypatch.setattr(runner, "collect", note_collect)
-    monkeypatch.setattr(core.mail.channel, "submit", note_submit)
+    monkeypatch.setattr(core.mail[HandoffCourier].channel, "submit", note_submit)
     for i in range(3):
         engine.add(f"request {i}", max_tokens=3 + i)
     engine.go()

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.runner.parts.images import Images
 from engine.wire.multimodal import PlaceholderRange
@@ -44,10 +45,10 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
             cache_salt="",
             skip=0,
             fingerprint=core.scheduler.parts[Handoffs].requests.fingerprint,
-            decode=Peer("decode", core.mail.channel.peer.address, 1),
+            decode=Peer("decode", core.mail[HandoffCourier].channel.peer.address, 1),
             mm_features=[image],
         )
-        assert core.prefill(request)
+        assert core.mail[HandoffCourier].prefill(core, request)
         blocks = []
         for _ in range(20):
             core.step()

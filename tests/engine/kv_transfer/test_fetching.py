@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
@@ -64,7 +65,7 @@ class Caches(Pair):
     ) -> str:
         """held: tokens that the router believes the holder to have."""
         name = f"r{len(self.requests)}"
-        peer = None if holder is None else holder.server._core.mail.channel.peer
+        peer = None if holder is None else holder.server._core.mail[HandoffCourier].channel.peer
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, logprobs=0, **{"max_tokens": 12, **more.pop("params", {})}
         )

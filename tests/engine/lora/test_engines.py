@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.features.lora.adapter_courier import AdapterCourier
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
 from engine.text.tokenizer import Tokenizer
@@ -200,7 +201,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(adapted, tmp_path, opene
     ]
     for lora, message in cases:
         with pytest.raises(AdapterError, match=message):
-            core.mail.check_adapter(lora)
+            core.mail[AdapterCourier].check_adapter(lora)
 
 
 def test_an_engine_without_adapters_refuses_them(adapted, opened):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
-from engine.core.features.adapter_slots import AdapterSlots
+from engine.core.features.lora.adapter_slots import AdapterSlots
 from engine.lora.adapter_files import open_adapter
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest

@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import HoldsReleased
+from engine.core.features.holds.inputs import HoldsReleased
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup

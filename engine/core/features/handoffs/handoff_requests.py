@@ -18,6 +18,7 @@ class HandoffRequests:
         model and KV layout; only engines with the same one exchange KV."""
         self.peer, self.fingerprint = peer, fingerprint
         self.out = Outputs()  # the scheduler's
+        self.resting: list[str] = []  #: ids of engines that are asked for nothing now, as their links have just failed
         self._count = 0
 
     def send(self, action: HandoffAction) -> None:

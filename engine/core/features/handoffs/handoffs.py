@@ -119,8 +119,15 @@ class Handoffs(Part):
 
     # -- prompts of other engines --------------------------------------------------------------------------
 
+    def rest(self, engines: list[str]) -> None:
+        """Ask these engines for nothing for now, since the links to them have just failed. Replaces those before."""
+        self.requests.resting = engines
+        if self.remote.policy is not None:
+            self.remote.policy.resting = engines
+
     def add(self, asked_by: RemoteRequest, now: float) -> Request:
         """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
+        self.for_others.check(asked_by)
         self._kernel.check_remote(asked_by)
         return self._kernel.enqueue(Request.for_other_engine(asked_by, now), asked_by)
 

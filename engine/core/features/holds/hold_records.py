@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.core.features.holds.hold_table import Hold, HoldTable, refused
-from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
+from engine.core.features.tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.tiers.saved_holds import FoundHold
 from engine.core.features.tiers.tier import Tier
 from engine.wire.kv_offload import SavedHold

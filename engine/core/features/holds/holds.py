@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.door.part import Part
+from engine.core.engine_stats import block_load
 from engine.core.features.holds.hold_records import HoldRecords
 from engine.core.features.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.core.features.holds.request_holds import RequestHolds, holds_of
-from engine.core.features.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.prefix_pins import longest_prefix
+from engine.core.features.tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
@@ -251,9 +253,10 @@ class Holds(Part):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def num_only_held(self, group: int) -> int:
-        """Return how many blocks of a KV cache group are on the device for holds alone."""
-        return self.table.num_only_held(group)
+    def load(self, requests: Iterable[Request]) -> dict[str, Any]:
+        """Blocks kept by holds alone count as if they were not there."""
+        pools = self._kv_cache.pools
+        return block_load(pools, [self.table.num_only_held(group) for group in range(len(pools))])
 
     def report(self) -> HoldStats:
         return self.table.stats

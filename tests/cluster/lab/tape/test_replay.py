@@ -11,11 +11,11 @@ from cluster.lab.tape import replay as replay_module
 from cluster.lab.tape.replay import Diverged, Failed, Replay
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.build import build_engine
-from engine.core.door.inputs import PartInput
 from engine.core.door.journal import NOBODY_LISTENS
+from engine.core.door.part_input import PartInput
 from engine.core.engine import EngineCore
 from engine.core.features.kv_fetching import split_names
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import SETTLED, NoTape
 from engine.core.tape.ring import EngineTape, Ring, tape_with_key

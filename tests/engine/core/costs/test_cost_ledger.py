@@ -11,7 +11,7 @@ from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import CacheCleared
 from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.part_inputs import MovesAsked
+from engine.core.features.handoffs.inputs import MovesAsked
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released

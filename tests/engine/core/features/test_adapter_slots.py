@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from engine.core.features.adapter_slots import AdapterSlots
-from engine.core.features.part_inputs import AdapterRead
+from engine.core.features.lora.adapter_slots import AdapterSlots
+from engine.core.features.lora.inputs import AdapterRead
 from engine.errors import AdapterError, RequestError
 from engine.wire.lora import LoRARequest
 from tests.fake_runner import Harness

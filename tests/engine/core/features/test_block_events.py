@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import rule
 
 from engine.core.door.inputs import CacheCleared
-from engine.core.features.adapter_slots import AdapterSlots
 from engine.core.features.block_events import KVEvents
+from engine.core.features.lora.adapter_slots import AdapterSlots
 from engine.wire.block_hash import block_hashes
 from engine.wire.kv_events import KVEventBatch
 from tests.engine.core.features.test_kv_offloading import TierMachine
@@ -46,7 +46,7 @@ def published(harness: type[Harness]) -> type[Harness]:
 
         def publish(self) -> None:
             first = len(self.reader.events)
-            self.kv_events.publish()
+            self.kv_events.step_ended()
             for group, manager in enumerate(self.scheduler.kv_cache.groups):
                 assert self.reader.hashes(group) == set(manager.pool.block_hashes())
             for event in self.reader.events[first:]:
@@ -64,13 +64,13 @@ def test_a_block_that_a_tier_has_filled_for_another_engine_is_not_published():
         harness.add(name, prompt, max_tokens=1)
         harness.run()
         harness.scheduler.kv_cache.clear_cache()
-        harness.kv_events.publish()
+        harness.kv_events.step_ended()
     hashes = block_hashes(prompt, 4)
     wanted = [[hashes[i : i + 16] for i in range(0, len(hashes), 16)]]
     assert harness.offloading.bring(wanted, 1.0, lambda: None, harness.now)
     harness.drain()
     assert len(harness.pool.block_hashes()) == 5
-    harness.kv_events.publish()
+    harness.kv_events.step_ended()
     assert not harness.reader.hashes(0)
     for number in range(3):  # evicts some of them
         harness.add(f"other {number}", [30 + number] * 17, max_tokens=1)
@@ -78,7 +78,7 @@ def test_a_block_that_a_tier_has_filled_for_another_engine_is_not_published():
     evicted = set(wanted[0]) - set(harness.pool.block_hashes())
     harness.add("own", [*prompt, 1], max_tokens=1)
     harness.run()
-    harness.kv_events.publish()
+    harness.kv_events.step_ended()
     assert evicted and evicted <= harness.reader.hashes(0) <= set(harness.pool.block_hashes())
 
 
@@ -170,7 +170,7 @@ def test_integers_are_the_low_64_bits_of_hashes():
     h = small(int_hashes=True)
     h.add("a", list(range(1, 11)), max_tokens=1)
     h.run()
-    h.kv_events.publish()
+    h.kv_events.step_ended()
     assert h.reader.hashes() == {int.from_bytes(each, "big") % 2**64 for each in h.pool.block_hashes()}
 
 
@@ -178,6 +178,6 @@ def test_salt_and_adapter_are_told_as_extra_keys():
     h = small(adapters=AdapterSlots(2))
     h.add("a", list(range(1, 11)), max_tokens=1, cache_salt="tenant")
     h.run()
-    h.kv_events.publish()
+    h.kv_events.step_ended()
     assert h.reader.events[-1].extra_keys == [("tenant",), None]
     assert h.reader.events[-1].lora_name is None

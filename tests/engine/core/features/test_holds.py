@@ -12,9 +12,9 @@ from hypothesis.stateful import precondition, rule
 from engine.core.door.inputs import CacheCleared
 from engine.core.features.holds import hold_table
 from engine.core.features.holds.holds import Holds
-from engine.core.features.kv_offloading import KVOffloading
-from engine.core.features.part_inputs import HoldsGiven, HoldsReleased
+from engine.core.features.holds.inputs import HoldsGiven, HoldsReleased
 from engine.core.features.prefix_pins import longest_prefix
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.features.tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.token_delta import HoldOutcome

@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from engine.core.door.inputs import Aborted, CacheCleared
 from engine.core.engine_stats import load_of, stats_of
 from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.part_inputs import HandoffWentOn, MovesAsked
+from engine.core.features.handoffs.inputs import HandoffWentOn, MovesAsked
 from engine.core.features.tiers.tier import REST_S
 from engine.core.features.tiers.tier_writer import WRITE_S
 from engine.core.request import State

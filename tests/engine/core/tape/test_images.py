@@ -7,7 +7,8 @@ import msgspec
 from cluster.lab.tape.replay import Replay
 from engine.core.engine import EngineCore
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.part_inputs import EncodersSet
+from engine.core.features.images.image_courier import ImageCourier
+from engine.core.features.images.inputs import EncodersSet
 from engine.wire.messages import PrefillReplica, RemoteRequestFailed
 from tests.engine.core.features.images.test_image_handoffs import by, engines, prompts, run
 from tests.engine.core.tape.taped import tape_of
@@ -50,7 +51,7 @@ def test_images_of_an_encode_engine_arrive_and_fail_again_in_both_engines(tmp_pa
         core.apply(EncodersSet([PrefillReplica(engine_id="engine")]))
         by(encode, core, *prompts(NAME))
         lost = Prompt(NAME).text(5, 6).image(7).text(9)
-        run(core, lost, dispatch=lambda notice: core.mail.image_channel.submit(
+        run(core, lost, dispatch=lambda notice: core.mail[ImageCourier].channel.submit(
             RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         ))  # fmt: skip
         here, there = replayed(core), replayed(encode)

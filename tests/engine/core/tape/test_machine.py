@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
+from engine.core.features.handoffs.inputs import ReplicasSet
 from engine.core.features.holds.holds import Holds
-from engine.core.features.part_inputs import ReplicasSet
 from engine.wire.messages import PrefillReplica
 from tests.engine.core.features.test_holds import HoldsMachine
 from tests.engine.core.features.test_kv_fetching import CacheMachine, TieredCacheMachine

@@ -8,7 +8,7 @@ import pytest
 from cluster.lab.tape.replay import Replay
 from engine.core.door.inputs import Aborted
 from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_offloading import KVOffloading
+from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.errors import EngineError, RequestTimeout
 from engine.wire.kv_offload import KVOffloadStats
 from tests.engine.core.features.test_kv_fetching import PROMPT, in_a_tier

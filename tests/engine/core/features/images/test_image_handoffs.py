@@ -18,9 +18,11 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
+from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.core.features.images.image_courier import ImageCourier
 from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
-from engine.core.features.part_inputs import EncodersSet, ImageWentOn
+from engine.core.features.images.inputs import EncodersSet, ImageWentOn
 from engine.errors import ConfigError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
@@ -93,7 +95,7 @@ def by(encode: EngineCore, core: EngineCore, *prompts: Prompt) -> list[list[int]
         return step()
 
     core.step = both  # type: ignore[method-assign]
-    found = run(core, *prompts, dispatch=lambda notice: encode.prefill(notice.request))
+    found = run(core, *prompts, dispatch=lambda notice: encode.mail[HandoffCourier].prefill(encode, notice.request))
     core.step = step  # type: ignore[method-assign]
     return found
 
@@ -115,7 +117,7 @@ def test_answers_about_images_that_an_encode_engine_has_encoded_are_those_of_one
         assert (core.stats().record(ImageStats).encoded, encode.stats().record(ImageStats).encoded) == (0, 3)
         assert load_of(core.scheduler).queued_embeds == 0
         lost = Prompt(name).text(5, 6).image(7).text(9)
-        fail = lambda notice: core.mail.image_channel.submit(  # noqa: E731
+        fail = lambda notice: core.mail[ImageCourier].channel.submit(  # noqa: E731
             RemoteRequestFailed(notice.request.handoff_id, "gone", True)
         )
         assert run(core, lost, dispatch=fail) == [expected_tokens(folder, lost, 8)]
@@ -154,12 +156,12 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
         core.step()
         assert load().queued_embeds == 0, "it waits in the encode pool"
         (notice,) = core.mail.take_notices()
-        assert encode.prefill(notice.request)
+        assert encode.mail[HandoffCourier].prefill(encode, notice.request)
         deadline = time.monotonic() + LIMIT_S
         while not core.scheduler.parts[EncoderCacheManager].handoffs._ready:
             assert time.monotonic() < deadline
             encode.step()
-            for event in core.mail.image_channel.events():
+            for event in core.mail[ImageCourier].channel.events():
                 core.apply(ImageWentOn(event))
         assert load().queued_embeds == 0, "it is in the inbox"
         events = [event for _ in range(2) for event in core.step()]
