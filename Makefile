@@ -33,8 +33,11 @@ STAND_IN := $(BIN)/python -m pytest -p tests.gpu.stand_in -n 2 --dist loadfile $
 
 # What tests kernels is skipped as long as nothing that it imports has changed since it last passed
 # (tests/unchanged.py). Kernels of GPUs and one engine run on the stand-in.
+# A fifth of the pairs of parts (docs/composition.md) is run each day; `make test TEST_DAY=...` repeats that of one.
+test: TEST_DAY ?= $(shell expr $$(date +%s) / 86400)
 test: $(INSTALLED) $(KERNELS) $(HELM)
-	$(TEST) --skip-unchanged --ignore tests/engine/model/ops/gpu
+	@echo "TEST_DAY=$(TEST_DAY): fifth $$(expr $(TEST_DAY) % 5 + 1) of the pairs of parts"
+	TEST_DAY=$(TEST_DAY) $(TEST) --skip-unchanged --ignore tests/engine/model/ops/gpu
 	$(STAND_IN) --skip-unchanged
 
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock

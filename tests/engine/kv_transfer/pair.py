@@ -22,6 +22,7 @@ from engine.wire.messages import (
     Prefill,
     RemoteRequestFailed,
 )
+from engine.wire.parts.holds import HoldStats
 from engine.wire.remote_request import RemoteRequest
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
 from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
@@ -165,5 +166,6 @@ def is_empty(status: EngineStatus | None) -> bool:
     if status is None or status.handoffs is None:
         return False
     stats = status.stats
-    busy = stats.running + stats.waiting + stats.receiving + stats.leased + stats.blocks_used
-    return busy == 0 and status.handoffs.live == 0
+    busy = stats.running + stats.waiting + stats.receiving + stats.leased
+    holds = stats.record(HoldStats)
+    return busy == 0 and stats.blocks_used == (holds.device_blocks if holds else 0) and status.handoffs.live == 0
