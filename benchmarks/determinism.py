@@ -24,7 +24,7 @@ import typer
 from benchmarks.command import JsonOption, ModelOption, SeedOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.tables import figure, make_table, show
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.features.handoffs.handoff_courier import HandoffCourier
@@ -36,6 +36,7 @@ from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import DispatchRemote
 from engine.wire.parts.speculation import SpecDecodeStats

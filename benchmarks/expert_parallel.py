@@ -25,11 +25,12 @@ from typing import Any
 import psutil
 import torch
 
-from engine.config import EngineConfig, EPLBConfig
+from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.model.layers.moe import RouterProduct
 from engine.model.loader import fill_with_noise
+from engine.options.experts import EPLBConfig
 from engine.runner import load as loading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.options.handoff import HandoffConfig
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import make_model

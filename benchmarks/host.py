@@ -23,10 +23,11 @@ from torch import Tensor
 
 from benchmarks.command import JsonOption, print_json, run
 from cluster.terminal.tables import figure, make_table, show
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats

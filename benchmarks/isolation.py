@@ -29,13 +29,14 @@ from benchmarks.images import make_model, picture
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.progress import progress_bar
 from cluster.terminal.tables import figure, make_table, show
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidParameter
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
 from engine.multimodal.image import decode
 from engine.multimodal.processor import ImageProcessor
 from engine.offline.prompts import ImagePrompt
+from engine.options.handoff import HandoffConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add

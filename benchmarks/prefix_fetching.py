@@ -26,7 +26,8 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigester
 from deployments.routing.subscriber import KVEventSubscriber
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, ResetPrefixCache
 from engine.wire.sampling_params import SamplingParams

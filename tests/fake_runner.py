@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
@@ -32,6 +32,7 @@ from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest

@@ -219,7 +219,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     lines = sum(
         bool(line.strip()) for file in set(path) - others for line in file.read_text(encoding="utf-8").splitlines()
     )
-    assert lines <= 14_850, f"{lines} lines"
+    assert lines <= 14_500, f"{lines} lines"
     text = (ROOT / "docs" / "reading_path.md").read_text(encoding="utf-8")
     (told,) = re.findall(r"about ([\d,]+) lines that are not blank", text)
     assert abs(int(told.replace(",", "")) - lines) < 300
@@ -398,7 +398,7 @@ def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket(
     wire = ["plan", "sampling_params", "generate_request", "token_delta", "messages", "remote_request", "handoff"]
     wire += ["stats/engine_stats", "stats/handoff_stats"]
     names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
-    for name in [*names, *(f"wire/{name}" for name in wire), "config", "config_options", "config_sections", "errors"]:
+    for name in [*names, *(f"wire/{name}" for name in wire), "config", "config_options", "engine_options", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))
         assert not packages & {"torch", "time", "zmq", "socket", "asyncio", "threading"}, name
 

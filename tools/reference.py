@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 HEAD = """# Reference
@@ -28,11 +31,11 @@ CLASSES = [  # heading, file, class
     ("args.ingress.key_limits{}", "deployments/quotas/limits.py", "KeyLimits"),
     ("budget_limits[] of key_limits", "deployments/quotas/limits.py", "BudgetLimit"),
     ("engine: EngineConfig", "engine/config.py", "EngineConfig"),
-    ("engine.speculative_config", "engine/config_sections.py", "SpeculativeConfig"),
-    ("engine.kv_events_config", "engine/config_sections.py", "KVEventsConfig"),
-    ("engine.structured_outputs_config", "engine/config_sections.py", "StructuredOutputsConfig"),
-    ("engine.eplb_config", "engine/config_sections.py", "EPLBConfig"),
-    ("handoff of a model", "engine/config_sections.py", "HandoffConfig"),
+    ("engine.speculative_config", "engine/options/speculation.py", "SpeculativeConfig"),
+    ("engine.kv_events_config", "engine/options/kv_events.py", "KVEventsConfig"),
+    ("engine.structured_outputs_config", "engine/options/structured_outputs.py", "StructuredOutputsConfig"),
+    ("engine.eplb_config", "engine/options/experts.py", "EPLBConfig"),
+    ("handoff of a model", "engine/options/handoff.py", "HandoffConfig"),
     ("SamplingParams", "engine/wire/sampling_params.py", "SamplingParams"),
 ]
 METHODS = ("__init__", "generate", "chat", "embed", "score", "close")
@@ -44,7 +47,11 @@ def reference() -> str:
 
 def section(heading: str, path: str, name: str) -> str:
     source = (ROOT / path).read_text()
-    rows = [f"| `{key}` | `{default}` | {text} |" for key, default, text in fields(source, name)]
+    found = list(fields(source, name))
+    if name == EngineConfig.__name__:  # its fields are those of its bases
+        for base in reversed(EngineConfig.__mro__[1:-1]):
+            found += fields(Path(inspect.getfile(base)).read_text(), base.__name__)
+    rows = [f"| `{key}` | `{default}` | {text} |" for key, default, text in found]
     note = ast.get_docstring(_class(source, name)) or ""
     return "\n".join([f"## {heading}\n", f"{note}\n", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
 

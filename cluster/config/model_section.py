@@ -14,9 +14,11 @@ from cluster.config.section import Section, given, section_of
 from deployments.billing.prices import FREE, Prices
 from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role
-from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
+from engine.config import EngineConfig
+from engine.engine_options import BLOCK_SIZES, GPU_DEFAULTS
 from engine.errors import ConfigError
 from engine.model.checkpoint import smollm2
+from engine.options.handoff import HandoffConfig
 from placement.spec import GroupSpec
 
 ROLE_KEYS = {"routing", "num_replicas", "min_replicas", "max_replicas"}  # that may differ if roles change

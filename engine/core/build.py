@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.clock import SYSTEM_CLOCK, Clock
-from engine.config import EngineConfig, HandoffConfig, KVEventsConfig
+from engine.config import EngineConfig
 from engine.core.assembly import parts
 from engine.core.assembly.loaded import Loaded
 from engine.core.block_pool import BlockPool
@@ -54,6 +54,8 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import state_specs
+from engine.options.handoff import HandoffConfig
+from engine.options.kv_events import KVEventsConfig
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher

@@ -10,8 +10,8 @@ from collections import deque
 import msgspec
 import zmq
 
-from engine.config import KVEventsConfig
 from engine.errors import ConfigError
+from engine.options.kv_events import KVEventsConfig
 from engine.wire.kv_events import KVCacheEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)

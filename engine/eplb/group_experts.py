@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from engine.config import EPLBConfig
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.eplb.windows import Windows
+from engine.options.experts import EPLBConfig
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
 from engine.wire.stats.engine_stats import ExpertStats
 

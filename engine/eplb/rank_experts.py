@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import EPLBConfig
 from engine.device import Device, DeviceEvent
 from engine.distributed.tp_group import Mailbox, TPGroup
 from engine.eplb.layer_slots import LayerSlots
@@ -37,6 +36,7 @@ from engine.eplb.placement import (
 )
 from engine.model.expert_split import ExpertLoad, MovableSlots, SpreadExperts
 from engine.model.layers.moe import Experts
+from engine.options.experts import EPLBConfig
 from engine.wire.plan import ExpertAnswer, ExpertOrder
 from engine.wire.stats.engine_stats import ExpertStats
 

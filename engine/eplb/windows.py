@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import EPLBConfig
+from engine.options.experts import EPLBConfig
 
 
 class Windows:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.config import BLOCK_SIZES, EngineConfig
+from engine.config import EngineConfig
 from engine.device import is_gpu
 from engine.distributed.tp_group import TPGroup
+from engine.engine_options import BLOCK_SIZES
 from engine.errors import StartupError
 from engine.kernel_trial.environment import environment, ptxas_version
 from engine.kernel_trial.rank_alone import RankAlone

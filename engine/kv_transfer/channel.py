@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from engine.config import HandoffConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import Counts
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
@@ -17,6 +16,7 @@ from engine.kv_transfer.endpoint import CLOSE_S, MAX_WAIT_S, HandoffEndpoint
 from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import HandoffAction, HandoffEvent, Leave
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.config import GPU_DEFAULTS, EngineConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
@@ -23,6 +23,7 @@ from engine.core.output import Event
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup, group_options
+from engine.engine_options import GPU_DEFAULTS
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.folder import default_sampling
 from engine.model.checkpoint.overlay import engine_folder

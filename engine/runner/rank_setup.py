@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from engine.config import BLOCK_SIZES, EngineConfig
+from engine.config import EngineConfig
 from engine.device import Device, open_device
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
+from engine.engine_options import BLOCK_SIZES
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.config import ModelConfig

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.drafter import ModelDrafter
 from engine.spec_decode.target import Target
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config import SpeculativeConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.ngram import NgramSequence, match_length
 
 SHORTEST = 3  # tokens of a match

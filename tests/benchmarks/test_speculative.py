@@ -3,7 +3,8 @@ from __future__ import annotations
 import random
 
 from benchmarks.speculative import Bench, Load
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
+from engine.options.speculation import SpeculativeConfig
 from tests.fake_drafter import draft_always
 from tests.models import make_model
 

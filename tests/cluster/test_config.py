@@ -15,9 +15,10 @@ from cluster.config.pool_section import EngineSection
 from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.offline.vllm_flags import RENAMED
+from engine.options.handoff import HandoffConfig
 from engine.text.tokenizer import Tokenizer
 from tests.pooling_models import EMBEDDINGS, make
 

@@ -20,9 +20,10 @@ from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.remote_dispatcher import PoolState, RemotePool
 from deployments.replicas.role_follower import RoleFollower
 from deployments.routing.config import Role
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.errors import EngineUnavailable
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import Notice, PeerPool
 from tests.days.encoders import Images, engine_class
 from tests.days.engine import Channel, Engine

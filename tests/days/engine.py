@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.clock import Clock
-from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.block_pool import BlockObserver, BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
@@ -53,6 +53,8 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.model.kv_groups import KVCacheSpec
+from engine.options.handoff import HandoffConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.launching.launcher import Launcher
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received

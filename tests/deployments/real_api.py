@@ -34,11 +34,12 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
 from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
+from engine.options.handoff import HandoffConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import PeerPool
 from engine.wire.remote_request import RemoteRequest

@@ -21,13 +21,13 @@ from cluster.lab.simulator.tiers import TierTraffic, make_tiers
 from cluster.lab.simulator.trace import Trace
 from deployments.billing.prices import FREE
 from deployments.routing.config import Role
-from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepTimes
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import FinishPrefill, OpenHandoff
 from engine.wire.remote_request import Peer

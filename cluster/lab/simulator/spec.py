@@ -24,8 +24,9 @@ from cluster.lab.simulator.kv_layers import KVLayers, divide
 from cluster.lab.simulator.trace import KINDS, Trace, make_trace
 from deployments.billing.prices import FREE, Prices
 from deployments.routing.config import Role
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.errors import InvalidParameter
+from engine.options.handoff import HandoffConfig
 
 NO_LIMIT = 10**9
 GIB = 2**30

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from itertools import islice, takewhile
 
-from engine.config import SpeculativeConfig
-from engine.config_sections import MAX_SPECULATIVE_TOKENS
 from engine.core.door.kernel import Kernel
 from engine.core.door.part import Part
 from engine.core.features.draft_totals import DraftTotals
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.options.speculation import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig
-from engine.config_sections import HandoffConfig, SpeculativeConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.block_pool import BlockPool
 from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
@@ -91,6 +90,8 @@ from engine.core.tape.object_graph import (
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
+from engine.options.handoff import HandoffConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.overriding import overrides
 from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
     Cancel,
@@ -28,6 +27,7 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.receive_state import ReceiveState
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import Failed, OpenHandoff, Received, Spent
 from engine.wire.remote_request import Peer
 

@@ -5,9 +5,9 @@ Only Closed ends prefill's claim on the blocks.
 
 from __future__ import annotations
 
-from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import Claim, Progress, Refused
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import NO_COST, Closed, FirstToken, HoldBlocks, HoldRequest, ReportProgress
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 

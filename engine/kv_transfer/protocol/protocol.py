@@ -54,7 +54,6 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.decode_side import DecodeHandoff, DecodeHandoffState
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
@@ -71,6 +70,7 @@ from engine.kv_transfer.protocol.messages import (
     Released,
 )
 from engine.kv_transfer.protocol.prefill_side import HeldRequest, PrefillHandoff
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import (
     AcceptPrefill,
     BlocksAsked,

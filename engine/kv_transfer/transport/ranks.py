@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
-from engine.config import HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.options.handoff import HandoffConfig
 
 
 class KVWorkerInfo(msgspec.Struct, frozen=True):

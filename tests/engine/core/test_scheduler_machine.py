@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.config import SpeculativeConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.pooling_params import PoolingParams

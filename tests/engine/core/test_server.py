@@ -6,11 +6,12 @@ import msgspec
 import pytest
 import zmq
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import TPGroup
+from engine.options.handoff import HandoffConfig
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from engine.config import EngineConfig, KVEventsConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.distributed.kv_event_publisher import KVEventSockets, shifted
 from engine.errors import ConfigError
+from engine.options.kv_events import KVEventsConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_events import AllBlocksCleared
 from engine.wire.sampling_params import SamplingParams

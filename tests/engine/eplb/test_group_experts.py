@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.config import EPLBConfig
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.group_experts import GroupExperts
+from engine.options.experts import EPLBConfig
 from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
 from engine.wire.stats.engine_stats import ExpertStats
 

@@ -8,12 +8,13 @@ from threading import Event
 import pytest
 import torch
 
-from engine.config import EngineConfig, EPLBConfig
+from engine.config import EngineConfig
 from engine.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.eplb import shared_rank_experts
 from engine.eplb.rank_experts import IDLE
 from engine.eplb.shared_rank_experts import ARRIVED, FAILED, MOVING, SharedRankExperts
+from engine.options.experts import EPLBConfig
 from engine.wire.plan import ExpertAnswer, ExpertOrder
 from engine.wire.stats.engine_stats import ExpertStats
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.messages import Attach, DropSource, Envelope, Message, Read, ReadEnded, StopRead
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.protocol.receive_state import hash_prompt
+from engine.options.handoff import HandoffConfig
 from engine.wire.block_hash import block_hashes
 from engine.wire.handoff import (
     NO_TOKEN,

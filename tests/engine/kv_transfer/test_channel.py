@@ -9,13 +9,13 @@ import pytest
 import torch
 import zmq
 
-from engine.config import HandoffConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.protocol.messages import Envelope, Released
 from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import (
     AcceptPrefill,
     CancelHandoff,

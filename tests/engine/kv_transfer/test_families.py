@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.options.handoff import HandoffConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta

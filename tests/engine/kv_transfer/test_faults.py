@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import Abort
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import Abort, ResetPrefixCache
 from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.remote_request import KVHolder

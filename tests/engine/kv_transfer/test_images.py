@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
+from engine.options.handoff import HandoffConfig
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, WHOLE_IMAGES, Prompt, expected_tokens, make_vision_model

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.features.speculator import Speculator
 from engine.lora.adapter_files import open_adapter
+from engine.options.handoff import HandoffConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest

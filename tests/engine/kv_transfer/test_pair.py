@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
+from engine.options.handoff import HandoffConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
 from engine.wire.parts.handoffs import HandoffTotals

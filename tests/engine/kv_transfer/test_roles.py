@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.features.handoffs import prompts_for_others
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Add,

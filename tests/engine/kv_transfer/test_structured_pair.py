@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.features.lora.adapter_courier import AdapterCourier
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
+from engine.options.speculation import SpeculativeConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest

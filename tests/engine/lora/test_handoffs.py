@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.features.lora.adapter_slots import AdapterSlots
 from engine.lora.adapter_files import open_adapter
+from engine.options.handoff import HandoffConfig
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest

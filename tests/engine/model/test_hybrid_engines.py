@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.errors import ConfigError
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.model.test_parity import Reference, Run
 from tests.fake_drafter import WildDrafter, draft_always

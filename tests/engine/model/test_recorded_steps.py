@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.lora.peft_adapters import make_adapter

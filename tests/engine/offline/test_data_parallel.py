@@ -17,10 +17,11 @@ import torch
 from msgspec.structs import replace
 
 from engine import SamplingParams
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.free_memory import FreeMemory
 from engine.offline.llm import LLM
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.parts.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from tests.engine.lora.peft_adapters import make_adapter

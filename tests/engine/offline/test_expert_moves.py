@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, EPLBConfig
+from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.errors import ConfigError, EngineUnavailable
+from engine.options.experts import EPLBConfig
 from engine.runner.parts.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable
 from engine.offline.llm import LLM
+from engine.options.speculation import SpeculativeConfig
 from tests.engine.offline.test_pipeline_parallel import kill_in_the_middle
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, run_mixed
 from tests.models import make_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
@@ -21,6 +21,7 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.parts.stages import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.cuda_graphs import StepShape
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.wire.generate_request import GenerateRequest

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
 from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
+from engine.options.handoff import HandoffConfig
 from engine.runner import kv_cache
 from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
 from tests.engine.model.model_configs import tiny_config

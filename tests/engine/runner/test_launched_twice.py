@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import SpeculativeConfig
 from engine.core.engine import EngineCore
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.spec_decode.draft_checkpoints import VOCAB, make_drafters
 from tests.fake_drafter import draft_always

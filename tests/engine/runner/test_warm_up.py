@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import RowParallelLinear
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.load import load_model
 from engine.runner.memory import free_gpu_memory
 from engine.runner.parts.drafting import Drafting

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import Prediction

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from engine.config import SpeculativeConfig
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode import suffix
 from engine.spec_decode.suffix import SuffixDrafter
 

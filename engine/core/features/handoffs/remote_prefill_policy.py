@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.config import HandoffConfig
 from engine.core.costs.step_cost import LinearCost, StepCost
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import PrefillReplica
 
 MOVED = "moved"  # the engine that has computed the request holds its KV

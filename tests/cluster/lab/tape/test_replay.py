@@ -9,7 +9,7 @@ import pytest
 
 from cluster.lab.tape import replay as replay_module
 from cluster.lab.tape.replay import Diverged, Failed, Replay
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.part_input import PartInput
@@ -19,6 +19,7 @@ from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.scheduler import Scheduler
 from engine.core.tape.recorder import SETTLED, NoTape
 from engine.core.tape.ring import EngineTape, Ring, tape_with_key
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest

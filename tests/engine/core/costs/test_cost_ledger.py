@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import HandoffConfig
 from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import BlockUsage, observe_usage
 from engine.core.costs.cost_ledger import SUMS, CostLedger
@@ -16,6 +15,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.options.handoff import HandoffConfig
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer

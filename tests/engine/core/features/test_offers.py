@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost, StepTimes, StepWork
 from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import State
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import PrefillReplica
 from engine.wire.remote_request import Peer
 from tests.fake_caches import TieredCacheHarness

@@ -1,6 +1,5 @@
 import pytest
 
-from engine.config import HandoffConfig
 from engine.core.costs.step_cost import StepCost
 from engine.core.features.handoffs.remote_prefill_policy import (
     MIN_TOKENS,
@@ -8,6 +7,7 @@ from engine.core.features.handoffs.remote_prefill_policy import (
     PendingPrompt,
     RemotePrefillPolicy,
 )
+from engine.options.handoff import HandoffConfig
 from engine.wire.messages import PrefillReplica
 
 TOKEN_S = 0.001

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import SpeculativeConfig
 from engine.core.engine_stats import stats_of
 from engine.core.features.speculator import Speculator
 from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats

@@ -7,8 +7,9 @@ import random
 import msgspec
 
 from cluster.lab.tape.replay import Replay
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.tape.ring import EngineTape, tape_with_key
+from engine.options.handoff import HandoffConfig
 from tests.engine.core.tape.taped import KEY
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.rank_pool import RankPool

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -15,6 +15,7 @@ from engine.model.loader import load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
 from engine.model.stage import check_stages, config_of, nth_stage
+from engine.options.handoff import HandoffConfig
 from tests.batches import ByHand, load_by_hand
 from tests.models import FAMILIES, HYBRIDS, make_model
 

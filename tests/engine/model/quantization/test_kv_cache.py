@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed.shard_plan import ShardPlan
@@ -23,6 +23,7 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import attention_plain
 from engine.model.ops.cpu import attention as cpu_attention
+from engine.options.handoff import HandoffConfig
 from engine.runner import kv_cache
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
@@ -24,6 +24,7 @@ from engine.core.features.images.image_courier import ImageCourier
 from engine.core.features.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.core.features.images.inputs import EncodersSet, ImageWentOn
 from engine.errors import ConfigError
+from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed

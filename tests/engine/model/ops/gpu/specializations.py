@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.engines import SHAPES, shape_config
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.ops.gpu.compile_target import variants
 from engine.offline.precompile import Step, compute, first_steps
 from engine.offline.weightless_model import BLOCKS, META, WeightlessModel, as_on_a_gpu
+from engine.options.speculation import SpeculativeConfig
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes
 from engine.spec_decode.eagle3 import eagle3_drafter
 from engine.spec_decode.head_drafter import HeadDrafter

@@ -1,0 +1,153 @@
+"""Options of every engine. Those of a feature are in engine/options/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config_options import check_limits, option
+from engine.errors import ConfigError
+
+# default tokens per KV block; on a GPU, 64 tokens of a head's K are one tile of our Triton kernel
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+# used on a GPU when the configuration sets neither; on a CPU, steps of this size would take seconds
+GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+
+LIMITS = {
+    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size pipeline_parallel_size "
+    "block_size num_gpu_blocks_override max_model_len num_threads kv_cache_memory_bytes",
+    "at least 0": "prefix_cache_retention_interval cuda_graph_memory_gib",
+    "above 0 and at most 1": "gpu_memory_utilization",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of every engine, named as in vLLM where the meaning is the same."""
+
+    model: str = option("pocket", "`pocket` (bundled), a local Hugging Face model folder, or a Hub id.")
+    tokenizer: str | None = option(None, "Folder or Hub id of a model whose tokenizer and chat template to use.")
+    hf_overrides: str | None = option(None, "JSON object of fields that replace those of the model's config.json.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Data type of activations, KV cache and unquantized weights. `auto` uses the model's own.",
+    )
+    quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "mxfp4"] | None = option(
+        None,
+        "`fp8`, `int8` or `int4`: format to which the weights of an unquantized model are rounded as they are loaded. "
+        "The format of a quantized checkpoint is read from its config.json; this option may also name it.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` uses `dtype`."
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` uses a GPU if torch finds one.")
+    block_size: int | None = option(None, "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.")
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Size of the KV cache; as a flag also `4G`. Default: 2 GiB on a CPU, or half of the memory that is available "
+        "in the container's limits if that is less; on a GPU, the rest of `gpu_memory_utilization` after profiling.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Fraction of a GPU's memory for weights, KV cache and activations together."
+    )
+    enforce_eager: bool = option(
+        False,
+        "Launch every kernel separately, without CUDA graphs. Slower, with the same tokens.",
+    )
+    disable_custom_all_reduce: bool = option(
+        False,
+        "Let ranks on one machine use only NCCL or gloo for sums, without shared memory (docs/gpu.md).",
+    )
+    allow_untested_kernels: bool = option(
+        False,
+        "Let a GPU compute recurrent layers, latent attention, adapters and quantized experts by kernels that were not "
+        "run on a GPU yet. Without this option, an engine that needs them does not start (docs/gpu.md).",
+    )
+    determinism: Literal["strict"] | None = option(
+        None,
+        "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
+        "(docs/determinism.md). Needs CPUs and unquantized weights.",
+    )
+    torch_compile: bool = option(
+        False,
+        "Compile the model's layers, except attention, with torch.compile when the engine starts (docs/gpu.md). "
+        "`enforce_eager` overrides this option.",
+    )
+    cuda_graph_memory_gib: float = option(
+        1.0,
+        "GPU memory kept free for CUDA graphs. A step without a graph of its size is padded to a "
+        "larger one, or runs without a graph.",
+    )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "`auto` reads the model's weights; `dummy` uses random ones of the same shapes, for measurements."
+    )
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
+    max_model_len: int | None = option(
+        None, "Maximum number of tokens of prompt and answer together. Default: the model's own context."
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "Maximum number of tokens per step, over all sequences. If it is not set, the offline `LLM` on a GPU and pools "
+        "with GPUs use 8192.",
+    )
+    max_num_seqs: int = option(
+        128,
+        "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` on a GPU and pools with "
+        "GPUs use 256.",
+    )
+    max_waiting: int = option(1024, "Maximum number of queued requests. Further requests are refused with Overloaded.")
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "`fcfs` orders requests by arrival, `priority` by priority and then arrival."
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep computed KV blocks and reuse them for prompts with the same prefix."
+    )
+    prefix_cache_retention_interval: int | None = option(
+        None,
+        "Number of tokens between two snapshots of recurrent states in a long sequence; 0 for none. Snapshots at "
+        "the end of a prompt, and where prompts diverge, are kept in addition. Default: the number of tokens "
+        "whose KV takes as much memory as a snapshot.",
+    )
+    async_scheduling: bool | None = option(
+        None,
+        "Plan step n+1 while step n computes. Default: yes on a GPU; no on a CPU, where both would use the same "
+        "cores (docs/measurements/performance.md).",
+    )
+    num_threads: int | None = option(
+        None,
+        "CPU threads per rank. Default: the CPUs that the process may use, by affinity and by its container's quota, "
+        "divided among the machine's ranks without a GPU. Above eight CPUs, a server leaves one to its ingresses.",
+    )
+    tensor_parallel_size: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
+    pipeline_parallel_size: int = option(
+        1,
+        "Number of stages, each with some of the layers on `tensor_parallel_size` ranks. For models that are larger "
+        "than one machine (docs/rank_groups.md).",
+    )
+    pipeline_layers: str | None = option(
+        None, "Number of layers of each stage, such as `15,15,16,14`. Default: stages with about equal weights."
+    )
+    seed: int = option(0, "Offline `LLM`: seed of requests without one. A server derives such seeds from request ids.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def known_block_size(self) -> int:
+        """`block_size`, for callers without an engine. Raises AssertionError if it is None (chosen by the device)."""
+        assert self.block_size is not None, "an engine chooses the block size by its device"
+        return self.block_size
+
+    @property
+    def shared_block_size(self) -> int | None:
+        """Size of the blocks that requests with a common prefix share; None without prefix caching."""
+        return self.known_block_size if self.enable_prefix_caching else None
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that cannot be, alone or beside others."""
+        check_limits(self, LIMITS)
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            limit = f"at least max_num_seqs ({self.max_num_seqs}), so that every sequence can decode in one step"
+            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
