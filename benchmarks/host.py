@@ -159,7 +159,7 @@ def idle_compute(core: EngineCore) -> Iterator[None]:
     core.ranks.runner.model.best = lambda hidden: (hidden.new_ones(len(hidden)), hidden.new_zeros(len(hidden)).long())  # type: ignore[method-assign]
     logits: dict[int, Tensor] = {}
     core.ranks.runner.model.logits = lambda hidden: logits.setdefault(len(hidden), torch.ones(len(hidden), 1000))  # type: ignore[method-assign]
-    core.ranks.runner._sample_rows = lambda logits, random: logits.new_zeros(len(logits)).long()
+    core.ranks.runner.sample_rows = lambda logits, random: logits.new_zeros(len(logits)).long()
     yield
 
 

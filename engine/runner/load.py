@@ -8,10 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.errors import ConfigError
 from engine.model import fixed_order, fused_rows
-from engine.model.expert_split import choose_exchange
-from engine.model.layers.moe import Experts
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import add_vision_encoder, build_model
@@ -25,17 +22,7 @@ def load_model(setup: RankSetup, parts: RankParts) -> Model:
     """Return this rank's shard of the model, with its weights. Raises StartupError."""
     started = time.perf_counter()
     config, device, plan = setup.config, setup.torch_device, setup.plan
-    if plan.expert_exchange is not None:
-        choose_exchange(config, plan.expert_exchange, on_gpu=device.type == "cuda")
     model = build_model(setup.model, plan, setup.dtype, device)
-    if (
-        config.enable_expert_parallel
-        and setup.model.transformers
-        and not any(isinstance(m, Experts) for m in model.modules())
-    ):
-        raise ConfigError(
-            "enable_expert_parallel", True, f"left out for {setup.model.architecture}, which has no experts"
-        )
     if plan.fixed_order:
         fixed_order.pad_layers(model)
     add_vision_encoder(model, setup.model, setup.dtype, device)

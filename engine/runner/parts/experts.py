@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from engine.eplb.layer_slots import add_slots
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts
-from engine.errors import OutOfMemory
+from engine.errors import ConfigError, OutOfMemory
 from engine.free_memory import FreeMemory
+from engine.model.expert_split import choose_exchange
+from engine.model.layers import moe
 from engine.model.models.llama import Model
 from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.rank_part import RankPart, Run
@@ -26,9 +28,17 @@ class Experts(RankPart):
     def __init__(self, setup: RankSetup):
         self._setup = setup
         self.rank = NoExperts()
+        if (exchange := setup.plan.expert_exchange) is not None:
+            choose_exchange(setup.config, exchange, on_gpu=setup.torch_device.type == "cuda")
 
     def extend(self, model: Model) -> None:
-        if self._setup.config.redundant_experts is not None:
+        """Make room for redundant experts. Raises ConfigError for a model without experts, as transformers' own code
+        may be."""
+        setup = self._setup
+        if setup.model.transformers and not any(isinstance(layer, moe.Experts) for layer in model.modules()):
+            limit = f"left out for {setup.model.architecture}, which has no experts"
+            raise ConfigError("enable_expert_parallel", True, limit)
+        if setup.config.redundant_experts is not None:
             add_slots(model)
 
     def attach(self, model: Model) -> None:
