@@ -23,7 +23,7 @@ from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad, EngineUpdate
 
-REPORT_S = 0.1  # engine/core/serving/kv_events.py
+REPORT_S = 0.1  # engine/serving/kv_events.py
 PROMPT_TOKENS, BLOCK_SIZE, BLOCKS = 256, 16, 24  # BLOCKS: of prompt and answer
 
 

@@ -23,8 +23,8 @@ import typer
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.lora import SHAPE
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest

@@ -24,10 +24,9 @@ import typer
 from benchmarks.command import JsonOption, ModelOption, SeedOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.features.handoffs.handoff_courier import HandoffCourier
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError, InvalidParameter
@@ -37,6 +36,7 @@ from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import DispatchRemote
 from engine.wire.parts.speculation import SpecDecodeStats

@@ -72,7 +72,7 @@ def _serve(config: EngineConfig, name: str, cores: list[int], status_to: str, re
         os.sched_setaffinity(0, cores)
     import torch
 
-    from engine.core.server import EngineServer
+    from engine.serving.server import EngineServer
 
     torch.set_num_threads(len(cores))
     server = EngineServer(config, engine_id=name, status_to=status_to)

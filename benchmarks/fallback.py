@@ -23,7 +23,7 @@ from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.step import Decoder, config_for, parse_numbers
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.tables import figure, make_table, show
-from engine.core.build import build_engine
+from engine.assembly.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.model import families

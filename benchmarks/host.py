@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.command import JsonOption, print_json, run
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import Device, PinnedCopy, Run, StagedCopy
 from engine.options.speculation import SpeculativeConfig

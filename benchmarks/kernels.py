@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.command import JsonOption, ModelOption, print_report, run
 from benchmarks.memory_floor import measure_bandwidth
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.model.batch import Batch
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND

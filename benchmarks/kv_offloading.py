@@ -25,11 +25,11 @@ import typer
 from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features.tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.parts.holds import HoldMark, PromptHold

@@ -36,8 +36,8 @@ from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.peer_servers import stop
 from benchmarks.peers import SETTLE_S, preloaded
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.lora.adapter_files import open_adapter
 from engine.model.config import ModelConfig

@@ -22,12 +22,12 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
-from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.model.state import state_specs
+from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, most, total_bytes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features import micro_batches
 from engine.distributed.tp_group import TPGroup, group_options
+from engine.parts.stages import micro_batches
 from engine.runner.worker import Worker
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

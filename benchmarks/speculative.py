@@ -22,8 +22,8 @@ import typer
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
 from cluster.flags import json_object
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.folder import resolve
 from engine.options.speculation import SpeculativeConfig

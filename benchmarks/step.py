@@ -26,8 +26,8 @@ from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.progress import progress_bar
 from cluster.terminal.tables import figure, make_table, show
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.device import is_gpu, open_device
 from engine.engine_options import BLOCK_SIZES

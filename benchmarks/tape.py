@@ -20,7 +20,7 @@ from benchmarks.command import JsonOption, print_json, run
 from benchmarks.host import UNMEASURED, decoding_core, drafts_of_any_cost, idle_compute, step
 from cluster.terminal.tables import figure, make_table, show
 from engine.core.scheduler import Scheduler
-from engine.core.tape.recorder import Tape
+from engine.parts.tape.recorder import Tape
 
 
 @dataclass(frozen=True, slots=True)

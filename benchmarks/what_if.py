@@ -38,11 +38,11 @@ from cluster.lab.simulator.trace import Trace, lognormal, make_trace
 from cluster.lab.simulator.tuning.search import Tuner, make_grid
 from cluster.lab.simulator.tuning.settings import SETTINGS, with_settings
 from engine import pocket
+from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.core.build import build_engine
-from engine.core.tape.file import pack_tapes, read_tapes
-from engine.core.tape.ring import tape_with_key
+from engine.parts.tape.file import pack_tapes, read_tapes
+from engine.parts.tape.ring import tape_with_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.serve.serve_run import ServeRun, wait_until
@@ -255,7 +255,7 @@ def engines(folder: FolderArgument) -> None:
         for one in LOADS:
             trace, since = load(one, SHARE), max(engine.now() for engine in found) + 1
             ask(found, trace, list(LOADS).index(one), since)
-            tapes = [tape_with_key(engine.core.tape.take(), b"a key of a tape.") for engine in found]
+            tapes = [tape_with_key(engine.parts.tape.take(), b"a key of a tape.") for engine in found]
             (folder / f"{name}, {one}.tape").write_bytes(pack_tapes(tapes))
             told = {"since": since, "until": max(engine.now() for engine in found)}
             (folder / f"{name}, {one}.json").write_text(json.dumps(told) + "\n")

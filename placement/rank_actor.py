@@ -21,9 +21,9 @@ from placement.cuda_device import device_index
 from placement.rank_order import RACK_LABELS, RankLocation
 
 if TYPE_CHECKING:  # torch takes seconds to import, and processes that start ranks do not need it
-    from engine.core.server import EngineServer
     from engine.distributed.tp_group import ConnectedGroup, TPGroup
     from engine.runner.worker import Worker
+    from engine.serving.server import EngineServer
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ class RankActor:
         return TPGroup.connect(rank, config.world_size, rank_0, task.timeout_s, key=task.key, **group_options(config))
 
     def _lead(self, config: EngineConfig, engine: EngineTask, group: TPGroup, host: str) -> RankReady:
-        from engine.core.server import EngineServer
         from engine.distributed.data_parallel_group import DataParallelGroup
+        from engine.serving.server import EngineServer
 
         server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)
         self._process = server

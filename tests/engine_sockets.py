@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from engine.core.server import EngineServer
+from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import Add

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.inputs import HandoffWentOn
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.inputs import HandoffWentOn
+from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.block_hash import BLOCK_HASH_BYTES, block_hashes
 from engine.wire.handoff import (
     NO_TOKEN,

@@ -1,4 +1,4 @@
-"""An engine without a model: the protocol of engine.core.server.EngineServer, with scripted tokens."""
+"""An engine without a model: the protocol of engine.serving.server.EngineServer, with scripted tokens."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from engine.core.costs.step_cost import StepCost
 from engine.core.door.inputs import GrammarSet
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn
-from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn
+from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.wire.handoff import (
     CancelHandoff,
     Closed,

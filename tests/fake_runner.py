@@ -16,23 +16,23 @@ from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Aborted, Added, GrammarSet
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
-from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
-from engine.core.features.holds.hold_table import HoldTable
-from engine.core.features.holds.holds import Holds
-from engine.core.features.holds.no_holds import NoHolds
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.lora.adapter_slots import AdapterSlots
-from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.speculator import Speculator, any_number
-from engine.core.features.tiers.kv_offloading import KVOffloading
-from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
+from engine.parts.holds.hold_table import HoldTable
+from engine.parts.holds.holds import Holds
+from engine.parts.holds.no_holds import NoHolds
+from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.tier import Tier
+from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.parts.speculation.speculator import Speculator, any_number
+from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest

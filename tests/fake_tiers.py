@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from engine.core.block_pool import HashChanges
 from engine.core.door.part_input import TimePassed
-from engine.core.features.tiers.inputs import TiersAnswered
-from engine.core.features.tiers.kv_offloading import KVOffloading
-from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
+from engine.parts.kv_tiers.inputs import TiersAnswered
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.tier import Tier
 from engine.wire.kv_offload import (
     DropBlocks,
     DropHold,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.ops import dispatch, linear
 from engine.wire.generate_request import GenerateRequest

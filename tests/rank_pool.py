@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup, group_options
 from engine.errors import ServingError

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.server import EngineServer
 from engine.distributed.tp_group import TPGroup, group_options
 from engine.offline.engine_group import EngineGroup, start_engines, start_rank
+from engine.serving.server import EngineServer
 from tests.rank_pool import TIMEOUT_S, RankPool
 
 

@@ -26,12 +26,12 @@ from deployments.storage.memory import MemoryStore
 from deployments.storage.sqlite import BESIDE, SqliteStore
 from engine.black_box import BlackBox
 from engine.config import EngineConfig
-from engine.core.tape.kept_tapes import KeptTapes
-from engine.core.tape.ring import EngineTape
-from engine.core.tape.shared_copy import SharedCopy, keep_copies_of, keep_orphans
 from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.sealing import Sealer
+from engine.parts.tape.kept_tapes import KeptTapes
+from engine.parts.tape.ring import EngineTape
+from engine.parts.tape.shared_copy import SharedCopy, keep_copies_of, keep_orphans
 from engine.user_folder import is_own_file
 from tests.prepared_places import (
     FOLDERS,

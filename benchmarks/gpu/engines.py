@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from cluster.cli.bench.prompts import FIRST_ID
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.model.config import ModelConfig
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.generate_request import GenerateRequest

@@ -18,8 +18,8 @@ from cluster.lab.simulator.cost_model import CostModel
 from cluster.lab.simulator.results import Latencies, Report
 from cluster.lab.simulator.spec import ClusterSpec
 from cluster.lab.simulator.trace import Trace
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 
 ENGINES = 2

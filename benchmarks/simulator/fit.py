@@ -20,8 +20,8 @@ from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_json,
 from cluster.cli.bench.prompts import random_ids
 from cluster.lab.recorded.cost_fit import fit_cost
 from cluster.lab.simulator.cost_model import Layers, Work
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.wire.generate_request import GenerateRequest

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `manta --help` need not wait for them
     from cluster.lab.explorer.routes import RouterOutcome
     from deployments.billing.prices import Prices
     from deployments.routing.choice_record import RouterTape
-    from engine.core.tape.ring import EngineTape
+    from engine.parts.tape.ring import EngineTape
 
 tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
 
@@ -39,7 +39,7 @@ def save(
     """
     from cluster.cli.bench.openai_client import fetch
     from cluster.lab.tape.tapes import read_routers
-    from engine.core.tape.file import read_tapes
+    from engine.parts.tape.file import read_tapes
 
     output.write_bytes(fetch(url, "/debug/tape", api_key))
     tapes = read_tapes(output)
@@ -114,7 +114,7 @@ def replay(
     from cluster.lab.tape.replay_limits import replay_limits
     from cluster.lab.tape.tapes import bytes_of, read_routers, replayed
     from deployments.billing.prices import Prices
-    from engine.core.tape.file import read_all
+    from engine.parts.tape.file import read_all
 
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     differs = 0

@@ -12,7 +12,7 @@ from deployments.replicas.pools import EnginePool
 
 async def cluster_tapes(pools: Iterable[EnginePool], telemetry: Telemetry) -> bytes:
     """Return the tapes of all engines and routers, as a file of tapes. Their hashes share a key that nobody keeps."""
-    from engine.core.tape.file import pack_tapes  # an ingress starts without it
+    from engine.parts.tape.file import pack_tapes  # an ingress starts without it
 
     key, pools = secrets.token_bytes(16), list(pools)
     found = await asyncio.gather(*(pool.tapes(key) for pool in pools))

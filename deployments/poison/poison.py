@@ -2,7 +2,7 @@
 
 An engine that ends by itself leaves behind what it was doing (engine/black_box.py): adapters that it read, grammars
 that it compiled, requests that it computed. All of these are suspects. An ingress sends one suspect at a time to an
-engine, and an engine computes one at a time of those that ingresses send (engine/core/serving/trial_queue.py), until it
+engine, and an engine computes one at a time of those that ingresses send (engine/serving/trial_queue.py), until it
 has got a few tokens and is no suspect any more. If an engine ends by itself with it, it is poison:
 what it names is remembered and refused for POISON_S, by all ingresses that are up. Uses no clock and no socket.
 """

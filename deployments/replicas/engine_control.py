@@ -154,7 +154,7 @@ class EngineControl:
     async def tape(self, key: bytes, timeout_s: float) -> bytes:
         """Return the engine's tape: an EngineTape in msgpack, its hashes with this key; empty if it records none.
         Raises EngineUnavailable."""
-        from engine.core.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
+        from engine.parts.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
 
         found: TapeTaken = await self._ask(TakeTape, timeout_s)
         return await asyncio.to_thread(tape_with_key, found.tape, key) if found.tape else b""

@@ -14,7 +14,7 @@ from deployments.replicas.pools import KeptTape
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from engine.core.tape.kept_tapes import KeptTapes
+    from engine.parts.tape.kept_tapes import KeptTapes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class LeftTapes:
 
     @property
     def _kept(self) -> KeptTapes:
-        from engine.core.tape.kept_tapes import KeptTapes  # replicas start without them
+        from engine.parts.tape.kept_tapes import KeptTapes  # replicas start without them
 
         return KeptTapes.of(self._config)
 
@@ -35,7 +35,7 @@ class LeftTapes:
         """Write the tapes to files, because the engines have ended or hang for this reason (docs/replay.md)."""
         if not self._config.tape_mib:
             return
-        from engine.core.tape.shared_copy import keep_copies_of, shared_root  # replicas start without it
+        from engine.parts.tape.shared_copy import keep_copies_of, shared_root  # replicas start without it
 
         keeping = asyncio.to_thread(keep_copies_of, self._engine_ids, reason, shared_root())
         try:
@@ -49,7 +49,7 @@ class LeftTapes:
             await asyncio.to_thread(self._write, tapes, reason)
 
     def _write(self, tapes: Sequence[bytes], reason: str) -> None:
-        from engine.core.tape.ring import EngineTape
+        from engine.parts.tape.ring import EngineTape
 
         kept = self._kept
         for data in tapes:
@@ -79,6 +79,6 @@ class LeftTapes:
         """Remove them, because the engines end as they should."""
         if not self._config.tape_mib:
             return
-        from engine.core.tape.shared_copy import remove_copies_of, shared_root
+        from engine.parts.tape.shared_copy import remove_copies_of, shared_root
 
         remove_copies_of(self._engine_ids, shared_root())

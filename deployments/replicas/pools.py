@@ -36,7 +36,7 @@ class PoolTapes(NamedTuple):
     """Tapes of one model."""
 
     engines: list[bytes]
-    """An EngineTape in msgpack each (core/tape/)."""
+    """An EngineTape in msgpack each (parts/tape/)."""
     routers: list[bytes]
     """A RouterTape in msgpack each (routing/choice_record.py)."""
 

@@ -1,1 +1,1 @@
-"""Step loop of one engine: scheduler, KV cache manager, block pool, handoffs, and the server around them."""
+"""Step loop of one engine: scheduler, KV cache manager and block pool. Features are in engine/parts."""

@@ -37,7 +37,7 @@ class KVCacheManager:
     """Allocates blocks of one pool for requests, shares them through the prefix cache, and takes them back.
 
     All layers share its block tables if they keep the same tokens. Otherwise each KV cache group has a manager, behind
-    a KVCacheCoordinator with the same methods (features/kv_groups). Changes to the block tables of running requests are
+    a KVCacheCoordinator with the same methods (parts/kv_groups). Changes to the block tables of running requests are
     collected until the next step's plan carries them to the ranks.
     """
 

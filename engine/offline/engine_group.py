@@ -13,10 +13,9 @@ from typing import Literal
 import msgspec
 import zmq
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.server import EngineServer
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.roster import Roster
@@ -24,6 +23,7 @@ from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable
 from engine.runner.worker import Worker
+from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice
 from engine.wire.stats.engine_stats import EngineStats

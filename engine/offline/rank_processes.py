@@ -113,9 +113,9 @@ def main() -> None:
 def _run(task: RankTask, parent: Parent) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
-    from engine.core.server import EngineServer
     from engine.distributed.tp_group import TPGroup, group_options
     from engine.runner.worker import Worker
+    from engine.serving.server import EngineServer
 
     config = task.config
     if torch.cuda.is_available() and config.device != "cpu":

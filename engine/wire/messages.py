@@ -294,7 +294,7 @@ class ListHotPrefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeTape(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the tape (core/tape/). Answered by TapeTaken."""
+    """Ask for the tape (parts/tape/). Answered by TapeTaken."""
 
     call_id: str
 

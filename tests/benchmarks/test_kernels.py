@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.kernels import Watch, fill, measure_step
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.model.ops.cpu.kernel import Kernel
 from tests.models import make_model
 

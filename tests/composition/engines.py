@@ -13,7 +13,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features.tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest

@@ -87,7 +87,7 @@ class Pairs:
         self._open: dict[Any, Opened] = {}
         self._alone: dict[Any, Answer] = {}
         draft_always(self._patch)
-        self._patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.02)
+        self._patch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.02)
 
     def close(self) -> None:
         self.end_engines()

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from cluster.lab.tape.replay import Replay
-from engine.core.tape.ring import EngineTape, tape_with_key
 from engine.options.handoff import HandoffConfig
+from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.handoffs import HandoffTotals

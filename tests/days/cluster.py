@@ -21,9 +21,9 @@ from deployments.replicas.remote_dispatcher import PoolState, RemotePool
 from deployments.replicas.role_follower import RoleFollower
 from deployments.routing.config import Role
 from engine.config import EngineConfig
-from engine.core.features.handoffs.handoffs import Handoffs
 from engine.errors import EngineUnavailable
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.messages import Notice, PeerPool
 from tests.days.encoders import Images, engine_class
 from tests.days.engine import Channel, Engine

@@ -12,9 +12,9 @@ import msgspec
 
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.images.image_handoffs import ImageHandoffs
 from engine.core.request import Request
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 from engine.wire.parts.speculation import Prediction

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,22 +20,11 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.features.handoffs.handoff_courier import HandoffCourier
-from engine.core.features.handoffs.handoffs import Handoffs, compute_seconds
-from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.images.image_courier import ImageCourier
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
-from engine.core.features.micro_batches import MicroBatches
-from engine.core.features.speculator import Speculator
-from engine.core.features.tiers.tier_courier import TierCourier
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.serving.endpoint import EngineEndpoint
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import NoMoves
@@ -55,7 +43,18 @@ from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
+from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
+from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.images.image_courier import ImageCourier
+from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_tiers.tier_courier import TierCourier
+from engine.parts.speculation.speculator import Speculator
+from engine.parts.stages.micro_batches import MicroBatches
 from engine.runner.launching.launcher import Launcher
+from engine.serving.endpoint import EngineEndpoint
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import Command, Subscribe
@@ -202,7 +201,6 @@ class Engine:
                 launcher=Launcher(self.runner),  # type: ignore[arg-type]
                 broadcaster=NoBroadcaster(),
                 experts=NoMoves(),
-                kv_workers=ExitStack(),
             ),
             scheduler=scheduler,
             ledger=CostLedger(

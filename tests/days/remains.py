@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deployments.routing.prefix_index import block_keys
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.tiers.kv_offloading import KVOffloading
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from tests.days.tiers import check_content
 
 if TYPE_CHECKING:

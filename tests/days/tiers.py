@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.tiers.kv_offloading import KVOffloading
-from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.tier import Tier
 from engine.wire.kv_offload import (
     DropBlocks,
     LoadBlocks,

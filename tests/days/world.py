@@ -15,10 +15,10 @@ from unittest import mock
 
 from deployments.jobs import job as job_module
 from deployments.quotas.key_quota import RequestQuota
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.features.speculator import Speculator
 from engine.errors import ServingError
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.speculation.speculator import Speculator
 from engine.wire import timeline
 from engine.wire.generate_request import GenerateRequest
 from tests.days.client import Client

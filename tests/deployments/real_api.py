@@ -35,11 +35,11 @@ from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig
-from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
 from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
 from engine.options.handoff import HandoffConfig
+from engine.serving.server import EngineServer
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import PeerPool
 from engine.wire.remote_request import RemoteRequest

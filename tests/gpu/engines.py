@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

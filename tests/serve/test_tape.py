@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from cluster.lab.explorer.outcome import EngineOutcome, replay_whole
-from engine.core.tape.file import read_tapes
-from engine.core.tape.ring import EngineTape
-from engine.core.tape.shared_copy import remove_copies_of, shared_root
+from engine.parts.tape.file import read_tapes
+from engine.parts.tape.ring import EngineTape
+from engine.parts.tape.shared_copy import remove_copies_of, shared_root
 from tests.models import make_model
 from tests.serve.serve_run import MANTA_SERVE, ServeRun, kill_all, wait_until
 

@@ -12,8 +12,8 @@ from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.simulator.trace import Trace
-from engine.core.tape.file import is_tape
 from engine.errors import InvalidParameter
+from engine.parts.tape.file import is_tape
 
 FROM_TRACE = ("num_prompts", "burstiness", "input_len", "output_len", "prefix_len", "prefix_groups", "text", "endpoint")
 

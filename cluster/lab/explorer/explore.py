@@ -14,8 +14,8 @@ from cluster.lab.tape.moment_view import MomentView
 from cluster.lab.tape.replay import Diverged, Replay
 from engine.core.door.inputs import Input
 from engine.core.request import Request, State
-from engine.core.tape.inputs import AddedRemoteShape, AddedShape
 from engine.errors import InvalidParameter
+from engine.parts.tape.inputs import AddedRemoteShape, AddedShape
 
 SHOWN = 24  # rows of a table
 HELP = "n [COUNT] forward, b [COUNT] back, t SECONDS, # NUMBER, r REQUEST to its next change, h help, q quit"

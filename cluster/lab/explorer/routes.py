@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cluster.lab.explorer.explore import is_of
 from deployments.routing.choice_record import RecordedChoice, RouterTape, choose_again, prompt_of
-from engine.core.tape.file import UNREADABLE
+from engine.parts.tape.file import UNREADABLE
 
 SHOWN = 32  # engines of a table
 

@@ -10,7 +10,7 @@ from cluster.lab.tape.replay import Moment, Replay
 from deployments.billing.prices import Prices
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.output import Event
-from engine.core.tape.ring import EngineTape
+from engine.parts.tape.ring import EngineTape
 from engine.wire.token_delta import TokenDelta
 
 

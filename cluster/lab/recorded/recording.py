@@ -22,12 +22,12 @@ from cluster.lab.tape.replay_limits import replay_limits
 from cluster.lab.tape.tapes import bytes_of, read_routers, replayed
 from deployments.billing.prices import Prices
 from deployments.routing.config import RoutingConfig
-from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.request import Request
-from engine.core.tape.file import read_all
-from engine.core.tape.inputs import AddedShape
-from engine.core.tape.ring import EngineTape
 from engine.errors import InvalidParameter
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.tape.file import read_all
+from engine.parts.tape.inputs import AddedShape
+from engine.parts.tape.ring import EngineTape
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
 

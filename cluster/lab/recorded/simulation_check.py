@@ -16,8 +16,8 @@ from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import Baseline, PredictedFigure
 from cluster.lab.tape.tapes import replayed
 from cluster.terminal.tables import make_table, show
-from engine.core.tape.file import read_all
 from engine.errors import ServingError
+from engine.parts.tape.file import read_all
 
 
 class SimulationCheck:

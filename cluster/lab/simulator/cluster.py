@@ -22,12 +22,12 @@ from cluster.lab.simulator.trace import Trace
 from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.serving.kv_events import UPDATE_PERIOD_S
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.serving.kv_events import UPDATE_PERIOD_S
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import FinishPrefill, OpenHandoff
 from engine.wire.remote_request import Peer

@@ -9,11 +9,11 @@ from cluster.lab.simulator.cost_model import Card, ModelShape, usable_bytes
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
-from engine.core.features.kv_groups.kv_cache_coordinator import kv_cache_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
+from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,15 @@ from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part_input import TimePassed
 from engine.core.engine_stats import load_of
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.inputs import AddedRemote, HandoffWentOn, MovesAsked
-from engine.core.features.tiers.inputs import TiersAnswered
-from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.serving.kv_events import KVEventPublisher
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn, MovesAsked
+from engine.parts.kv_tiers.inputs import TiersAnswered
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.serving.kv_events import KVEventPublisher
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import HandoffAction, HandoffEvent
 from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand

@@ -16,10 +16,10 @@ from cluster.lab.simulator.replica import Replica
 from cluster.lab.simulator.results import TierUse
 from cluster.lab.simulator.spec import ClusterSpec
 from engine.core.costs.step_cost import StepTimes
-from engine.core.features.tiers.kv_offloading import KVOffloading
-from engine.core.features.tiers.tier import Tier
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.tier import Tier
 from engine.wire.kv_offload import DropBlocks, FoundBlock, LoadBlocks, StoreBlocks, StoreListing, TierAnswer, TierBlock
 
 LIST_S = 5.0  # until other replicas know what one has written to the store, or deleted from it

@@ -12,14 +12,14 @@ from cluster.lab.tape.replay_limits import watched
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Input
 from engine.core.door.journal import Journal
-from engine.core.features.kv_fetching import split_names
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
-from engine.core.tape.digest import UNFINISHED, digest
-from engine.core.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
-from engine.core.tape.object_graph import UnknownState
-from engine.core.tape.ring import (
+from engine.parts.kv_fetching.kv_fetching import split_names
+from engine.parts.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
+from engine.parts.tape.digest import UNFINISHED, digest
+from engine.parts.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
+from engine.parts.tape.object_graph import UnknownState
+from engine.parts.tape.ring import (
     AT,
     COMMIT,
     COMMITTED,
@@ -32,7 +32,7 @@ from engine.core.tape.ring import (
     EngineTape,
     Segment,
 )
-from engine.core.tape.snapshot import dump, load
+from engine.parts.tape.snapshot import dump, load
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.token_delta import FinishReason
 

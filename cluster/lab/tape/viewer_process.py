@@ -18,7 +18,7 @@ from cluster.lab.tape.replay import Diverged, Replay
 from cluster.lab.tape.replay_limits import replay_limits
 from deployments.parts.console.tape_viewer import TapeQuestion
 from deployments.routing.choice_record import RecordedChoice, RouterTape
-from engine.core.tape.file import MAX_RATIO, read_file, read_tapes
+from engine.parts.tape.file import MAX_RATIO, read_file, read_tapes
 
 NICENESS = 10
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.simulator.fit import StepRecorder
 from cluster.lab.recorded.cost_fit import fit_cost
 from cluster.lab.simulator.cost_model import LinearCostModel, Measured, Work, read_cost
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.wire.generate_request import GenerateRequest

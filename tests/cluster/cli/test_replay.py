@@ -18,10 +18,10 @@ from deployments.routing.choice_record import RouterTape
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
-from engine.core.tape.file import pack_tapes, read_file, read_tapes
-from engine.core.tape.recorder import code_version
-from engine.core.tape.ring import EngineTape, Segment
 from engine.errors import InvalidParameter
+from engine.parts.tape.file import pack_tapes, read_file, read_tapes
+from engine.parts.tape.recorder import code_version
+from engine.parts.tape.ring import EngineTape, Segment
 from tests.cluster.lab.recorded.taped_engine import record
 
 

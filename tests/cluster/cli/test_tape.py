@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cluster.cli.bench.openai_client import fetch
 from cluster.cli.main import app
 from cluster.lab.recorded.simulation_check import SimulationCheck
-from engine.core.tape.file import pack_tapes, read_tapes
+from engine.parts.tape.file import pack_tapes, read_tapes
 from tests.cluster.lab.recorded.taped_engine import record
 
 

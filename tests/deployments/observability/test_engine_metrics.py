@@ -13,8 +13,8 @@ from deployments.observability.engine_metrics import handoff_metrics, part_metri
 from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.replicas.pools import ReplicaStatus
-from engine.core.features.draft_totals import DraftTotals
 from engine.errors import EngineUnavailable
+from engine.parts.speculation.draft_totals import DraftTotals
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus, PeerPool
 from engine.wire.parts.handoffs import HandoffTotals

@@ -11,10 +11,10 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.debug import VERSION
 from deployments.http.middleware import AuthConfig
 from engine.core.costs.step_cost import StepTimes
-from engine.core.tape.file import TapeFile
-from engine.core.tape.object_graph import GraphWriter
-from engine.core.tape.ring import EngineTape, Segment, hashes_entry
-from engine.core.tape.snapshot import KINDS
+from engine.parts.tape.file import TapeFile
+from engine.parts.tape.object_graph import GraphWriter
+from engine.parts.tape.ring import EngineTape, Segment, hashes_entry
+from engine.parts.tape.snapshot import KINDS
 from tests.deployments.fake_api import fake_api, until
 
 HASH = b"hash of a prompt"

@@ -8,16 +8,16 @@ import pytest
 
 from deployments.replicas.left_tapes import LeftTapes
 from engine.config import EngineConfig
-from engine.core.tape.file import read_tapes
-from engine.core.tape.ring import EngineTape
-from tests.engine.core.tape.test_shared_copy import harness_in, kept, root, work
+from engine.parts.tape.file import read_tapes
+from engine.parts.tape.ring import EngineTape
+from tests.engine.parts.tape.test_shared_copy import harness_in, kept, root, work
 
 __all__ = ["kept", "root"]
 
 
 @pytest.fixture
 def config(tmp_path, root, monkeypatch) -> EngineConfig:
-    monkeypatch.setattr("engine.core.tape.shared_copy.shared_root", lambda: root)
+    monkeypatch.setattr("engine.parts.tape.shared_copy.shared_root", lambda: root)
     return EngineConfig(model="m", tape_mib=1, tape_dir=str(tmp_path / "kept"))
 
 

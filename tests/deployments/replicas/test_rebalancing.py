@@ -14,9 +14,9 @@ from deployments.replicas import rebalancing
 from deployments.replicas.departure import GROUP
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.rebalancing import FILLED_USAGE, IDLE_USAGE, rebalance, requests_to_move, room
-from engine.core.features.handoffs.inputs import MovesAsked
 from engine.core.output import Event
 from engine.errors import EngineUnavailable
+from engine.parts.handoffs.inputs import MovesAsked
 from engine.wire.messages import EngineStatus
 from engine.wire.stats.engine_stats import EngineStats
 from tests.deployments.replicas.fake_prefill import status

@@ -6,16 +6,16 @@ from concurrent.futures import Future
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.features.handoffs.handoff_courier import HandoffCourier
-from engine.core.features.handoffs.handoffs import Handoffs
 from engine.core.output import Event
 from engine.engine_options import BLOCK_SIZES
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
+from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import OpenHandoff
 from engine.wire.messages import CancelDispatch, DispatchRemote, RemoteRequestFailed

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
-from engine.core.features.handoffs.handoff_courier import HandoffCourier
-from engine.core.features.handoffs.handoffs import Handoffs
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
+from engine.parts.handoffs.handoffs import Handoffs
 from engine.runner.parts.images import Images
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.parts.images import ImageStats

@@ -12,15 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.runner.parts.images import Images
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
@@ -190,7 +190,7 @@ def test_a_request_with_images_goes_on_after_preemption(folder, name):
 
 def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, monkeypatch):
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.core.assembly.parts.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     wanted = Prompt("qwen2_5_vl").text(5, 6).image(1).text(7, 8, 9)
     right = expected_tokens(folder("qwen2_5_vl"), wanted, MAX_TOKENS)

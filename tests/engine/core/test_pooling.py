@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.build import build_engine
 from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.engine import EngineCore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.features.handoffs.handoffs import Handoffs
 from engine.errors import InvalidParameter
+from engine.parts.handoffs.handoffs import Handoffs
 from tests.engine.core.test_scheduler_handoffs import ids, only_open
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness

@@ -5,11 +5,11 @@ import pytest
 
 from engine.core.door.inputs import Aborted
 from engine.core.engine_stats import stats_of
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.prompts_for_others import STUCK_S
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.prompts_for_others import STUCK_S
 from engine.wire.remote_request import KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.distributed.kv_event_publisher import KVEventSockets, shifted
 from engine.errors import ConfigError

@@ -12,8 +12,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed import plan_broadcast
 from engine.distributed.cluster_key import ClusterKey

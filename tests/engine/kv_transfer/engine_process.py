@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-import engine.core.server
+import engine.serving.server
 from engine.config import EngineConfig
-from engine.core.features.kv_fetching import KVFetching
-from engine.core.server import EngineServer
 from engine.kv_transfer import channel
 from engine.kv_transfer.transport import worker as kv_worker
 from engine.kv_transfer.transport.tcp import TcpTransport
+from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.runner.model_runner import ModelRunner
+from engine.serving.server import EngineServer
 from engine.wire.remote_request import Peer
 from tests.processes import outlives_test, with_engine
 
@@ -103,7 +103,7 @@ def serve(pipe: Connection) -> None:
         return compute(self, inputs)
 
     ModelRunner.launch = launch  # type: ignore[method-assign]
-    engine.core.serving.endpoint.STATUS_PERIOD_S = STATUS_PERIOD_S
+    engine.serving.endpoint.STATUS_PERIOD_S = STATUS_PERIOD_S
     # else one fetch for which the machine stood still would be learned, and later tests would compute instead
     KVFetching._pays = lambda *_: True  # type: ignore[method-assign]
     server = EngineServer(config, engine_id=engine_id, status_to=status_to)

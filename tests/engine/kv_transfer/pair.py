@@ -10,8 +10,8 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core.server import EngineServer
 from engine.distributed.tp_group import TPGroup, group_options
+from engine.serving.server import EngineServer
 from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,

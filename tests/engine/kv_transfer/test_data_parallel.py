@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from engine.config import EngineConfig
-from engine.core.server import EngineServer
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.tp_group import TPGroup, group_options
+from engine.serving.server import EngineServer
 from engine.wire.messages import DispatchRemote, EngineStatus, Notice, Prefill
 from tests.engine.kv_transfer.test_families import LENGTHS, alone, flat, make_config, prompt
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread

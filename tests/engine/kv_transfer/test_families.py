@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest

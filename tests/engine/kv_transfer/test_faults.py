@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.options.handoff import HandoffConfig
 from engine.wire.messages import Abort
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats

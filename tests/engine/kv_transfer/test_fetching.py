@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.features.handoffs.handoff_courier import HandoffCourier
-from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice

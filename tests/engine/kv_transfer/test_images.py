@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
 from engine.options.handoff import HandoffConfig
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, WHOLE_IMAGES, Prompt, expected_tokens, make_vision_model
@@ -58,7 +58,7 @@ def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
     sizes = {"max_num_batched_tokens": 12 if request.param in WHOLE_IMAGES else 5}
     configs = config(folder, "decode", **sizes), config(folder, "prefill", encoder_cache_size=PREFILL_CACHE, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
         with Pair(*configs, ranks) as pair:
             yield VisionPair(pair, request.param, folder)
 

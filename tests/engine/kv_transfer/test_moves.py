@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.images.encoder_cache_manager import EncoderCacheManager
-from engine.core.features.speculator import Speculator
 from engine.lora.adapter_files import open_adapter
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.speculation.speculator import Speculator
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
@@ -73,7 +73,7 @@ def alone(config: EngineConfig, requests: list[GenerateRequest]) -> list[tuple[l
 def short_status_period() -> Iterator[None]:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
 

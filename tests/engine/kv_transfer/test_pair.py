@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
 from engine.options.handoff import HandoffConfig
@@ -51,7 +51,7 @@ def make_config(role: str | None, *, handoff: dict[str, Any] | None = None, **op
 def short_status_period() -> Iterator[None]:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.features.handoffs import prompts_for_others
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs import prompts_for_others
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Add,
@@ -114,7 +114,7 @@ class SwitchedPair(Pair):
 
 @pytest.fixture(autouse=True)
 def short_status_period(monkeypatch):
-    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
 
 
 def test_each_engine_finishes_what_it_has_when_the_roles_change_there_and_back(ranks, alone, monkeypatch):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
@@ -35,7 +35,7 @@ def fields(form: str, **more: Any) -> dict[str, Any]:
 
 
 def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch):
-    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
     threads = torch.get_num_threads()
     prompt = list(range(100, 150))
     alone = build_engine(make_config(None))

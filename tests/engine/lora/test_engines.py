@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.features.lora.adapter_courier import AdapterCourier
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.lora.adapter_courier import AdapterCourier
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, p
     """Two prompts by three adapters and none through two slots, also with cached prefixes."""
     model, drafter = adapted(family), WildDrafter()
     drafter.know_texts([tokens + model.expected[name] for name, (tokens, _) in model.requests.items()])
-    monkeypatch.setattr("engine.core.assembly.parts.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     with pool.engine(config(model.folder, **WAYS[way])) as core:
         together = ask(core, model.requests)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
-from engine.core.features.lora.adapter_slots import AdapterSlots
 from engine.lora.adapter_files import open_adapter
 from engine.options.handoff import HandoffConfig
+from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
@@ -46,7 +46,7 @@ def alone() -> dict[str, list[int]]:
 
 
 def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_block_with_the_model(alone, monkeypatch):
-    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
     assert alone["with"] != alone["without"]
     configs = make_config("decode"), make_config("prefill", max_num_batched_tokens=32)
     with Pair(*configs, (RankPool(), RankPool())) as pair:
@@ -61,7 +61,7 @@ def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_blo
 
 
 def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothing_hangs(alone, monkeypatch):
-    monkeypatch.setattr("engine.core.serving.endpoint.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
     prefill = replace(make_config("prefill"), enable_lora=False)
     with Pair(make_config("decode"), prefill, (RankPool(), RankPool())) as pair:
         pair.ingress.add("with", PROMPT, lora=LORA)

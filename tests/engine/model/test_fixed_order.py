@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 from engine import pocket
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

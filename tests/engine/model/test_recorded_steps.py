@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
@@ -81,7 +81,7 @@ def each_alone(folder: Any, opened: list[EngineCore], requests: dict[str, Any], 
 def test_drafts_change_no_bit_of_recorded_steps(family, method, tmp_path, opened, monkeypatch):
     draft_always(monkeypatch)
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.core.assembly.parts.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
     folder = make_model(tmp_path, family, **ALL, **WIDE[family])
     if method == "mtp":
         write_mtp(folder)

@@ -19,8 +19,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.distributed.shard_plan import ShardPlan
 from engine.errors import StartupError
 from engine.model.config import ModelConfig

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.core.features.holds.inputs import HoldsReleased
-from engine.core.features.tiers.kv_offloading import KVOffloading
-from engine.core.serving.kv_events import KVEventPublisher
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_offload import rank_tiers
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
+from engine.parts.holds.inputs import HoldsReleased
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.serving.kv_events import KVEventPublisher
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.kv_offload import KVOffloadStats

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.assembly.build import images_only
 from engine.config import EngineConfig
-from engine.core.build import images_only
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config_parts.latent import LatentConfig

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.distributed import tp_group
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import pocket
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.errors import Overloaded

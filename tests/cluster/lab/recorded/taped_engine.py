@@ -10,11 +10,11 @@ import msgspec
 
 from deployments.routing.choice_record import RecordedChoice, RecordedEngine, RouterTape
 from deployments.routing.cost import RoutingCost
+from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.core.build import build_engine
-from engine.core.tape.file import pack_tapes, read_file
-from engine.core.tape.ring import tape_with_key
+from engine.parts.tape.file import pack_tapes, read_file
+from engine.parts.tape.ring import tape_with_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model

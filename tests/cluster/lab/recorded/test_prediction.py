@@ -11,7 +11,7 @@ from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.trace import Trace
 from deployments.routing.choice_record import RouterTape
 from deployments.routing.cost import RoutingCost
-from engine.core.tape.file import pack_tapes, read_file
+from engine.parts.tape.file import pack_tapes, read_file
 from tests.cluster.lab.recorded.taped_engine import record
 from tests.cluster.lab.simulator.small_cluster import small_cluster
 

@@ -11,7 +11,7 @@ from cluster.autoscaling.slo import Limits
 from cluster.lab.simulator.cluster import Cluster
 from cluster.lab.simulator.results import MoveUse
 from cluster.lab.simulator.trace import Trace
-from engine.core.features.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.handoffs import Handoffs
 from tests.cluster.lab.simulator.small_cluster import MODEL, small_cluster
 
 REQUESTS, PROMPT, OUTPUT = 12, 200, 400

@@ -9,8 +9,8 @@ from cluster.config.simulation_options import SimulationOptions
 from cluster.lab.simulator.cluster import Cluster, simulate
 from cluster.lab.simulator.spec import ClusterSpec, TierSpec, find_trace, make_cluster
 from cluster.lab.simulator.trace import PIECE, Trace
-from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.errors import InvalidParameter
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from tests.cluster.lab.simulator.small_cluster import BLOCK, MODEL, small_cluster
 from tests.models import make_model
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.engine.core.tape.conftest import parts_of_harnesses  # noqa: F401  a fixture
+from tests.engine.parts.tape.conftest import parts_of_harnesses  # noqa: F401  a fixture

@@ -11,14 +11,14 @@ import pytest
 from cluster.lab.tape import replay_limits as limits
 from cluster.lab.tape.replay import Diverged, Replay
 from cluster.lab.tape.replay_limits import TapeTooExpensive, replay_limits, watched
-from engine.core.tape.file import MIN_BYTES, TapeFile, pack_tapes, read_tapes
-from engine.core.tape.inputs import AddedShape
-from engine.core.tape.object_graph import SCHEMA_BYTES, UnknownState
-from engine.core.tape.ring import EngineTape, Segment, record_entry, tape_with_key
 from engine.errors import InvalidParameter
+from engine.parts.tape.file import MIN_BYTES, TapeFile, pack_tapes, read_tapes
+from engine.parts.tape.inputs import AddedShape
+from engine.parts.tape.object_graph import SCHEMA_BYTES, UnknownState
+from engine.parts.tape.ring import EngineTape, Segment, record_entry, tape_with_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
-from tests.engine.core.tape.taped import KEY, TapedHarness
+from tests.engine.parts.tape.taped import KEY, TapedHarness
 from tests.examples import examples
 
 

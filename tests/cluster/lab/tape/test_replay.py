@@ -9,24 +9,24 @@ import pytest
 
 from cluster.lab.tape import replay as replay_module
 from cluster.lab.tape.replay import Diverged, Failed, Replay
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.part_input import PartInput
 from engine.core.engine import EngineCore
-from engine.core.features.kv_fetching import split_names
-from engine.core.features.tiers.kv_offloading import KVOffloading
 from engine.core.scheduler import Scheduler
-from engine.core.tape.recorder import SETTLED, NoTape
-from engine.core.tape.ring import EngineTape, Ring, tape_with_key
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.kv_fetching.kv_fetching import split_names
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.tape.recorder import SETTLED
+from engine.parts.tape.ring import EngineTape, Ring, tape_with_key
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.engine.core.tape.taped import KEY, TapedHarness, replay, tape_of
+from tests.engine.parts.tape.taped import KEY, TapedHarness, replay, tape_of
 from tests.models import make_model
 
 
@@ -123,7 +123,7 @@ def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
 
 
 def test_a_scheduler_whose_state_is_larger_than_the_tape_has_none(caplog, monkeypatch):
-    monkeypatch.setattr("engine.core.tape.recorder.dump", lambda scheduler, times: bytes(2**20 + 1))
+    monkeypatch.setattr("engine.parts.tape.recorder.dump", lambda scheduler, times: bytes(2**20 + 1))
     small = TapedHarness(num_blocks=64, max_model_len=64)
     small.add("a", [1, 2, 3])
     small.run()
@@ -137,7 +137,7 @@ def test_a_tape_that_ends_later_is_dropped_and_nothing_is_recorded_any_more(monk
     harness.run()
     ring = harness.tape._ring
     assert harness.tape.take() and ring.answers
-    monkeypatch.setattr("engine.core.tape.recorder.dump", lambda scheduler, times: bytes(2**20 + 1))
+    monkeypatch.setattr("engine.parts.tape.recorder.dump", lambda scheduler, times: bytes(2**20 + 1))
     harness.tape._begin()
     assert harness.tape.take() == b""
     harness.add("b", [1, 2, 3, 1, 2, 3])
@@ -319,7 +319,7 @@ def test_a_failed_step_keeps_the_tape_and_fails_again_in_the_replay(make_core, m
         core.step()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    from engine.core.tape.file import read_tapes
+    from engine.parts.tape.file import read_tapes
 
     (tape,) = read_tapes(file)
     assert tape.reason == "KeyError: 'a bug'"
@@ -355,5 +355,5 @@ def test_the_ring_is_bounded_and_its_oldest_part_is_lost_first():
 
 def test_an_engine_can_do_without(make_core):
     core = make_core(tape_mib=0)
-    assert isinstance(core.tape, NoTape) and core.tape.take() == b""
+    assert core.tape is NOBODY_LISTENS and core.tape.take() == b""
     assert "schedule" not in vars(core.scheduler)

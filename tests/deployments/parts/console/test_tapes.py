@@ -12,7 +12,7 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from deployments.parts.console import tape_viewer
 from deployments.replicas.pools import PoolTapes
-from engine.core.tape.file import read_file
+from engine.parts.tape.file import read_file
 from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 from tests.deployments.fake_api import FakeApi, fake_api
 

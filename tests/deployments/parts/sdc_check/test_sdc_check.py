@@ -24,8 +24,8 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from engine.config import EngineConfig
-from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
+from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import PeerPool
 from engine.wire.sampling_params import SamplingParams

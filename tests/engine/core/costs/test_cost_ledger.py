@@ -9,13 +9,13 @@ from engine.core.costs.block_usage import BlockUsage, observe_usage
 from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import CacheCleared
-from engine.core.features.handoffs.handoffs import Handoffs
-from engine.core.features.handoffs.inputs import MovesAsked
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.options.handoff import HandoffConfig
+from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.handoffs.inputs import MovesAsked
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer

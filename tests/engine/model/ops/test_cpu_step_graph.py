@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.kernel import Kernel

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.fallback import without_native_code
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.ops import dispatch

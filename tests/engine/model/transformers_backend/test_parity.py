@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
+from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.families import TRANSFORMERS
 from engine.wire.generate_request import GenerateRequest

@@ -1,0 +1,355 @@
+"""Builds an engine: one function for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.assembly import makers
+from engine.assembly.loaded import Loaded
+from engine.clock import SYSTEM_CLOCK, Clock
+from engine.config import EngineConfig
+from engine.core.block_pool import BlockPool
+from engine.core.costs.block_usage import observe_usage
+from engine.core.costs.cost_ledger import CostLedger
+from engine.core.costs.step_cost import StepTimes
+from engine.core.door.journal import NOBODY_LISTENS, Journal
+from engine.core.door.kernel import ModelLimits
+from engine.core.door.part import Part
+from engine.core.engine import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.mail.compilations import Compilations
+from engine.core.mail.courier import Courier
+from engine.core.mail.mail import Mail
+from engine.core.mail.ranks import Ranks
+from engine.core.scheduler import Scheduler
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.no_broadcaster import NoBroadcaster
+from engine.distributed.tp_group import TPGroup
+from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
+from engine.eplb.rank_experts import RankExperts
+from engine.eplb.shared_rank_experts import SharedRankExperts
+from engine.errors import ConfigError
+from engine.kv_offload.group_tiers import GroupTiers
+from engine.kv_offload.rank_tiers import RankTiers
+from engine.kv_transfer.fingerprint import fingerprint
+from engine.lora.group_loader import GroupLoader
+from engine.model.checkpoint.overlay import engine_folder
+from engine.model.config import ModelConfig
+from engine.model.models.image_encoder import encoder_config
+from engine.model.state import state_specs
+from engine.options.handoff import HandoffConfig
+from engine.options.kv_events import KVEventsConfig
+from engine.parts.handoffs.handoff_courier import HandoffCourier
+from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
+from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.parts.images.image_courier import ImageCourier
+from engine.parts.kv_events.block_events import KVEvents
+from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.kv_tiers.tier_courier import TierCourier
+from engine.parts.lora.adapter_courier import AdapterCourier
+from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.parts.tape.kept_tapes import KeptTapes
+from engine.parts.tape.recorder import Tape
+from engine.parts.tape.shared_copy import keep_orphans, shared_root
+from engine.runner.kv_cache import window_step_tokens
+from engine.runner.launching.launcher import Launcher
+from engine.runner.launching.open_launcher import open_launcher
+from engine.runner.memory import snapshot_border, snapshot_interval
+from engine.runner.model_runner import ModelRunner
+from engine.runner.open_runner import open_runner
+from engine.runner.parts.adapters import Adapters
+from engine.runner.parts.experts import Experts
+from engine.runner.parts.images import Images
+from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.text.grammar import GrammarCompiler
+
+if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+    from engine.kv_transfer.channel import HandoffChannel
+    from engine.kv_transfer.transport.ranks import KVWorkerInfo
+
+
+def build_engine(
+    config: EngineConfig,
+    group: TPGroup | None = None,
+    *,
+    engine_id: str = "engine",
+    host: str = "127.0.0.1",
+    wake: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> EngineCore:
+    """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
+
+    group: `config.num_ranks` joined ranks, of which this process is rank 0. Its key also protects handoffs.
+    engine_id, host: name and address under which other engines reach this one for handoffs.
+    wake: function called from another thread when an `idle` engine has something to do again.
+    """
+    group = group or TPGroup.single()
+    if group.size != config.num_ranks:
+        raise ConfigError("tensor_parallel_size", config.num_ranks, f"the size of the group ({group.size})")
+    with ExitStack() as opened, group.starting():
+        loaded = load(config, group, host)
+        opened.callback(loaded.runner.close)
+        broadcaster = make_broadcaster(config, group)
+        opened.pop_all()
+    tiers = tiers_of(loaded)
+    open_channel = partial(
+        make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
+    )
+    kv_cache, limits_of_groups = make_kv_cache(loaded)
+    usages = observe_usage(kv_cache)
+    step_times = StepTimes()
+    offloading = makers.make_offloading(loaded, tiers, kv_cache, step_times, clock)
+    handoff, encode = loaded.config.handoff, loaded.config.encode
+    channel = None if handoff is None else open_channel(handoff, kv_ranks(loaded))
+    image_channel = None if encode is None else open_channel(encode, loaded.runner.parts[Images].of_ranks)
+    handoffs = make_handoffs(loaded, channel, step_times)
+    scheduler = Scheduler(
+        loaded.config,
+        kv_cache,
+        limits=make_limits(loaded),
+        parts=[
+            *makers.make_holds(loaded, kv_cache, offloading, usages, clock),
+            *([] if offloading is None else [offloading]),
+            *makers.make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
+            *limits_of_groups,
+            *makers.make_micro_batches(loaded),
+            *makers.make_images(loaded, None if image_channel is None else image_channel.peer),
+            *makers.make_speculation(loaded, step_times),
+            *makers.make_adapters(loaded),
+            *([] if handoffs is None else [handoffs]),
+        ],
+        compute_s=compute_seconds(step_times, handoffs),
+    )
+    tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
+    return EngineCore(
+        loaded.config,
+        loaded.model,
+        ranks=Ranks(
+            group,
+            runner=loaded.runner,
+            launcher=make_launcher(loaded.runner, group),
+            broadcaster=broadcaster,
+            experts=make_experts(loaded, broadcaster),
+        ),
+        scheduler=scheduler,
+        ledger=CostLedger(
+            step_times,
+            usages,
+            makers.block_bytes(loaded),
+            clock.monotonic(),
+            [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
+        ),
+        mail=Mail(
+            scheduler,
+            Compilations(make_compiler(loaded)),
+            [
+                *make_tier_courier(offloading, tiers, group, broadcaster, wake),
+                *make_adapter_courier(loaded, scheduler, group, broadcaster),
+                *([] if image_channel is None else [ImageCourier(image_channel)]),
+                *([] if channel is None else [HandoffCourier(channel)]),
+                *make_kv_events(loaded.config.kv_events_config, kv_cache),
+            ],
+        ),
+        clock=clock,
+        tape=tape,
+    )
+
+
+def load(config: EngineConfig, group: TPGroup, host: str) -> Loaded:
+    """Load this rank's part of the model. Raises ConfigError if the options do not suit the model."""
+    folder = engine_folder(config)
+    model = read_model(config, folder)
+    config = without_idle_moves(config, model)
+    if model.bidirectional:
+        config = whole_prompts(config, model)
+    check_whole_images(config, model)
+    if config.handoff is not None and config.handoff.role == "encode":
+        model, config = encoder_config(model), images_only(config)
+    return Loaded(config, model, folder, open_runner(config, model, folder, group, host))
+
+
+def kv_ranks(loaded: Loaded) -> list[KVWorkerInfo]:
+    """Return the KV workers of all ranks of an engine with handoffs."""
+    from engine.runner.parts.kv_workers import KVWorkers
+
+    return loaded.runner.parts[KVWorkers].of_ranks
+
+
+def tiers_of(loaded: Loaded) -> RankTiers | None:
+    """Return this rank's tiers below the KV cache, or None."""
+    if not loaded.config.offloads_kv:
+        return None
+    from engine.runner.parts.kv_tiers import KVTiers
+
+    return loaded.runner.parts[KVTiers].tiers
+
+
+def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
+    """Return the broadcaster that sends plans to the other ranks."""
+    if group.size == 1:
+        return NoBroadcaster()
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+
+    return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel_size > 1 < config.tensor_parallel_size)
+
+
+def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
+    config, part = loaded.config, loaded.runner.parts.get(Experts)
+    experts = None if part is None else part.rank
+    if isinstance(experts, SharedRankExperts):
+        return SharedExpertLoad(experts)
+    if not isinstance(experts, RankExperts):
+        return NoMoves()
+    stages, ranks = config.pipeline_parallel_size, config.num_ranks
+    return GroupExperts(experts, broadcaster, config.eplb, stages=stages, ranks=ranks if config.enable_eplb else 0)
+
+
+def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
+    """Return what launches steps: a thread for overlap on devices whose calls block. With other ranks a thread is
+    needed even without overlap, to notice a rank that hangs while a step waits for it."""
+    return open_launcher(runner, group, group.size > 1 or (runner.overlap and not runner.device.asynchronous))
+
+
+def make_channel(
+    config: HandoffConfig,
+    ranks: list[KVWorkerInfo],
+    *,
+    engine_id: str,
+    host: str,
+    block_size: int,
+    wake: Callable[[], None],
+    key: ClusterKey | None,
+) -> HandoffChannel:
+    from engine.kv_transfer.channel import HandoffChannel
+
+    return HandoffChannel(
+        config, engine_id=engine_id, host=host, workers=ranks, block_size=block_size, wake=wake, key=key
+    )
+
+
+def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
+    config, model, runner = loaded.config, loaded.model, loaded.runner
+    prefix_caching = config.enable_prefix_caching and not model.bidirectional
+    snapshots, interval = None, 0
+    if count := runner.states.num_snapshots:
+        size = runner.states.snapshots[0].nbytes
+        snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching, block_bytes=size)
+        specs = state_specs(model.recurrent, str(runner.dtype).removeprefix("torch."), runner.tp.size)
+        interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
+    return kv_cache_of(
+        [group.spec for group in model.kv_groups],
+        [
+            BlockPool(count, runner.block_size, prefix_caching, group.spec.window is not None, kv[:1].nbytes)
+            for count, group, kv in zip(runner.num_blocks, model.kv_groups, runner.kv_caches, strict=True)
+        ],
+        step_tokens=window_step_tokens(config, model),
+        least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),
+        snapshots=snapshots,
+        snapshot_interval=interval,
+    )
+
+
+def make_compiler(loaded: Loaded) -> GrammarCompiler:
+    closed = loaded.config.structured_outputs.disable_additional_properties
+    return GrammarCompiler(loaded.folder, loaded.model.vocab_size, frozenset(loaded.model.eos_token_ids), closed=closed)
+
+
+def make_limits(loaded: Loaded) -> ModelLimits:
+    model = loaded.model
+    return ModelLimits(
+        max_model_len=loaded.runner.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        chunked_prefill=not model.bidirectional,
+        pools_all_tokens=model.pooling.type != "last",
+    )
+
+
+def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: StepTimes) -> Handoffs | None:
+    config, runner = loaded.config, loaded.runner
+    if config.handoff is None or channel is None:
+        return None
+    policy = None
+    if config.handoff.role == "decode":
+        policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens)
+    dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
+    own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
+    return Handoffs(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
+
+
+def make_tier_courier(
+    offloading: KVOffloading | None,
+    tiers: RankTiers | None,
+    group: TPGroup,
+    broadcaster: PlanBroadcaster | NoBroadcaster,
+    wake: Callable[[], None],
+) -> list[Courier]:
+    if offloading is None or tiers is None:
+        return []
+    return [TierCourier(offloading, GroupTiers(tiers.worker, group.size, broadcaster, wake))]
+
+
+def make_adapter_courier(
+    loaded: Loaded, scheduler: Scheduler, group: TPGroup, broadcaster: PlanBroadcaster | NoBroadcaster
+) -> list[Courier]:
+    slots, adapters = scheduler.parts.get(AdapterSlots), loaded.runner.parts.get(Adapters)
+    if slots is None or adapters is None or adapters.loader is None:
+        return []
+    return [AdapterCourier(slots, GroupLoader(adapters.loader, group.size, broadcaster))]
+
+
+def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> list[Courier]:
+    if config is None or not config.publishes:
+        return []
+    from engine.distributed.kv_event_publisher import KVEventSockets
+
+    return [KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)]
+
+
+def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Journal:
+    config, handoff = loaded.config, loaded.config.handoff
+    if not config.tape_mib:
+        return NOBODY_LISTENS
+    handoffs = scheduler.parts.get(Handoffs)
+    role = (handoffs and handoffs.role) or ("" if handoff is None else handoff.role)
+    keep_orphans(root := shared_root())
+    kept, size = KeptTapes.of(config), config.tape_mib * 2**20
+    return Tape(
+        scheduler, times, engine_id=engine_id, role=role, max_bytes=size, clock=clock, kept=kept, shared_root=root
+    )
+
+
+def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if an image could wait forever because all of its tokens must be in one step."""
+    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
+    needed = size + config.max_num_seqs - 1
+    if size and config.max_num_batched_tokens < needed:
+        limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
+        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
+
+
+def images_only(config: EngineConfig) -> EngineConfig:
+    """Return the options of an engine that only encodes images, with all options for language models off."""
+    return replace(
+        config, enforce_eager=True, speculative_config=None, torch_compile=False, kv_cache_dtype="auto",
+        enable_lora=False, enable_expert_parallel=False, enable_eplb=False, allow_untested_kernels=True,
+    )  # fmt: skip
+
+
+def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the options of an engine whose model takes a whole prompt in one step. Raises ConfigError if an option
+    rules that out."""
+    if config.handoff is not None:
+        raise ConfigError(
+            "handoff", config.handoff.role, "left out, because this model keeps no KV that could be handed over"
+        )
+    if config.torch_compile:
+        raise ConfigError("torch_compile", True, "left out, because only models that generate are compiled")
+    longest = model.longest_sequence(config.max_model_len)
+    return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

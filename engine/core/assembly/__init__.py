@@ -1,1 +1,0 @@
-"""Which parts an engine has."""

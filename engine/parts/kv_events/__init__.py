@@ -1,0 +1,1 @@
+"""What the prefix cache has, for routers that are not ours."""

@@ -1,0 +1,1 @@
+"""KV that other engines have cached."""

@@ -1,0 +1,36 @@
+"""What enters a scheduler for its adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.door.part_input import KernelWithParts, PartInput
+from engine.errors import AdapterError
+from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.wire.lora import LoRARequest
+
+
+class AdapterNumbered(PartInput, frozen=True):
+    """An adapter to be read into host memory on all ranks. `apply` returns the number of the command."""
+
+    lora: LoRARequest
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> int:
+        if (slots := scheduler.parts.get(AdapterSlots)) is None:
+            raise AdapterError.without_slots(self.lora.lora_name)
+        return slots.new_load(self.lora)
+
+
+class AdapterRead(PartInput, frozen=True):
+    """The command with this number has been carried out. If it has failed, the requests end that wait for the adapter
+    in that slot."""
+
+    number: int
+    error: Any = None
+    """A ServingError if it has failed on a rank."""
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
+        lora = scheduler.parts[AdapterSlots].loaded(self.number, failed=self.error is not None)
+        waiting = [] if lora is None else [r for r in scheduler.queue.waiting if r.prefix.adapter == lora.digest]
+        for request in waiting:
+            scheduler.abort(request.request_id, now, self.error)

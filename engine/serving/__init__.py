@@ -1,0 +1,1 @@
+"""What an engine tells the processes that use it, and takes from them."""
