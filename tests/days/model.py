@@ -9,12 +9,12 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.costs.step_cost import StepWork
+from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
-from engine.wire.stats.engine_stats import StageStats
 from engine.wire.token_delta import FinishReason, TokenDelta
 from tests.fake_runner import FakeGrammar
 
@@ -133,6 +133,7 @@ class Runner:
     """Computes a step at once. It knows until when the step would take, and that its KV is not there before."""
 
     device = SimpleNamespace(asynchronous=True)
+    parts = RankParts()
 
     def __init__(
         self,
@@ -167,9 +168,6 @@ class Runner:
         for change in plan.blocks:
             self._tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks
         return plan
-
-    def stages(self) -> list[StageStats]:
-        return []
 
     def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
         size, work = self.block_size, StepWork.of(plan)
