@@ -64,7 +64,7 @@ CORE = [
     Fault(
         "a new request takes the blocks that running ones are about to need",
         "engine/core/block_allocator.py",
-        "return growing + len(self._queue.waiting_with_kv) + len(self._handoffs.receiving)",
+        "return growing + len(self._queue.waiting_with_kv) + receiving",
         "return 0",
         ("tests/engine/core/test_scheduler.py", "tests/engine/core/test_scheduler_handoffs.py"),
     ),
