@@ -22,38 +22,18 @@ class Bill:
     """What one HTTP request has used. Engines report what aborted sequences have cost only after the request has
     ended."""
 
-    def __init__(self, used: Callable[[], Used]):
-        """used: returns what is known so far."""
-        self.used = used
+    def __init__(self, used: Callable[[], Used], when_known: Callable[[Callable[[], None]], None]):
+        """used: returns what is known so far. when_known: calls a function once no engine will report another cost,
+        maybe at once. The request must have ended."""
+        self.used, self.when_known = used, when_known
         self.total: Used | None = None
         """What the request has used in all, once that is known."""
-        self._num_expected = 0
-        self._waiting: list[Callable[[], None]] = []
-
-    def expect(self) -> None:
-        """Note that an engine will report another cost. `learned` must follow."""
-        self._num_expected += 1
-
-    def learned(self) -> None:
-        """Note that an expected cost is known, or will never be."""
-        self._num_expected -= 1
-        if not self._num_expected:
-            waiting, self._waiting = self._waiting, []
-            for then in waiting:
-                then()
 
     def close(self, *, complete: bool) -> None:
         """Keep what is known, which is all if `complete`, and drop the request, so that its images leave memory."""
         known = self.used()
         self.used = lambda: known
         self.total = known if complete else None
-
-    def when_known(self, then: Callable[[], None]) -> None:
-        """Call `then` once no cost is expected any more, maybe at once. The request must have ended."""
-        if self._num_expected:
-            self._waiting.append(then)
-        else:
-            then()
 
 
 def cost_headers(bills: Sequence[Bill]) -> dict[str, str]:

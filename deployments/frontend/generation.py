@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 from deployments.billing.bill import Bill, Used
+from deployments.frontend.costs.late_deltas import LateDeltas
+from deployments.frontend.costs.sequence_costs import SequenceCosts
 from deployments.frontend.first_token import current_deadline
 from deployments.frontend.inboxes import Inbox
 from deployments.frontend.observers import GenerationObserver, Observe, Reason, RequestSize
@@ -49,15 +51,17 @@ class LiveGeneration:
             has_prediction=Prediction.part in prompts[0][0].parts,
             prices=context.prices,
         )
-        self._bill = Bill(self._used)
+        self._late = LateDeltas()
+        self._bill = Bill(self._used, self._late.when_none)
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         http.bills.append(self._bill)
+        heard_by: tuple[Observe, ...] = (partial(SequenceCosts, self.usage.costs), *observers)
         self._deadline = None if prompts[0][0].pooling is not None else current_deadline()
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
                 index, first = len(self._sequences), request is requests[0]
-                sequence = Sequence(index, request, http, context, self.usage, self._bill, observers, first=first)
+                sequence = Sequence(index, request, http, context, self.usage, self._late, heard_by, first=first)
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client
         self._num_unfinished = len(self._sequences)
@@ -117,7 +121,7 @@ class LiveGeneration:
                                     self._admission.charge(queued, len(chunk.token_ids))
                                     yield chunk
                 finally:
-                    self._bill.when_known(partial(self._settle, queued))
+                    self._late.when_none(partial(self._settle, queued))
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
@@ -126,7 +130,7 @@ class LiveGeneration:
         finally:
             for sequence in sequences:
                 sequence.end(left, failure)
-            self._bill.when_known(self._count)
+            self._late.when_none(self._count)
 
     def _count(self) -> None:
         self._bill.close(complete=len(self.usage.costs) >= len(self._sequences))

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 from deployments.billing.bill import Bill
 from deployments.frontend.retry import RetryState
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.token_delta import SequenceCost, TokenDelta
+from engine.wire.token_delta import TokenDelta
 
 Reason = Literal["stop", "length", "abort", "error", "refused"]
 """How a sequence ended for its client. `refused`: it was never admitted."""
@@ -27,10 +27,6 @@ class SequenceView(Protocol):
     @property
     def engine(self) -> str:
         """Id of the engine that works on the current attempt. A delta of it must have arrived."""
-
-    @property
-    def cost(self) -> SequenceCost:
-        """What all attempts have cost so far."""
 
 
 class SequenceObserver:
@@ -60,6 +56,10 @@ class SequenceObserver:
     def sent(self, request_id: str) -> None:
         """An attempt has been started. request_id: id of the attempt."""
 
+    def arrived(self, delta: TokenDelta) -> None:
+        """A delta has come, and has passed no check yet. The last one of an attempt that was aborted may come after
+        `ended`."""
+
     def received(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta to continue with in place of this one, which has passed all checks."""
         return delta
@@ -88,6 +88,7 @@ class Observers:
         self.attempting: list[Callable[[], Awaitable[None]]] = []
         self.sending: list[Callable[[GenerateRequest], GenerateRequest]] = []
         self.sent: list[Callable[[str], None]] = []
+        self.arrived: list[Callable[[TokenDelta], None]] = []
         self.received: list[Callable[[TokenDelta], TokenDelta]] = []
         self.delta: list[Callable[[TokenDelta, int], None]] = []
         self.failed: list[Callable[[BaseException], BaseException]] = []

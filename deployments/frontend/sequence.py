@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.billing.bill import Bill
 from deployments.billing.prices import FREE, Prices
+from deployments.frontend.costs.late_deltas import LateDeltas
 from deployments.frontend.inboxes import Inbox
 from deployments.frontend.observers import Observe, Observers, Reason, SequenceView
 from deployments.frontend.retry import RetryState, TokensLost
@@ -181,7 +181,7 @@ class Sequence:
         http: HttpRequest,
         context: SequenceContext,
         usage: RequestUsage,
-        bill: Bill,
+        late: LateDeltas,
         observers: Iterable[Observe] = (),
         *,
         first: bool,
@@ -190,7 +190,6 @@ class Sequence:
         first: whether this is the first sequence for its prompt. Cached prompt tokens are counted for the first
         sequence only."""
         self.index = index
-        self._bill = bill
         self.finished = False
         self.retry = RetryState(request, context.max_replays, asyncio.get_running_loop().time())
         quiet = request.pooling is not None and index > 0
@@ -198,7 +197,7 @@ class Sequence:
         self.metrics = SequenceMetrics(view, http, context, quiet=quiet, counts_prompt=first)
         self._text = TextStream(request.params, context.tokenizer, index)
         self._channel, self._pool, self._stats = context.channel, context.pool, context.stats
-        self._usage, self._counts_cached = usage, first
+        self._usage, self._late, self._counts_cached = usage, late, first
         self._attempt: Attempt | None = None
         self._inbox = Inbox()
         found = (observe(view) for observe in (*context.observers, *observers))
@@ -233,10 +232,6 @@ class Sequence:
         """See SequenceView."""
         return self._channel.engine_of(self.retry.request_id)
 
-    @property
-    def cost(self) -> SequenceCost:
-        return self.metrics.cost
-
     def add(self, delta: TokenDelta) -> TextChunk | None:
         """Take a delta of the current attempt. Returns None if the delta has neither tokens nor an end.
 
@@ -246,7 +241,7 @@ class Sequence:
             self.metrics.happened(delta.timeline)
             if not delta.token_ids and delta.finish_reason is None:
                 return None
-        self._count_cost(delta)
+        self._arrived(delta)
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
         delta = self.retry.add(delta)
@@ -265,7 +260,7 @@ class Sequence:
         if chunk.finish_reason is not None:
             self.finished = True
             if delta.finish_reason is None:
-                self._expect_cost(delta.request_id)
+                self._expect_last(delta.request_id)
                 self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
             self.end(chunk.finish_reason)
         return chunk
@@ -316,29 +311,28 @@ class Sequence:
         request_id = self._attempt.request_id
         cancelled = self._attempt.close()
         if cancelled or self._channel.knows(request_id):
-            self._expect_cost(request_id)
+            self._expect_last(request_id)
         if not cancelled:
             self._channel.abort(request_id)
 
-    def _expect_cost(self, request_id: str) -> None:
-        """Count what an attempt that is being aborted has cost, even if its engine tells that only after the end of the
+    def _expect_last(self, request_id: str) -> None:
+        """Take the last delta of an attempt that is being aborted, even if it comes only after the end of the
         request."""
         if (known := self._inbox.last.get(request_id)) is not None:
-            self._count_cost(known)
+            self._arrived(known)
             return
 
         def take(last: TokenDelta | None) -> None:
             if last is not None:
-                self._count_cost(last)
-            self._bill.learned()
+                self._arrived(last)
+            self._late.came()
 
-        self._bill.expect()
+        self._late.expect()
         self._channel.take_last(request_id, take)
 
-    def _count_cost(self, delta: TokenDelta) -> None:
-        if delta.cost is not None:
-            self._usage.costs[delta.request_id] = delta.cost
-            self.metrics.costs(delta.request_id, delta.cost)
+    def _arrived(self, delta: TokenDelta) -> None:
+        for arrived in self._observers.arrived:
+            arrived(delta)
 
     async def _generate(self) -> None:
         """Run the current attempt, and return when it has ended in its engine. The pool waits for a replica if there is

@@ -80,6 +80,10 @@ class SequenceMetrics(SequenceObserver):
         for event in timeline[: max(0, capacity)]:
             self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
+    def arrived(self, delta: TokenDelta) -> None:
+        if delta.cost is not None:
+            self._timeline.costs[delta.request_id] = delta.cost
+
     def delta(self, delta: TokenDelta, num_tokens: int) -> None:
         timeline = self._timeline
         if not self._answered:
@@ -99,15 +103,6 @@ class SequenceMetrics(SequenceObserver):
             self._moved_at = None
         timeline.output_tokens += num_tokens
         timeline.preemptions += delta.num_preemptions
-
-    def costs(self, request_id: str, cost: SequenceCost) -> None:
-        """Record what an attempt has cost so far."""
-        self._timeline.costs[request_id] = cost
-
-    @property
-    def cost(self) -> SequenceCost:
-        """What all attempts have cost so far."""
-        return SequenceCost.total(self._timeline.costs.values())
 
     def ended(self, reason: Reason, error: Exception | None) -> None:
         """`refused` does not count as an end. Failures caused by a model that is still starting are logged at level
@@ -158,7 +153,7 @@ class SequenceMetrics(SequenceObserver):
         """Count what the sequence has used, and trace it. Called once, after `ended`, when its cost is known.
         computed_again: as in LiveGeneration."""
         timeline = self._timeline
-        cost = self.cost
+        cost = SequenceCost.total(timeline.costs.values())
         if computed_again:
             used = UsageTotals(wasted_s=cost.compute_s + cost.wasted_s)
         else:

@@ -21,7 +21,7 @@ from deployments.jobs.lease import Lease
 from deployments.jobs.record import JobRecord, record_key
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.token_delta import TokenDelta
+from engine.wire.token_delta import SequenceCost, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,15 @@ class LoggedSequence(SequenceObserver):
 
     def __init__(self, log: DeltaLog, sequence: SequenceView):
         self._log, self._sequence = log, sequence
+        self._costs: dict[str, SequenceCost] = {}  # by attempt
+
+    def arrived(self, delta: TokenDelta) -> None:
+        if delta.cost is not None:
+            self._costs[delta.request_id] = delta.cost
 
     def received(self, delta: TokenDelta) -> TokenDelta:
-        with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=self._sequence.cost)
+        cost = SequenceCost.total(self._costs.values())
+        with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=cost)
         self._log.add((self._sequence.index, with_all))
         return delta
 

@@ -16,6 +16,7 @@ from deployments.billing.totals import UsageTotals
 from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend import generation, inboxes
 from deployments.frontend.api_keys import key_line
+from deployments.frontend.costs.late_deltas import LateDeltas
 from deployments.frontend.inboxes import Inboxes
 from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
@@ -374,19 +375,20 @@ async def test_an_ingress_that_ends_gives_up_what_its_engines_do_not_tell(monkey
 
 
 def test_a_bill_is_settled_once_all_of_it_is_known_and_headers_have_nothing_before():
-    bill, settled = Bill(lambda: Used(True, 1, 1, 0.5, 0.25)), list[str]()
-    bill.expect()
-    bill.expect()
+    late, settled = LateDeltas(), list[str]()
+    bill = Bill(lambda: Used(True, 1, 1, 0.5, 0.25), late.when_none)
+    late.expect()
+    late.expect()
 
     def then() -> None:
         settled.append("settled")
 
     bill.when_known(then)
-    bill.learned()
+    late.came()
     assert settled == [] and cost_headers([bill]) == {}
-    bill.learned()
+    late.came()
     bill.when_known(then)
     assert settled == ["settled", "settled"]
     bill.total = bill.used()
     assert cost_headers([bill, bill]) == {"x-manta-compute-seconds": "1", "x-litellm-response-cost": "0.5"}
-    assert cost_headers([bill, Bill(bill.used)]) == {} == cost_headers([])
+    assert cost_headers([bill, Bill(bill.used, late.when_none)]) == {} == cost_headers([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ from tests.scenarios import run
 LINES = tuple(key_line(name, f"sk-{name}") for name in ("small", "other"))
 NOON = 1_800_014_400.5
 ASKED: dict[str, Any] = {"model": "fake", "prompt": "hi there", "max_tokens": 4}
+
+
+def at_once(then: Callable[[], None]) -> None:
+    """All costs are known."""
+    then()
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +200,7 @@ async def test_what_a_request_uses_is_written_although_it_waited_long_before_it_
     quotas = Quotas(store, {"small": KeyLimits(rpm_limit=9)})
     quota = quotas.of("small")
     await asyncio.sleep(0.05)  # as for its images
-    async with quota.charged(RequestSize(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+    async with quota.charged(RequestSize(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0), at_once)):
         pass
 
     async def written() -> float:
@@ -233,7 +239,7 @@ def test_a_key_whose_requests_cost_more_than_its_budget_runs_again_in_the_next_w
         key = KeyQuota("small", KeyLimits(budget_limits=(budget,)), open_store(StoreConfig()), "a", 1)
         monkeypatch.setattr(key, "_wall", lambda: wall)
         for _ in range(3):
-            async with RequestQuota(key).charged(RequestSize(5, 1, None), Bill(lambda: used)):
+            async with RequestQuota(key).charged(RequestSize(5, 1, None), Bill(lambda: used, at_once)):
                 pass
             with pytest.raises(QuotaExceeded, match="has used up its max_budget/1m of 1"):
                 await key.take(key.estimate(RequestSize(5, 1, None)))
@@ -252,7 +258,7 @@ def test_a_request_alone_runs_whatever_it_may_use_and_later_windows_pay_for_what
         monkeypatch.setattr(key, "_wall", lambda: wall)
 
         async def charge(max_tokens: int | None, output_tokens: int) -> None:
-            bill = Bill(lambda: Used(True, 5, output_tokens, 0.0, 0.0))
+            bill = Bill(lambda: Used(True, 5, output_tokens, 0.0, 0.0), at_once)
             async with RequestQuota(key).charged(RequestSize(5, 1, max_tokens), bill):
                 with pytest.raises(QuotaExceeded, match="has used up its tpm_limit/1m of 100"):
                     await key.take({"tokens": 96})
@@ -367,7 +373,7 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
     async def scenario() -> None:
         nonlocal spent
         key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
-        bill = Bill(lambda: Used(True, 5, 5, 0.0, spent))
+        bill = Bill(lambda: Used(True, 5, 5, 0.0, spent), at_once)
         (limit,) = limits.all()
         watch = RequestQuota(key).observer(RequestSize(5, 1, None), bill)
         async with watch.running():
@@ -397,7 +403,8 @@ def shared_keys(limits: KeyLimits, names: str) -> list[KeyQuota]:
 async def test_one_place_serves_requests_that_come_through_one_ingress_after_the_other():
     keys = shared_keys(KeyLimits(max_parallel_requests=1), "abc")
     for i in range(30):
-        async with RequestQuota(keys[i % 3]).charged(RequestSize(5, 1, None), Bill(lambda: Used(True, 5, 1, 0.0, 0.0))):
+        bill = Bill(lambda: Used(True, 5, 1, 0.0, 0.0), at_once)
+        async with RequestQuota(keys[i % 3]).charged(RequestSize(5, 1, None), bill):
             if i == 10:  # it really is taken
                 with pytest.raises(QuotaExceeded, match="max_parallel_requests of 1"):
                     await keys[0].take_place()
@@ -525,7 +532,7 @@ async def test_the_store_has_a_budget_until_its_time_ends():
 async def test_a_request_that_another_ingress_had_admitted_is_not_refused_and_pays_for_its_answer_only():
     limits = KeyLimits(rpm_limit=1, tpm_limit=100, max_parallel_requests=1)
     key = KeyQuota("small", limits, open_store(StoreConfig()), "a", 1)
-    bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0))
+    bill = Bill(lambda: Used(True, 60, 7, 0.0, 0.0), at_once)
     first, again = RequestSize(60, 1, None), RequestSize(60, 1, None, resumes=True)
     async with RequestQuota(key).charged(first, bill), RequestQuota(key).charged(again, bill):
         pass

@@ -1,0 +1,1 @@
+"""What sequences have cost, which engines may tell only after their end."""
