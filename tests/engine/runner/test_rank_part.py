@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.runner.step_memory import StepMemory
 from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from tests.models import make_model
+from tests.test_architecture import imported_files
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 8, "max_num_seqs": 2}
 
@@ -145,6 +147,14 @@ def test_a_start_that_fails_closes_the_parts_in_reverse(folder, monkeypatch):
     with pytest.raises(StartupError, match="no room"):
         load_runner(config, ModelConfig.from_folder(folder), folder, TPGroup.single())
     assert calls[-2:] == ["close second", "close first"]
+
+
+def test_no_part_of_a_rank_knows_another():
+    folder = Path(table.__file__).parent
+    parts = {folder / f"{spec.place.partition('.')[0]}.py" for spec in table.RANK_PARTS}
+    assert all(file.is_file() for file in parts)
+    for file in folder.glob("*.py"):
+        assert not imported_files(file) & (parts - {file}), f"{file.name} imports another part"
 
 
 def test_each_row_of_the_table_is_a_part_with_a_name_of_its_own():
