@@ -24,10 +24,11 @@ from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.model.state import state_specs
-from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.runner.kv_cache import GIB, WINDOW_STEP_TOKENS, GroupNeed, divide, most, total_bytes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -109,7 +110,8 @@ def measure(
     """
     config = EngineConfig(block_size=block_size, max_num_seqs=256, max_num_batched_tokens=8192, max_waiting=requests)
     pool = BlockPool(kv_tokens // block_size, block_size, enable_prefix_caching=False)
-    scheduler = Scheduler(config, KVCacheManager(pool), limits=ModelLimits(max_model_len, vocab_size=2))
+    kv_cache = KVCacheManager([SingleTypeKVCacheManager(pool)])
+    scheduler = Scheduler(config, kv_cache, limits=ModelLimits(max_model_len, vocab_size=2))
     rng = random.Random(seed)
     lengths = [draw_lengths(rng, mean_prompt, mean_output, max_model_len) for _ in range(requests)]
     for number, (prompt, output) in enumerate(lengths):

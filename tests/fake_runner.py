@@ -27,7 +27,7 @@ from engine.parts.holds.hold_table import HoldTable
 from engine.parts.holds.holds import Holds
 from engine.parts.holds.no_holds import NoHolds
 from engine.parts.kv_fetching.kv_fetching import KVFetching
-from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
 from engine.parts.lora.adapter_slots import AdapterSlots

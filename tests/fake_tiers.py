@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.core.block_pool import HashChanges
 from engine.core.door.part_input import TimePassed
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
+from engine.serving.hash_changes import HashChanges
 from engine.wire.kv_offload import (
     DropBlocks,
     DropHold,

@@ -48,7 +48,7 @@ from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.kv_events.block_events import KVEvents
-from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier_courier import TierCourier
 from engine.parts.lora.adapter_courier import AdapterCourier

@@ -69,8 +69,7 @@ class BlockAllocator:
                     request.request_id, request.computed, unshared, request.num_preemptions + 1)  # fmt: skip
         request.note(f"preempted because blocks ran out; the KV of {request.computed} tokens is dropped")
         self._queue.remove(request)
-        self._kv_cache.doubt(request)
-        self._kv_cache.release(request)
+        self._kv_cache.release(request, finite=False)
         self._queue.wait(request)
         request.num_preemptions += 1
         self._totals.preemptions += 1

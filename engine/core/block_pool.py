@@ -42,27 +42,6 @@ class BlockObserver:
         """Record that the prefix cache has been emptied. `removed` has already been called for each block."""
 
 
-class HashChanges(BlockObserver):
-    """The hashes that have entered or left a prefix cache since the last call of `take`."""
-
-    def __init__(self) -> None:
-        self._changes: dict[bytes, bool] = {}  # by hash: whether it can be matched now
-
-    def __bool__(self) -> bool:
-        return bool(self._changes)
-
-    def stored(self, block_hash: bytes) -> None:
-        self._changes[block_hash] = True
-
-    def removed(self, block_hash: bytes) -> None:
-        self._changes[block_hash] = False
-
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes added and the hashes removed. A hash both added and removed counts as removed."""
-        changes, self._changes = self._changes, {}
-        return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
-
-
 class BlockPool:
     """A fixed set of KV blocks with reference counts and a prefix cache.
 
@@ -98,7 +77,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._invalid: set[int] = set()
-        self._doubtful: set[int] = set()
+        self._unchecked: set[int] = set()
         #: References that are not of requests, by block.
         self.pinned: Counter[int] = Counter()
         self.observers: list[BlockObserver] = []
@@ -144,19 +123,6 @@ class BlockPool:
     def has(self, block_hash: bytes) -> bool:
         """Return whether the prefix cache has a block of this hash."""
         return block_hash in self._by_hash
-
-    def pin(self, matched: list[int], num_new: int = 0, holder: BlockHolder | None = None) -> list[int] | None:
-        """Take references that are not of a request, with the arguments and result of `reserve`."""
-        blocks = self.reserve(matched, num_new, holder=holder)
-        self.pinned.update(blocks or ())
-        return blocks
-
-    def unpin(self, block: int, loaded_hash: bytes | None = None, holder: BlockHolder | None = None) -> None:
-        """Release a pinned block. loaded_hash: hash under which to cache the block, if a copy has filled it."""
-        self.pinned[block] -= 1
-        if not self.pinned[block]:
-            del self.pinned[block]
-        self.release([block if loaded_hash is None else self.cache_block(block, loaded_hash, holder)], holder)
 
     def reserve(
         self, matched: list[int], num_new: int, watermark: int = 0, holder: BlockHolder | None = None
@@ -233,7 +199,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._invalid.discard(block)
-            self._doubtful.discard(block)
+            self._unchecked.discard(block)
             for observer in self.observers:
                 observer.stored(block_hash)
             return block
@@ -270,17 +236,17 @@ class BlockPool:
                 if self._hash[block] is not None:
                     self._forget(block)
 
-    def doubt(self, blocks: Iterable[int]) -> None:
+    def mark_unchecked(self, blocks: Iterable[int]) -> None:
         """Record that nobody knows yet whether the numbers in these blocks are finite. They can still be matched, since
         a request that reads non-finite numbers fails, but `take_invalid` reports them too."""
-        self._doubtful.update(blocks)
+        self._unchecked.update(blocks)
 
     def take_invalid(self, blocks: list[int]) -> list[int]:
         """Return which of `blocks` may hold non-finite numbers, and mark them valid: the caller, their new owner,
         clears those that it writes."""
-        found = [block for block in blocks if block in self._invalid or block in self._doubtful]
+        found = [block for block in blocks if block in self._invalid or block in self._unchecked]
         self._invalid.difference_update(found)
-        self._doubtful.difference_update(found)
+        self._unchecked.difference_update(found)
         return found
 
     def discard(self, block_hash: bytes) -> None:
@@ -304,8 +270,9 @@ class BlockPool:
         for observer in self.observers:
             observer.removed(block_hash)
 
-    def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state: free, cached or used."""
+    def check(self, references: Counter[int] | None = None) -> None:
+        """Raise AssertionError unless every block is in exactly one state: free, cached or used. references: those that
+        are no pins, by block; None if they are not known."""
         used = [block for block, count in enumerate(self._ref_counts) if count]
         found = sorted([*self._free, *self._cached, *used])
         assert found == [*range(self._first, self._first + self.num_blocks)], "a block is lost, or in two states"
@@ -314,3 +281,5 @@ class BlockPool:
         assert self._by_hash == {h: block for block, h in enumerate(self._hash) if h is not None}, "hashes disagree"
         assert all(self._hash[block] is None for block in self._invalid), "an invalid block can be matched"
         assert min(self._ref_counts) >= 0, "a reference count is negative"
+        counts = Counter(dict(enumerate(self._ref_counts)))
+        assert references is None or references + self.pinned == +counts, "blocks are lost"

@@ -230,8 +230,7 @@ class Scheduler:
         self.out.planned = step = self.totals.steps
         for planned in self.parts.planned:
             planned(builder, step)
-        blocks = self.kv_cache.take_changes()
-        plan = builder.plan(step, blocks=blocks, states=self.kv_cache.take_states(builder.requests))
+        plan = builder.plan(step, self.kv_cache.take_changes())
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, builder.requests))
         return plan
@@ -452,9 +451,7 @@ class Scheduler:
         for ending in self.parts.ending:
             ending(request, error)
         if request.state is not State.WAITING_FOR_REMOTE_KV:  # else its blocks are released once nobody writes to them
-            if reason in ("abort", "error"):
-                self.kv_cache.doubt(request)
-            self.kv_cache.release(request)
+            self.kv_cache.release(request, finite=reason not in ("abort", "error"))
         request.state = State.FINISHED
         del self.queue.live[request.request_id]
         self.totals.finished[reason] += 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine.core.kv_cache_manager import StateChanges
 from engine.core.request import Request
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StepPlan
+from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StateRestore, StateSave, StepPlan
 
 
 class StepPlanBuilder:
@@ -24,6 +23,8 @@ class StepPlanBuilder:
         self.encoded: list[MultiModalFeatureSpec] = []
         self.forgotten: list[bytes] = []
         self.received: list[ReceivedImage] = []
+        self.restored: list[StateRestore] = []
+        self.saved: list[StateSave] = []
 
     def add_sequence(self, request: Request) -> None:
         """Add a request that just got a slot to the runner's sequences."""
@@ -60,7 +61,7 @@ class StepPlanBuilder:
         request.computed = start + count
         request.in_flight += samples
 
-    def plan(self, step: int, *, blocks: list[BlockChange], states: StateChanges) -> StepPlan:
+    def plan(self, step: int, blocks: list[BlockChange]) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
@@ -81,6 +82,6 @@ class StepPlanBuilder:
             encoded=self.encoded,
             forgotten=self.forgotten,
             received=self.received,
-            restored=states.restored,
-            saved=states.saved,
+            restored=self.restored,
+            saved=self.saved,
         )

@@ -6,15 +6,16 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.core.block_pool import HashChanges
 from engine.core.engine_stats import load_of
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.holds.holds import Holds
 from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_groups.windowed_kv_cache import window_blocks
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import NoHashes
+from engine.serving.hash_changes import HashChanges
 from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subscribe
 from engine.wire.stats.handoff_stats import Role
 
@@ -155,7 +156,7 @@ class KVEventPublisher:
             held=held,
             draining=self.draining,
             role=self._own_role,
-            window_blocks=self._scheduler.kv_cache.window_blocks,
+            window_blocks=window_blocks(self._scheduler.kv_cache.groups[0]),
         )
 
     def _resolve(self, request_id: str, cached: int) -> None:

@@ -49,7 +49,7 @@ from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
-from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
 from engine.parts.speculation.speculator import Speculator
 from engine.parts.stages.micro_batches import MicroBatches

@@ -35,7 +35,7 @@ CORE = [
     ),
     Fault(
         "blocks are entered into the prefix cache before they are computed",
-        "engine/core/kv_cache_manager.py",
+        "engine/core/single_type_kv_cache_manager.py",
         "full = max(first, min(computed, len(request.tokens)) // size)",
         "full = max(first, len(request.tokens) // size)",
         ("tests/engine/core/test_scheduler.py", "tests/engine/core/test_scheduler_machine.py"),

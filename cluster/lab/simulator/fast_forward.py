@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.lab.simulator.trace import OUTPUT_ID
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.parts.kv_groups.state_cache_manager import StateSnapshots
 
 
 def token_of(request: Request) -> int:
@@ -27,6 +28,7 @@ class FastForward:
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._queue, self._pools = scheduler, scheduler.queue, scheduler.kv_cache.pools
         self._block_size = scheduler.kv_cache.pool.block_size
+        self._snapshots = scheduler.parts.get(StateSnapshots)
 
     def max_steps(self, limit: int, now: float) -> int:
         """Return how many steps may be run at once, up to `limit`; 0 if the next step is of another kind.
@@ -61,7 +63,8 @@ class FastForward:
                 grown = self._scheduler.kv_cache.grow(request, computed)
                 assert grown, "a fast-forward must end before blocks run out"
             tokens += tokens[-1:] * (steps - 1)
-            self._scheduler.kv_cache.take_states([request])
+            if self._snapshots is not None:
+                self._snapshots.states.take_states([request])
             self._scheduler.kv_cache.cache_blocks(request, computed)
             if request.leaving or len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 stopping.append(request)  # it may stop after its last token, which is added below

@@ -13,7 +13,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
-from engine.parts.kv_groups.kv_cache_coordinator import kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

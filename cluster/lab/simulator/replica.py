@@ -23,6 +23,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn, MovesAsked
 from engine.parts.kv_tiers.inputs import TiersAnswered
@@ -66,7 +67,8 @@ class Replica:
         self.busy_s = 0.0  # seconds in steps
         pool = BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching)
         layers = spec.kv_layers
-        kv_cache, limits = (KVCacheManager(pool), []) if layers is None else layers.manager(config)
+        one_group = KVCacheManager([SingleTypeKVCacheManager(pool)])
+        kv_cache, limits = (one_group, []) if layers is None else layers.manager(config)
         self.scheduler = Scheduler(
             config,
             kv_cache,

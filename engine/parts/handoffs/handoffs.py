@@ -228,7 +228,7 @@ class Handoffs(Part):
 
     def _received(self, event: Received, now: float) -> None:
         request, first, kernel = self.remote.received(event, now), event.first, self._kernel
-        verified = kernel.kv_cache.received(request)
+        verified = min(group.received(request) for group in kernel.kv_cache.groups)
         if not self._keep(request, verified):
             return
         request.timeline += first.timeline

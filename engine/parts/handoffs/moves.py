@@ -15,6 +15,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import NEVER, Request, State
 from engine.core.request_queue import RequestQueue
 from engine.parts.handoffs.prompts_for_others import PromptsForOthers
+from engine.wire.handoff import HeldBlocks
 from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def stop(request: Request, delta: TokenDelta, kv_cache: KVCacheManager, held: Pr
         return None  # a sequence's first token brings the client what is known of the prompt
     token, logprob = request.tokens.pop(), delta.logprobs[0] if delta.logprobs else None
     request.leaving -= 1
-    if blocks := kv_cache.hold(request):
+    if blocks := blocks_to_continue(kv_cache, request):
         source = held.hold(request, blocks, token, logprob, kv_cache.pool.block_size)
     elif request.leaving:
         request.tokens.append(token)
@@ -67,3 +68,10 @@ def stop(request: Request, delta: TokenDelta, kv_cache: KVCacheManager, held: Pr
         kv_source=source,
         timeline=[*delta.timeline, *request.take_timeline()],
     )
+
+
+def blocks_to_continue(kv_cache: KVCacheManager, request: Request) -> list[HeldBlocks]:
+    """Return the blocks that another engine needs to continue after the known tokens, all of which must be computed:
+    one entry for each KV cache group. Empty if no engine could continue from these blocks."""
+    held = [group.hold(request) for group in kv_cache.groups]
+    return [] if None in held else [blocks for blocks in held if blocks is not None]

@@ -12,7 +12,7 @@ from typing import TypeVar
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request_cost import BlockAccount, RequestCost
-from engine.parts.kv_tiers.prefix_pins import longest_prefix
+from engine.parts.kv_tiers.prefix_pins import longest_prefix, pin, unpin
 from engine.parts.kv_tiers.tier import Tier
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.holds import HoldEnd, HoldMark, HoldStats
@@ -173,7 +173,7 @@ class HoldTable:
         """Add a hold, and pin its blocks on the device."""
         own = self._clients.setdefault(hold.client, [Counter() for _ in hold.needed])
         for group, manager in enumerate(self._kv_cache.groups):
-            manager.pool.pin(hold.blocks[group], holder=hold)
+            pin(manager.pool, hold.blocks[group], holder=hold)
             self.pinned[group].update(hold.blocks[group])
             self._kept[group].update(hold.needed[group])
             own[group].update(hold.needed[group])
@@ -243,7 +243,7 @@ class HoldTable:
     def _unpin(self, hold: Hold) -> None:
         for manager, pinned, blocks in zip(self._kv_cache.groups, self.pinned, hold.blocks, strict=True):
             for block in reversed(blocks):  # tail first, so that eviction shortens a chain from its end
-                manager.pool.unpin(block, holder=hold)
+                unpin(manager.pool, block, holder=hold)
             drop(pinned, blocks)
         hold.blocks = [[] for _ in hold.blocks]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.core.block_pool import BlockObserver
-from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.courier import Courier
 from engine.core.request import Request
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIUM = "GPU"  # vLLM's name of the cache itself, on any device
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 class KVEvents(Courier):
     """Publishes one batch after each step that has changed the prefix cache."""
 
-    def __init__(self, groups: Sequence[KVCacheManager], publisher: Publisher, int_hashes: bool = True):
+    def __init__(self, groups: Sequence[SingleTypeKVCacheManager], publisher: Publisher, int_hashes: bool = True):
         """int_hashes: send the low 64 bits of hashes as integers instead of all 16 bytes."""
         self._publisher = publisher
         block_size = groups[0].pool.block_size
@@ -58,7 +58,7 @@ class BlockEvents(BlockObserver):
     """Collects what has changed in the pool of one KV cache group. A block that is stored and removed again between two
     calls of `take`, or removed and stored again, is not reported."""
 
-    def __init__(self, group: int, manager: KVCacheManager, hashed_tokens: int, int_hashes: bool):
+    def __init__(self, group: int, manager: SingleTypeKVCacheManager, hashed_tokens: int, int_hashes: bool):
         """hashed_tokens: tokens per hash of a request; a block of this group may have several times as many."""
         self._group, self._kind, self._window = group, manager.kind, manager.window
         self._size, self._hashed_tokens, self._int_hashes = manager.pool.block_size, hashed_tokens, int_hashes

@@ -25,7 +25,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
-from engine.parts.kv_tiers.prefix_pins import pin_prefix, unpin
+from engine.parts.kv_tiers.prefix_pins import fits, pin, pin_prefix, unpin, unpin_prefix
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import (
@@ -156,7 +156,7 @@ class KVFetching(Part):
         holder, size, whole = request.remote.holder, self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:  # it moves here, with all of its KV
             return None
-        if holder is None or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
+        if holder is None or not fits(self._kv_cache, request, matched, matched * size, whole, watermark):
             return None
         held = set(request.hashes(min(holder.num_tokens, whole - 1) // size, size))
         hit = self._kv_cache.match(request, shorten, lambda group, block_hash: block_hash in held)
@@ -193,7 +193,7 @@ class KVFetching(Part):
             return False
         there, blocks = pinned
         if not blocks:
-            unpin(self._kv_cache, there)
+            unpin_prefix(self._kv_cache, there)
             return False
         engine_id = wanted.holder.engine.engine_id
         request.note(f"{wanted.upto - wanted.skip} tokens of {engine_id} to be fetched: {wanted.times}")
@@ -258,8 +258,8 @@ class KVFetching(Part):
             pool = self._kv_cache.groups[group].pool
             if i >= came:
                 pool.invalidate([block])  # parts of numbers may have come
-            pool.unpin(block, block_hash if i < came else None)
-        unpin(self._kv_cache, fetch.pinned)
+            unpin(pool, block, block_hash if i < came else None)
+        unpin_prefix(self._kv_cache, fetch.pinned)
         self.fetches["received" if isinstance(event, Received) else "failed"] += 1
         if came:
             self.fetched_tokens += upto - fetch.skip
@@ -292,7 +292,7 @@ class KVFetching(Part):
             self._requests.send(RefusePrefill(asked.remote_request, problem))
             return
         for group, block in blocks:
-            self._kv_cache.groups[group].pool.pin([block])
+            pin(self._kv_cache.groups[group].pool, [block])
         self._held[asked.handoff_id] = blocks
         whole = len(blocks) == sum(map(len, asked.names)) // BLOCK_HASH_BYTES
         upto = asked.upto if whole else asked.remote_request.skip + len(blocks) * self._kv_cache.pool.block_size
@@ -350,7 +350,7 @@ class KVFetching(Part):
                 timeout_s = event.remote_request.timeout_s
                 self._hold(event, now, now + BRING_SHARE * (self._timeout_s if timeout_s is None else timeout_s))
             case Closed(handoff_id) if handoff_id in self._held:
-                unpin(self._kv_cache, self._held.pop(handoff_id))
+                unpin_prefix(self._kv_cache, self._held.pop(handoff_id))
             case Received(handoff_id) | Failed(handoff_id) if handoff_id in self._fetches:
                 self._end(event, now)
             case _:

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
-from engine.core.kv_cache_manager import Below, KVCacheManager, StateChanges, nowhere
 from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
+from engine.core.single_type_kv_cache_manager import Below, SingleTypeKVCacheManager, nowhere
+from engine.core.step_plan_builder import StepPlanBuilder
 from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import StateRestore, StateSave
 
 
-class StateCacheManager(KVCacheManager):
+class StateCacheManager(SingleTypeKVCacheManager):
     """Decides which recurrent states are saved, and from which of them a sequence resumes.
 
     A block of its pool is a snapshot: the states of all recurrent layers at a border, a position that is a multiple of
@@ -30,8 +31,9 @@ class StateCacheManager(KVCacheManager):
     """
 
     kind = "mamba"
+    shows_load = False  # most snapshots can be evicted
 
-    def __init__(self, pool: BlockPool, kv_cache: KVCacheManager, interval: int, group: int = 1):
+    def __init__(self, pool: BlockPool, kv_cache: SingleTypeKVCacheManager, interval: int, group: int = 1):
         """kv_cache: manager of the first KV cache group, whose prefix cache shows where prompts diverge. interval:
         tokens between the snapshots inside a long sequence, 0 for none."""
         super().__init__(pool, group)
@@ -39,12 +41,6 @@ class StateCacheManager(KVCacheManager):
         self._kv_size = kv_cache.pool.block_size
         self._restored: list[StateRestore] = []
         self._read: list[tuple[int, Request]] = []  # snapshots that are held until the step is planned
-
-    @property
-    def pools(self) -> list[BlockPool]:
-        """Return no pools: most snapshots can be evicted, so the used part of this pool does not show the engine's
-        load."""
-        return []
 
     # -- prefixes ------------------------------------------------------------------------------------------
 
@@ -67,7 +63,7 @@ class StateCacheManager(KVCacheManager):
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
         """Return whether a running step will save the state at a border of this request after its `matched` blocks."""
         first, last = matched * self._kv_size, len(request.tokens) - 1
-        return self._reads_cache(request) and any(
+        return any(
             first < position <= min(last, len(other.tokens))
             and self._hash(other, position) == self._hash(request, position)
             for other in running
@@ -85,9 +81,6 @@ class StateCacheManager(KVCacheManager):
         )
         source = [] if not position or (remote and needed) else self.pool.match([self._hash(request, position)])
         return BlockTable(source, matched), int(needed)
-
-    def can_reserve(self, table: BlockTable, missing: int, watermark: int) -> bool:
-        return self.pool.can_reserve(table.blocks, missing)  # watermarks are of blocks, not of snapshots
 
     def take(self, request: Request, table: BlockTable, missing: int) -> None:
         snapshots = self.pool.reserve(table.blocks, missing, holder=request)
@@ -160,24 +153,22 @@ class StateCacheManager(KVCacheManager):
         for border in range(first * self._kv_size // size + 1, known + 1):
             self.pool.discard(self._hash(request, border * size))
 
-    def hold(self, request: Request) -> list[HeldBlocks]:
+    def hold(self, request: Request) -> HeldBlocks | None:
         position = self._last_border(request)
         found = self.pool.match([self._hash(request, position)]) if position else []
         if position and not found:
-            return []
+            return None
         request.states.handed_over = [[self._share(request, snapshot) for snapshot in found]]
-        return [HeldBlocks(position // self._kv_size - 1, found)]
+        return HeldBlocks(position // self._kv_size - 1, found)
 
-    def num_unshared(self, *requests: Request) -> int:
-        return 0
-
-    def give_back(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         self.pool.release(request.states.held, request)
         request.states = RequestStates()
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def take_states(self, requests: list[Request]) -> StateChanges:
+    def take_states(self, requests: list[Request]) -> tuple[list[StateRestore], list[StateSave]]:
+        """Return the snapshots that the step of these requests restores and saves."""
         # Not when the sequence was added: another engine might have been told to write the snapshot before this step
         # has read it. What this step saves, and what later ones do, follows the read.
         for snapshot, request in self._read:
@@ -188,7 +179,7 @@ class StateCacheManager(KVCacheManager):
             for request in requests
             if request.computed >= request.states.next_save and (save := self._save(request))
         ]
-        return StateChanges(restored, saved)
+        return restored, saved
 
     def _save(self, request: Request) -> StateSave | None:
         """Plan to save the state at the border that a step passes. Returns None if there is no room."""
@@ -215,10 +206,8 @@ class StateCacheManager(KVCacheManager):
 
     def check(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
-        self.pool.check()
-        held = Counter(snapshot for request in holders for snapshot in request.states.held) + self.pool.pinned
-        held += Counter(snapshot for snapshot, _ in self._read)
-        assert held == Counter({s: n for s, n in enumerate(self.pool.ref_counts()) if n}), "snapshots are lost"
+        held = Counter(snapshot for request in holders for snapshot in request.states.held)
+        self.pool.check(held + Counter(snapshot for snapshot, _ in self._read))
 
     def _last_border(self, request: Request) -> int:
         """Return the last border before the newest token, which is always computed."""
@@ -239,8 +228,15 @@ class StateCacheManager(KVCacheManager):
         return snapshot
 
 
-class OneSnapshot(Part):
-    """Keeps a step from passing two wanted borders of one sequence, since a step can save only one state of each."""
+class StateSnapshots(Part):
+    """Adds snapshots to the plans of steps. Keeps a step from passing two wanted borders of one sequence, since a step
+    can save only one state of each."""
+
+    def __init__(self, states: StateCacheManager):
+        self.states = states
+
+    def planned(self, plan: StepPlanBuilder, step: int) -> None:
+        plan.restored, plan.saved = self.states.take_states(plan.requests)
 
     def up_to(self, request: Request, count: int) -> int:
         wanted = request.states.wanted

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
-from engine.core.kv_cache_manager import Below, KVCacheManager, nowhere
 from engine.core.request import BlockTable, Request
+from engine.core.single_type_kv_cache_manager import Below, SingleTypeKVCacheManager, nowhere
 from engine.model.kv_groups import KVCacheSpec
 from engine.wire.plan import BlockChange
 
 
-class WindowedKVCacheManager(KVCacheManager):
+class WindowedKVCacheManager(SingleTypeKVCacheManager):
     """Manages the blocks of a KV cache group with a sliding window.
 
     A block is released once the newest committed token no longer attends to it: then every step that reads it has
@@ -29,11 +29,6 @@ class WindowedKVCacheManager(KVCacheManager):
         """step_tokens: prompt tokens, besides its window, for which a request gets blocks when it starts."""
         super().__init__(pool, group)
         self._spec, self._step_tokens, self.window = spec, step_tokens, spec.window
-
-    @property
-    def window_blocks(self) -> int:
-        assert self._spec.window is not None
-        return max(1, self.pool.blocks_for(self._spec.window - 1))
 
     def longest_hit(self, hashes: Sequence[bytes], below: Below = nowhere) -> int:
         count, index = len(hashes), len(hashes) - 1
@@ -82,11 +77,11 @@ class WindowedKVCacheManager(KVCacheManager):
             released = min(released, table.num_cached)
         if released > table.num_released:
             first, table.num_released = table.num_released, released
-            self.pool.doubt(table.blocks[max(first, request.finite // self.pool.block_size) : released])
+            self.pool.mark_unchecked(table.blocks[max(first, request.finite // self.pool.block_size) : released])
             self.pool.release(table.blocks[first:released], request)
             table.blocks[first:released] = nulls = [0] * (released - first)
             if request.slot >= 0:
-                self._changes.append(BlockChange(request.slot, first, nulls, group=self._group))
+                self.changes.append(BlockChange(request.slot, first, nulls, group=self._group))
 
     def will_release(self, request: Request) -> bool:
         """Return whether the steps in flight will release blocks of a request once they are committed."""
@@ -96,6 +91,12 @@ class WindowedKVCacheManager(KVCacheManager):
     def _first(self, count: int) -> int:
         """Return the index of the first block needed to continue after `count` blocks."""
         return self._spec.first_needed(count * self.pool.block_size) // self.pool.block_size
+
+
+def window_blocks(group: SingleTypeKVCacheManager) -> int:
+    """Return how many blocks at the end of a prefix suffice to continue after it; 0 if all blocks are needed. group:
+    the first, whose blocks routers know."""
+    return 0 if group.window is None else max(1, group.pool.blocks_for(group.window - 1))
 
 
 class WindowRoom(Part):

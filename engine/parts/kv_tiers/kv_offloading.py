@@ -17,7 +17,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.errors import EngineError, ServingError
 from engine.parts.kv_tiers.command_queue import CommandQueue
-from engine.parts.kv_tiers.prefix_pins import pin_prefix, unpin
+from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_prefix
 from engine.parts.kv_tiers.saved_holds import SavedHolds
 from engine.parts.kv_tiers.tier import Tier, TierHashes, tiers_of
 from engine.parts.kv_tiers.tier_writer import Store, TierWriter
@@ -181,7 +181,7 @@ class KVOffloading(Part):
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
         if request.remote.source is not None:
             return None  # an engine holds all of its KV, but not for long
-        if request.prefix.looked_below or not self._kv_cache.fits(request, matched, matched * size, whole, watermark):
+        if request.prefix.looked_below or not fits(self._kv_cache, request, matched, matched * size, whole, watermark):
             return None
         hit = self._kv_cache.match(request, shorten, self._has)
         needed = [group.needed(request.hashes(hit, size)) for group in self._kv_cache.groups]
@@ -329,18 +329,18 @@ class KVOffloading(Part):
             index.end_read(block.name)
             pool = self._kv_cache.groups[block.group].pool
             if i not in failed and not load.is_void:
-                pool.unpin(block.block, block_hash)
+                unpin(pool, block.block, block_hash)
                 self.hashes.add(block.group, block.name, block_hash)
                 index.touch([block.name])
                 moved[tier.name] += self._bytes[block.group]
                 continue
-            pool.unpin(block.block)
+            unpin(pool, block.block)
             is_there = load.is_stopped or (is_unreachable and tier.name == "store")
             if load.is_void or not is_there:
                 tier.errors.update([] if load.is_void else ["read"])
                 index.remove(block.name)
                 self._commands.drop(tier, [block.name])
-        unpin(self._kv_cache, load.pinned)
+        unpin_prefix(self._kv_cache, load.pinned)
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:

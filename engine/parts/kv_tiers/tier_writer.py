@@ -8,6 +8,7 @@ from itertools import islice
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.parts.kv_tiers.command_queue import CommandQueue
+from engine.parts.kv_tiers.prefix_pins import pin, unpin
 from engine.parts.kv_tiers.tier import Tier, TierHashes, tiers_of
 from engine.wire.kv_offload import StoreBlocks, TierBlock
 
@@ -129,7 +130,7 @@ class TierWriter:
             return None
         self._hashes.add(group, name, block_hash)
         (block,) = pool.match([block_hash])
-        pool.pin([block])
+        pin(pool, [block])
         return TierBlock(group, block, name, slot, on_disk, in_store)
 
     def owns(self, number: int) -> bool:
@@ -141,7 +142,7 @@ class TierWriter:
         store = self._stores[number]
         store.is_copied = True
         for block in reversed(store.blocks):
-            self._kv_cache.groups[block.group].pool.unpin(block.block)
+            unpin(self._kv_cache.groups[block.group].pool, block.block)
 
     def written(self, number: int, failed: set[int], now: float) -> None:
         """Record which blocks a command has written. A block that failed in one tier is removed from all."""

@@ -39,6 +39,7 @@ from engine.core.request import (
 from engine.core.request_cost import BlockAccount, KVCost, RequestCost
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
@@ -60,8 +61,7 @@ from engine.parts.holds.request_holds import RequestHolds
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
 from engine.parts.kv_fetching.kv_fetching import KVFetching, PendingFetch
-from engine.parts.kv_groups.kv_cache_coordinator import KVCacheCoordinator
-from engine.parts.kv_groups.state_cache_manager import OneSnapshot, StateCacheManager
+from engine.parts.kv_groups.state_cache_manager import StateCacheManager, StateSnapshots
 from engine.parts.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
@@ -123,14 +123,15 @@ KINDS = Kinds()
 KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
     CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, HandoffRequests,
-    Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheCoordinator, KVCacheManager,
+    Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
     KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, PromptsForOthers,
     NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
-    Offers, OneSnapshot, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
+    Offers, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
     RemotePrompts,
     RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
     RequestStates, SavedHolds,
-    Scheduler, SchedulerStats, SequenceDrafts, Speculator, StateCacheManager, StepCost, StepDrafts, StepMean,
+    Scheduler, SchedulerStats, SequenceDrafts, SingleTypeKVCacheManager,
+    Speculator, StateCacheManager, StateSnapshots, StepCost, StepDrafts, StepMean,
     StepPlanBuilder, StepTimes, StopConditions, Store, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
     TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
 )  # fmt: skip

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import block_keys
 from deployments.routing.prompt_digest import PromptDigest
-from engine.core.block_pool import BlockPool, HashChanges
+from engine.core.block_pool import BlockPool
+from engine.serving.hash_changes import HashChanges
 from engine.wire import block_hash
 from engine.wire.messages import EngineLoad, EngineUpdate
 

@@ -15,6 +15,7 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.engine import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
@@ -196,7 +197,8 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(depth):
 def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
     limits = ModelLimits(32, 50, chunked_prefill=False)
-    scheduler = Scheduler(config, KVCacheManager(BlockPool(64, 4, False)), limits=limits)
+    kv_cache = KVCacheManager([SingleTypeKVCacheManager(BlockPool(64, 4, False))])
+    scheduler = Scheduler(config, kv_cache, limits=limits)
     for i, length in enumerate((20, 12, 1, 32, 31)):
         scheduler.apply(Added(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams())), 0.0)
     counts = []

@@ -10,12 +10,14 @@ from engine.core.costs.cost_ledger import SUMS, CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import CacheCleared
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import MovesAsked
+from engine.parts.kv_tiers.prefix_pins import pin, unpin
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer
@@ -108,7 +110,7 @@ def test_what_a_step_computes_for_a_request_that_had_ended_is_overhead():
 def test_a_block_in_use_is_divided_among_those_who_hold_it_to_the_nanosecond():
     first, second, third = (finished_request(RequestMetrics()) for _ in range(3))
     pool = BlockPool(4, 16)
-    (usage,) = observe_usage(KVCacheManager(pool))
+    (usage,) = observe_usage(KVCacheManager([SingleTypeKVCacheManager(pool)]))
     (block,) = pool.allocate(1, first)
     usage.now_ns = 10
     pool.reserve([block], 0, holder=second)
@@ -126,12 +128,12 @@ def test_a_block_in_use_is_divided_among_those_who_hold_it_to_the_nanosecond():
 
 def test_a_reference_that_nobody_has_is_paid_by_nobody():
     pool = BlockPool(4, 16)
-    (usage,) = observe_usage(KVCacheManager(pool))
-    (block,) = pool.pin([], 1)
+    (usage,) = observe_usage(KVCacheManager([SingleTypeKVCacheManager(pool)]))
+    (block,) = pin(pool, [], 1)
     usage.now_ns = 10
     pool.reserve([block], 0, holder=(request := finished_request(RequestMetrics())))
     usage.now_ns = 30
-    pool.unpin(block)
+    unpin(pool, block)
     assert usage.shared.block_ns == 20
     assert usage.block_time(request.cost.blocks[0], [block]) == 10
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import BlockTable, Request, StateSnapshot
+from engine.core.request import Request, StateSnapshot
+from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.parts.kv_groups.state_cache_manager import StateCacheManager
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -134,7 +134,7 @@ def test_without_the_prefix_cache_nothing_is_kept():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_restores(caching):
-    kv_cache, snapshots = KVCacheManager(BlockPool(20, 2)), BlockPool(2, CHUNK, enable_prefix_caching=caching)
+    kv_cache, snapshots = SingleTypeKVCacheManager(BlockPool(20, 2)), BlockPool(2, CHUNK, enable_prefix_caching=caching)
     states = StateCacheManager(snapshots, kv_cache, interval=0)
     (snapshot,) = snapshots.allocate(1)
     snapshots.cache_block(snapshot, b"hash")
@@ -143,6 +143,6 @@ def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_rest
     request.states.source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
     states.add_sequence(request)
     assert snapshots.reserve([], 1) != [snapshot]
-    assert not states.can_reserve(BlockTable([]), 1, 0)
-    assert states.take_states([]).restored == [(0, snapshot)]
-    assert states.can_reserve(BlockTable([]), 1, 0), "a later step may be planned with it"
+    assert not snapshots.can_reserve([], 1)
+    assert states.take_states([]) == ([(0, snapshot)], [])
+    assert snapshots.can_reserve([], 1), "a later step may be planned with it"

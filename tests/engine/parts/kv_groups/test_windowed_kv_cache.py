@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import BlockTable, Request
 from engine.model.kv_groups import KVCacheSpec
 from engine.parts.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
@@ -24,7 +25,7 @@ def request(tokens: int = 41) -> Request:
 
 def started(manager: WindowedKVCacheManager, tokens: int = 41) -> Request:
     new = request(tokens)
-    assert manager.reserve(new, 0, 0, tokens, watermark=0)
+    assert KVCacheManager([manager]).reserve(new, 0, 0, tokens, watermark=0)
     return new
 
 
@@ -49,10 +50,10 @@ def test_what_was_given_back_is_a_null_block_in_the_table_of_the_runner():
     running = started(manager)
     running.slot = 2
     manager.add_sequence(running)
-    manager.take_changes()
+    manager.changes.clear()
     for computed in range(1, 13):
         manager.cache_blocks(running, computed)
-    nulls = [(change.index, change.blocks) for change in manager.take_changes()]
+    nulls = [(change.index, change.blocks) for change in manager.changes]
     assert nulls == [(0, [0]), (1, [0])], "8 and 12 tokens: those from 4 and from 8 on are seen"
 
 
@@ -69,7 +70,7 @@ def test_a_hit_needs_the_blocks_of_its_window_only(window, count):
     assert manager.longest_hit(hashes[:count]) == count
     for index in tail:
         assert manager.longest_hit(hashes[:index]) <= index
-    assert manager.reserve(wanted, count, count * SIZE, 41, watermark=0)
+    assert KVCacheManager([manager]).reserve(wanted, count, count * SIZE, 41, watermark=0)
     table = wanted.tables[0]
     assert table.num_released == (tail[0] if tail else count)
     assert [manager.pool.has(hashes[i]) for i in range(table.num_released, count)] == [True] * len(tail)

@@ -28,7 +28,7 @@ RUNS_A_PROGRAM = (
 
 OF_NO_STATE = {
     # what only lives during a call, or is written in another form
-    "Part", "BlockObserver", "HashChanges", "StateChanges", "StepWork", "Arrived", "Ended", "PrefillDecision",
+    "Part", "BlockObserver", "HashChanges", "StepWork", "Arrived", "Ended", "PrefillDecision",
     "PendingPrompt", "LocalLoad", "Event", "Offer", "WantedPrefix",
     # what covers a scheduler's parts while they are recorded, and what reads a tape
     "Answers", "TapedDrafter", "DrafterWatch", "TapedGrammar", "TapedNames", "StandIn",

@@ -8,7 +8,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.model.kv_groups import KVCacheSpec
-from engine.parts.kv_groups.kv_cache_coordinator import KVCacheCoordinator, kv_cache_of
+from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -134,6 +134,12 @@ def test_all_groups_together_have_every_block_again_after_a_request_has_ended():
     assert match(kv_cache, request()) == BLOCKS, "what was given back on the way is still a hit"
 
 
-def test_one_group_has_no_coordinator():
-    assert not isinstance(make((None,)), KVCacheCoordinator)
-    assert isinstance(make((None, 8)), KVCacheCoordinator)
+def test_changes_of_block_tables_are_taken_once_group_by_group():
+    kv_cache, wanted = make(), request()
+    assert kv_cache.reserve(wanted, 0, 0, SIZE, watermark=0)
+    wanted.slot = 3
+    kv_cache.add_sequence(wanted)
+    assert kv_cache.grow(wanted, 2 * SIZE)
+    changes = [(change.group, change.slot, change.index) for change in kv_cache.take_changes()]
+    assert changes == [(group, 3, index) for group in range(len(WINDOWS)) for index in (0, 1)]
+    assert kv_cache.take_changes() == []
