@@ -1,10 +1,11 @@
-"""Runs tests in a process without some parts, as if a commit had deleted their folders and their rows in the table:
+"""Runs tests in a process without some packages, as if a commit had deleted them and their lines in tables:
 
-python -m tests.left_out deployments.parts adapters,holds tests/deployments/test_app.py
+python -m tests.left_out --tables deployments.parts.table --packages deployments.parts.holds -- tests/deployments
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 from collections.abc import Sequence
@@ -15,61 +16,110 @@ from types import CodeType, ModuleType
 import pytest
 
 
+def command(tables: Sequence[str], packages: Sequence[str], tests: Sequence[str]) -> list[str]:
+    """Return the command line that runs tests without some packages, or modules. tables: modules that may import
+    them."""
+    given = ["--tables", ",".join(tables), "--packages", ",".join(packages)]
+    return [sys.executable, "-m", "tests.left_out", *given, "--", *tests]
+
+
 def is_inside(module: str, packages: Sequence[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 class LeftOut(MetaPathFinder):
-    """Finds no module of the parts, and a table that does not know them."""
+    """Finds no module of some packages, and tables that do not name what is there."""
 
-    def __init__(self, room: str, parts: Sequence[str]):
-        """room: package with a folder for each part, and with the table."""
-        self._table, self._parts = f"{room}.table", parts
-        self._packages = [f"{room}.{part}" for part in parts]
+    def __init__(self, tables: Sequence[str], packages: Sequence[str]):
+        self._tables, self._packages = tables, packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if is_inside(fullname, self._packages):
             raise ModuleNotFoundError(f"{fullname} is left out", name=fullname)
-        if fullname != self._table or (spec := PathFinder.find_spec(fullname, path)) is None:
+        if fullname not in self._tables or (spec := PathFinder.find_spec(fullname, path)) is None:
             return None
         assert spec.origin is not None
-        spec.loader = TableLoader(fullname, spec.origin, Deletion(self._packages, self._parts))
+        spec.loader = TableLoader(fullname, spec.origin, self._packages)
         return spec
 
 
 class TableLoader(SourceFileLoader):
-    """Loads a table after deleting rows."""
+    """Loads a table without the lines that name something of some packages."""
 
-    def __init__(self, fullname: str, path: str, deletion: Deletion):
+    def __init__(self, fullname: str, path: str, packages: Sequence[str]):
         super().__init__(fullname, path)
-        self._deletion = deletion
+        self._packages = packages
 
     def get_code(self, fullname: str) -> CodeType:
-        tree = self._deletion.visit(ast.parse(self.get_data(self.path), self.path))
+        tree = ast.parse(self.get_data(self.path), self.path)
+        tree = Deletion(self._packages).visit(tree)
         return compile(ast.fix_missing_locations(tree), self.path, "exec")
 
 
 class Deletion(ast.NodeTransformer):
-    """Deletes imports of packages, and the calls whose first argument is the name of a part, from a module."""
+    """Deletes imports of packages from a module, and what names something that they have imported: entries of displays
+    and arguments outside functions, and the bodies of functions that make it. What else names it stays, and is an error
+    if it is reached."""
 
-    def __init__(self, packages: Sequence[str], parts: Sequence[str]):
-        self._packages, self._parts = packages, parts
+    def __init__(self, packages: Sequence[str]):
+        self._packages = packages
+        self._gone = {package.rpartition(".")[2] for package in packages}  # tables name parts by their folders
+        self._names = set[str]()
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        return ast.copy_location(ast.Pass(), node) if is_inside(node.module or "", self._packages) else node
+        if not is_inside(node.module or "", self._packages):
+            return node
+        self._names |= {alias.asname or alias.name for alias in node.names}
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """What makes something that is gone returns what it does where the options leave it out."""
+        if node.name.startswith("make_") and self._is_gone(ast.Module(node.body, [])):
+            options = [step for step in node.body if isinstance(step, ast.If)]
+            returns = [each for step in options for each in step.body if isinstance(each, ast.Return)]
+            kept = [each for each in returns if not self._is_gone(each)]
+            nothing = "[]" if node.returns is not None and ast.unparse(node.returns).startswith("list[") else "None"
+            node.body = [*kept, *ast.parse(f"return {nothing}").body][:1]
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
+
+    def visit_List(self, node: ast.List) -> ast.AST:
+        node.elts = [entry for entry in node.elts if not self._is_gone(entry)]
+        return node
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
-        kept = [entry for entry in node.elts if not self._names_part(entry)]
-        return ast.copy_location(ast.Tuple(kept, node.ctx), node)
+        node.elts = [entry for entry in node.elts if not self._is_gone(entry)]
+        return node
 
-    def _names_part(self, node: ast.expr) -> bool:
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        kept = [
+            (key, value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if not (self._is_gone(value) or (key is not None and self._is_gone(key)))
+        ]
+        node.keys, node.values = [key for key, _ in kept], [value for _, value in kept]
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.args = [entry for entry in node.args if not self._is_gone(entry)]
+        return node
+
+    def _is_gone(self, node: ast.AST) -> bool:
         first = node.args[0] if isinstance(node, ast.Call) and node.args else None
-        return isinstance(first, ast.Constant) and first.value in self._parts
+        if isinstance(first, ast.Constant) and str(first.value).partition(".")[0] in self._gone:
+            return True
+        return any(isinstance(each, ast.Name) and each.id in self._names for each in ast.walk(node))
 
 
 if __name__ == "__main__":
-    room, names, *arguments = sys.argv[1:]
-    sys.meta_path.insert(0, LeftOut(room, names.split(",")))
-    sys.exit(pytest.main([*arguments, "-p", "no:cacheprovider"]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tables", required=True)
+    parser.add_argument("--packages", required=True)
+    parser.add_argument("tests", nargs="+")
+    given = parser.parse_args()
+    sys.meta_path.insert(0, LeftOut(given.tables.split(","), given.packages.split(",")))
+    sys.exit(pytest.main([*given.tests, "-p", "no:cacheprovider"]))

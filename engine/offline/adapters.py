@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import InvalidParameter, RequestError
-from engine.lora.adapter_files import open_adapter
 from engine.wire.lora import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -26,6 +25,8 @@ def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | 
         if not isinstance(lora, LoRARequest) or not (lora.lora_path and isinstance(lora.lora_path, str)):
             raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_int_id, lora_path)")
         if lora not in known:
+            from engine.lora.adapter_files import open_adapter  # here, since prompts without adapters do without
+
             digest = lora.digest or open_adapter(lora.lora_path, lora.lora_name).digest
             known[lora] = msgspec.structs.replace(lora, digest=digest)
     return [lora and known[lora] for lora in lora_requests]

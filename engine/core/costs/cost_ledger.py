@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.step_cost import StepTimes, StepWork
-from engine.core.costs.tier_usage import TierUsage
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.request_cost import KVCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import NOBODY
 from engine.wire.token_delta import SequenceCost
+
+if TYPE_CHECKING:
+    from engine.core.costs.tier_usage import TierUsage
 
 GIB_NS = 2**30 * 1e9
 SUMS = 8  # blocks whose time is summed for each token of a request that reports its cost

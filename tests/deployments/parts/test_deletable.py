@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from deployments.parts.table import PARTS
+from tests.left_out import command
 
 NOT_YET = {
     "adapters": "deployments/app.py and ingress.py import its table",
@@ -36,19 +36,10 @@ def with_those_that_need(part: str) -> list[str]:
     ],
 )
 def test_chats_are_answered_without_a_part(part: str) -> None:
-    left_out = ",".join(with_those_that_need(part))
-    # with -p, the ingress is imported too, which makes the parts in a cluster
-    command = [
-        sys.executable,
-        "-m",
-        "tests.left_out",
-        "deployments.parts",
-        left_out,
-        *CHATS,
-        "-p",
-        "deployments.ingress",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    packages = [f"deployments.parts.{name}" for name in with_those_that_need(part)]
+    tests = [*CHATS, "-p", "deployments.ingress"]  # imports it, as clusters do
+    left_out = command(["deployments.parts.table"], packages, tests)
+    done = subprocess.run(left_out, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
