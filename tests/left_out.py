@@ -60,7 +60,7 @@ class TableLoader(SourceFileLoader):
 
 class Deletion(ast.NodeTransformer):
     """Deletes imports of packages from a module, and what names something that they have imported: entries of displays
-    and arguments outside functions, and the bodies of functions that make it. What else names it stays, and is an error
+    and arguments outside functions. What else names it stays, and is an error
     if it is reached."""
 
     def __init__(self, packages: Sequence[str]):
@@ -75,13 +75,6 @@ class Deletion(ast.NodeTransformer):
         return ast.copy_location(ast.Pass(), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """What makes something that is gone returns what it does where the options leave it out."""
-        if node.name.startswith("make_") and self._is_gone(ast.Module(node.body, [])):
-            options = [step for step in node.body if isinstance(step, ast.If)]
-            returns = [each for step in options for each in step.body if isinstance(each, ast.Return)]
-            kept = [each for each in returns if not self._is_gone(each)]
-            nothing = "[]" if node.returns is not None and ast.unparse(node.returns).startswith("list[") else "None"
-            node.body = [*kept, *ast.parse(f"return {nothing}").body][:1]
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
@@ -92,7 +85,12 @@ class Deletion(ast.NodeTransformer):
         return node
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
-        node.elts = [entry for entry in node.elts if not self._is_gone(entry)]
+        gone = self._gone
+        node.elts = [
+            entry
+            for entry in node.elts
+            if not (self._is_gone(entry) or (isinstance(entry, ast.Constant) and entry.value in gone))
+        ]
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.AST:

@@ -5,73 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.assembly import makers
-from engine.assembly.loaded import Loaded
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes
-from engine.core.door.journal import NOBODY_LISTENS, Journal
+from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.compilations import Compilations
-from engine.core.mail.courier import Courier
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
-from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
-from engine.kv_offload.group_tiers import GroupTiers
-from engine.kv_offload.rank_tiers import RankTiers
-from engine.kv_transfer.fingerprint import fingerprint
-from engine.lora.group_loader import GroupLoader
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.image_encoder import encoder_config
 from engine.model.state import state_specs
-from engine.options.handoff import HandoffConfig
-from engine.options.kv_events import KVEventsConfig
-from engine.parts.handoffs.handoff_courier import HandoffCourier
-from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
-from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.parts.images.image_courier import ImageCourier
-from engine.parts.kv_events.block_events import KVEvents
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
-from engine.parts.kv_tiers.kv_offloading import KVOffloading
-from engine.parts.kv_tiers.tier_courier import TierCourier
-from engine.parts.lora.adapter_courier import AdapterCourier
-from engine.parts.lora.adapter_slots import AdapterSlots
-from engine.parts.tape.kept_tapes import KeptTapes
-from engine.parts.tape.recorder import Tape
-from engine.parts.tape.shared_copy import keep_orphans, shared_root
+from engine.parts.setup import Loaded, Made, PartSetup
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launching.launcher import Launcher
 from engine.runner.launching.open_launcher import open_launcher
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 from engine.runner.open_runner import open_runner
-from engine.runner.parts.adapters import Adapters
 from engine.runner.parts.experts import Experts
-from engine.runner.parts.images import Images
 from engine.runner.rank_setup import read_model, without_idle_moves
 from engine.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
-    from engine.kv_transfer.channel import HandoffChannel
-    from engine.kv_transfer.transport.ranks import KVWorkerInfo
+
+
+# in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
+PARTS = (
+    "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora", "handoffs", "kv_events",
+    "tape",
+)  # fmt: skip
+"""Folders of engine/parts. What an engine lacks is imported, and makes nothing."""
 
 
 def build_engine(
@@ -97,36 +79,32 @@ def build_engine(
         opened.callback(loaded.runner.close)
         broadcaster = make_broadcaster(config, group)
         opened.pop_all()
-    tiers = tiers_of(loaded)
-    open_channel = partial(
-        make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
-    )
     kv_cache, limits_of_groups = make_kv_cache(loaded)
-    usages = observe_usage(kv_cache)
     step_times = StepTimes()
-    offloading = makers.make_offloading(loaded, tiers, kv_cache, step_times, clock)
-    handoff, encode = loaded.config.handoff, loaded.config.encode
-    channel = None if handoff is None else open_channel(handoff, kv_ranks(loaded))
-    image_channel = None if encode is None else open_channel(encode, loaded.runner.parts[Images].of_ranks)
-    handoffs = make_handoffs(loaded, channel, step_times)
+    setup = PartSetup(
+        table=PARTS,
+        loaded=loaded,
+        kv_cache=kv_cache,
+        usages=observe_usage(kv_cache),
+        step_times=step_times,
+        clock=clock,
+        group=group,
+        broadcaster=broadcaster,
+        engine_id=engine_id,
+        host=host,
+        wake=wake,
+        compute_s=step_times.compute_s,
+        made={"kv_groups": Made(limits_of_groups)},
+    )
+    features = setup.all()
     scheduler = Scheduler(
         loaded.config,
         kv_cache,
         limits=make_limits(loaded),
-        parts=[
-            *makers.make_holds(loaded, kv_cache, offloading, usages, clock),
-            *([] if offloading is None else [offloading]),
-            *makers.make_fetching(loaded, channel, kv_cache, handoffs, offloading, step_times),
-            *limits_of_groups,
-            *makers.make_micro_batches(loaded),
-            *makers.make_images(loaded, None if image_channel is None else image_channel.peer),
-            *makers.make_speculation(loaded, step_times),
-            *makers.make_adapters(loaded),
-            *([] if handoffs is None else [handoffs]),
-        ],
-        compute_s=compute_seconds(step_times, handoffs),
+        parts=[part for feature in features for part in feature.parts],
+        compute_s=setup.compute_s,
     )
-    tape = make_tape(loaded, scheduler, step_times, engine_id, clock)
+    journals = [feature.journal(scheduler) for feature in features if feature.journal is not None]
     return EngineCore(
         loaded.config,
         loaded.model,
@@ -138,26 +116,14 @@ def build_engine(
             experts=make_experts(loaded, broadcaster),
         ),
         scheduler=scheduler,
-        ledger=CostLedger(
-            step_times,
-            usages,
-            makers.block_bytes(loaded),
-            clock.monotonic(),
-            [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
-        ),
+        ledger=CostLedger(step_times, setup.usages, loaded.block_bytes, clock.monotonic(), setup.tier_usages),
         mail=Mail(
             scheduler,
             Compilations(make_compiler(loaded)),
-            [
-                *make_tier_courier(offloading, tiers, group, broadcaster, wake),
-                *make_adapter_courier(loaded, scheduler, group, broadcaster),
-                *([] if image_channel is None else [ImageCourier(image_channel)]),
-                *([] if channel is None else [HandoffCourier(channel)]),
-                *make_kv_events(loaded.config.kv_events_config, kv_cache),
-            ],
+            [courier for feature in features for courier in feature.couriers],
         ),
         clock=clock,
-        tape=tape,
+        tape=next(iter(journals), NOBODY_LISTENS),
     )
 
 
@@ -172,22 +138,6 @@ def load(config: EngineConfig, group: TPGroup, host: str) -> Loaded:
     if config.handoff is not None and config.handoff.role == "encode":
         model, config = encoder_config(model), images_only(config)
     return Loaded(config, model, folder, open_runner(config, model, folder, group, host))
-
-
-def kv_ranks(loaded: Loaded) -> list[KVWorkerInfo]:
-    """Return the KV workers of all ranks of an engine with handoffs."""
-    from engine.runner.parts.kv_workers import KVWorkers
-
-    return loaded.runner.parts[KVWorkers].of_ranks
-
-
-def tiers_of(loaded: Loaded) -> RankTiers | None:
-    """Return this rank's tiers below the KV cache, or None."""
-    if not loaded.config.offloads_kv:
-        return None
-    from engine.runner.parts.kv_tiers import KVTiers
-
-    return loaded.runner.parts[KVTiers].tiers
 
 
 def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
@@ -214,23 +164,6 @@ def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
     """Return what launches steps: a thread for overlap on devices whose calls block. With other ranks a thread is
     needed even without overlap, to notice a rank that hangs while a step waits for it."""
     return open_launcher(runner, group, group.size > 1 or (runner.overlap and not runner.device.asynchronous))
-
-
-def make_channel(
-    config: HandoffConfig,
-    ranks: list[KVWorkerInfo],
-    *,
-    engine_id: str,
-    host: str,
-    block_size: int,
-    wake: Callable[[], None],
-    key: ClusterKey | None,
-) -> HandoffChannel:
-    from engine.kv_transfer.channel import HandoffChannel
-
-    return HandoffChannel(
-        config, engine_id=engine_id, host=host, workers=ranks, block_size=block_size, wake=wake, key=key
-    )
 
 
 def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
@@ -268,60 +201,6 @@ def make_limits(loaded: Loaded) -> ModelLimits:
         eos_token_ids=frozenset(model.eos_token_ids),
         chunked_prefill=not model.bidirectional,
         pools_all_tokens=model.pooling.type != "last",
-    )
-
-
-def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: StepTimes) -> Handoffs | None:
-    config, runner = loaded.config, loaded.runner
-    if config.handoff is None or channel is None:
-        return None
-    policy = None
-    if config.handoff.role == "decode":
-        policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens)
-    dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
-    own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, config.determinism, ranks)
-    return Handoffs(policy, channel.peer, own, "decode" if policy and config.handoff.switch_roles else None)
-
-
-def make_tier_courier(
-    offloading: KVOffloading | None,
-    tiers: RankTiers | None,
-    group: TPGroup,
-    broadcaster: PlanBroadcaster | NoBroadcaster,
-    wake: Callable[[], None],
-) -> list[Courier]:
-    if offloading is None or tiers is None:
-        return []
-    return [TierCourier(offloading, GroupTiers(tiers.worker, group.size, broadcaster, wake))]
-
-
-def make_adapter_courier(
-    loaded: Loaded, scheduler: Scheduler, group: TPGroup, broadcaster: PlanBroadcaster | NoBroadcaster
-) -> list[Courier]:
-    slots, adapters = scheduler.parts.get(AdapterSlots), loaded.runner.parts.get(Adapters)
-    if slots is None or adapters is None or adapters.loader is None:
-        return []
-    return [AdapterCourier(slots, GroupLoader(adapters.loader, group.size, broadcaster))]
-
-
-def make_kv_events(config: KVEventsConfig | None, kv_cache: KVCacheManager) -> list[Courier]:
-    if config is None or not config.publishes:
-        return []
-    from engine.distributed.kv_event_publisher import KVEventSockets
-
-    return [KVEvents(kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)]
-
-
-def make_tape(loaded: Loaded, scheduler: Scheduler, times: StepTimes, engine_id: str, clock: Clock) -> Journal:
-    config, handoff = loaded.config, loaded.config.handoff
-    if not config.tape_mib:
-        return NOBODY_LISTENS
-    handoffs = scheduler.parts.get(Handoffs)
-    role = (handoffs and handoffs.role) or ("" if handoff is None else handoff.role)
-    keep_orphans(root := shared_root())
-    kept, size = KeptTapes.of(config), config.tape_mib * 2**20
-    return Tape(
-        scheduler, times, engine_id=engine_id, role=role, max_bytes=size, clock=clock, kept=kept, shared_root=root
     )
 
 

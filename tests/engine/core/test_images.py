@@ -190,7 +190,7 @@ def test_a_request_with_images_goes_on_after_preemption(folder, name):
 
 def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, monkeypatch):
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.parts.speculation.make.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     wanted = Prompt("qwen2_5_vl").text(5, 6).image(1).text(7, 8, 9)
     right = expected_tokens(folder("qwen2_5_vl"), wanted, MAX_TOKENS)

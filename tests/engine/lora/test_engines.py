@@ -106,7 +106,7 @@ def test_tokens_are_those_of_peft_alone_and_in_one_batch(way, family, adapted, p
     """Two prompts by three adapters and none through two slots, also with cached prefixes."""
     model, drafter = adapted(family), WildDrafter()
     drafter.know_texts([tokens + model.expected[name] for name, (tokens, _) in model.requests.items()])
-    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.parts.speculation.make.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     with pool.engine(config(model.folder, **WAYS[way])) as core:
         together = ask(core, model.requests)

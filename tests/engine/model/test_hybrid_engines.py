@@ -68,7 +68,7 @@ def test_a_prompt_that_was_seen_goes_on_from_its_last_border(reference):
 )
 def test_drafts_change_no_bit(reference, dtype, monkeypatch):
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.parts.speculation.make.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     prompts = {
         str(n): reference.prompt(n, seed=n) for n in (110, 50)

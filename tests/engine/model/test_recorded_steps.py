@@ -81,7 +81,7 @@ def each_alone(folder: Any, opened: list[EngineCore], requests: dict[str, Any], 
 def test_drafts_change_no_bit_of_recorded_steps(family, method, tmp_path, opened, monkeypatch):
     draft_always(monkeypatch)
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.parts.speculation.make.NgramDrafter", lambda shortest, longest: drafter)
     folder = make_model(tmp_path, family, **ALL, **WIDE[family])
     if method == "mtp":
         write_mtp(folder)

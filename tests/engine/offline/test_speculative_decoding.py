@@ -45,7 +45,7 @@ def expected(folder) -> dict[str, list[CompletionOutput]]:
 def wild(monkeypatch) -> WildDrafter:
     """Takes the place of prompt lookup, and drafts wherever it may."""
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.assembly.makers.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.parts.speculation.make.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     return drafter
 

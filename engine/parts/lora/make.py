@@ -1,0 +1,19 @@
+"""Makes the adapters of an engine."""
+
+from __future__ import annotations
+
+from engine.lora.group_loader import GroupLoader
+from engine.parts.lora.adapter_courier import AdapterCourier
+from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.parts.setup import Made, PartSetup
+from engine.runner.parts.adapters import Adapters
+
+
+def make(setup: PartSetup) -> Made:
+    config = setup.loaded.config
+    if not config.enable_lora:
+        return Made()
+    loader, slots = setup.loaded.runner.parts[Adapters].loader, AdapterSlots(config.lora_slots)
+    if loader is None:
+        return Made([slots])
+    return Made([slots], [AdapterCourier(slots, GroupLoader(loader, setup.group.size, setup.broadcaster))])
