@@ -77,7 +77,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._invalid: set[int] = set()
-        self._unchecked: set[int] = set()
+        self._unverified: set[int] = set()
         #: References that are not of requests, by block.
         self.pinned: Counter[int] = Counter()
         self.observers: list[BlockObserver] = []
@@ -199,7 +199,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._invalid.discard(block)
-            self._unchecked.discard(block)
+            self._unverified.discard(block)
             for observer in self.observers:
                 observer.stored(block_hash)
             return block
@@ -236,17 +236,17 @@ class BlockPool:
                 if self._hash[block] is not None:
                     self._forget(block)
 
-    def mark_unchecked(self, blocks: Iterable[int]) -> None:
+    def mark_unverified(self, blocks: Iterable[int]) -> None:
         """Record that nobody knows yet whether the numbers in these blocks are finite. They can still be matched, since
         a request that reads non-finite numbers fails, but `take_invalid` reports them too."""
-        self._unchecked.update(blocks)
+        self._unverified.update(blocks)
 
     def take_invalid(self, blocks: list[int]) -> list[int]:
         """Return which of `blocks` may hold non-finite numbers, and mark them valid: the caller, their new owner,
         clears those that it writes."""
-        found = [block for block in blocks if block in self._invalid or block in self._unchecked]
+        found = [block for block in blocks if block in self._invalid or block in self._unverified]
         self._invalid.difference_update(found)
-        self._unchecked.difference_update(found)
+        self._unverified.difference_update(found)
         return found
 
     def discard(self, block_hash: bytes) -> None:

@@ -95,7 +95,7 @@ class KVCacheManager:
         if not finite:
             for group, table in zip(self.groups, request.tables, strict=False):  # none for recurrent states
                 known = max(table.num_released, request.finite // self.pool.block_size)
-                group.pool.mark_unchecked(table.blocks[known:])
+                group.pool.mark_unverified(table.blocks[known:])
         if request.tables:
             for group in self.groups:
                 group.free(request)

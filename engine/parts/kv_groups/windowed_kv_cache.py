@@ -77,7 +77,7 @@ class WindowedKVCacheManager(SingleTypeKVCacheManager):
             released = min(released, table.num_cached)
         if released > table.num_released:
             first, table.num_released = table.num_released, released
-            self.pool.mark_unchecked(table.blocks[max(first, request.finite // self.pool.block_size) : released])
+            self.pool.mark_unverified(table.blocks[max(first, request.finite // self.pool.block_size) : released])
             self.pool.release(table.blocks[first:released], request)
             table.blocks[first:released] = nulls = [0] * (released - first)
             if request.slot >= 0:

@@ -184,11 +184,11 @@ def test_blocks_that_are_not_trusted_are_not_matched_and_are_named_once_to_whoev
     pool.check()
 
 
-def test_unchecked_blocks_are_matched_and_are_named_once_to_whoever_gets_them():
+def test_unverified_blocks_are_matched_and_are_named_once_to_whoever_gets_them():
     pool = BlockPool(3, 2)
     hashes = chain([1, 2], [3, 4])
     blocks = pool.reserve(cache(pool, hashes), 0)
-    pool.mark_unchecked(blocks)
+    pool.mark_unverified(blocks)
     pool.check()
     assert pool.match(hashes) == blocks
     pool.release(blocks)
