@@ -12,7 +12,6 @@ from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.costs.block_usage import BlockUsage
 from engine.core.costs.step_cost import StepTimes
-from engine.core.costs.tier_usage import TierUsage
 from engine.core.door.journal import Journal
 from engine.core.door.offers import ComputeSeconds
 from engine.core.door.part import Part
@@ -27,7 +26,8 @@ from engine.runner.kv_cache import group_needs
 from engine.runner.memory import snapshot_bytes
 from engine.runner.model_runner import ModelRunner
 
-if TYPE_CHECKING:  # it needs pyzmq
+if TYPE_CHECKING:
+    from engine.core.costs.tier_usage import TierUsage
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
 P = TypeVar("P", bound=Part)
