@@ -23,7 +23,7 @@ from benchmarks.host import UNMEASURED, decoding_core, idle_compute, step
 from cluster.terminal.tables import figure, make_table, show
 from deployments.billing.prices import Prices
 from deployments.frontend.api_keys import key_line
-from deployments.frontend.sequence import Sequence
+from deployments.frontend.costs.sequence_costs import SequenceCosts
 from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.http.middleware import AuthConfig
 from deployments.quotas.limits import BudgetLimit, KeyLimits
@@ -133,7 +133,7 @@ def measure_ingress(turns: int) -> list[BillCost]:
 async def _measure_ingress(turns: int) -> list[BillCost]:
     auth = AuthConfig(api_keys=(key_line("free", "sk-free"), key_line("limited", "sk-limited")),
                       key_limits={"limited": LIMITS})  # fmt: skip
-    no_bills = [(Sequence, "_count_cost"), (SequenceMetrics, "billed")]
+    no_bills = [(SequenceCosts, "arrived"), (SequenceMetrics, "billed")]
     kinds: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
         "no bills": ("free", lambda: patched(no_bills)),
         "bills": ("free", nullcontext),
