@@ -19,7 +19,7 @@ INTRODUCTION = """\
 
 Whatever an engine or a request can turn on is a row of the first table. A cell of the second table is a pair of them,
 which a test has run in one engine with a tiny model on the CPU (`tests/composition/`): a batch of requests with
-neither part, one of them, the other, and both, and a second batch that continues the same prompts. Each request must
+neither part, one of them, the other, and both, and perhaps a second batch that continues the prompts. Each request must
 have the tokens, the end and the log-probabilities, bit for bit, that it has alone in an engine with neither cache nor
 drafts, tiers or other parts that only save time. Then the engine's books must balance.
 

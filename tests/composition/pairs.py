@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,18 @@ class Pairs:
 
     def _run(self, parts: Sequence[Part], kind: Kind, options: dict[str, Any]) -> Outcome:
         """Raises one of REFUSALS if an engine refuses a part, or a request."""
-        rounds = [requests_of(parts, self.models, kind, again) for again in (False, True)]
+        rounds = [requests_of(parts, self.models, kind, again=False)]
+        if any(part.twice for part in parts):
+            rounds.append(requests_of(parts, self.models, kind, again=True))
         session = self._session(parts, options)
         before, streams = session.stats(), session.ask(rounds[0])
         if any(part.evicts for part in parts):
             session.ask([flooding(i) for i in range(FLOOD)])
-        streams |= session.ask(rounds[1])
+        for requests in rounds[1:]:
+            streams |= session.ask(requests)
         run = Run(before, session.stats(), streams)
         different: dict[str, list[str]] = {}
-        for asked in [*rounds[0], *rounds[1]]:
+        for asked in chain.from_iterable(rounds):
             name = asked.message.request_id
             answer = streams[name].answer
             if answer.error is not None and answer.error.type == RequestError.type:

@@ -90,6 +90,8 @@ class Part:
     """What it needs of the model."""
     ask: Callable[[Draft], None] | None = None
     """Changes the requests that it is on for."""
+    twice: bool = False
+    """Whether a second round of requests, which continue prompts of the first, may differ because of it."""
     evicts: bool = False
     """Whether the cache is to lose the blocks of the first round before the second."""
     audit: Callable[[Session], None] = lambda session: None
@@ -256,39 +258,42 @@ def always(run: Run) -> bool:
 
 PARTS = (
     Part("prefix caching", "`enable_prefix_caching: true`, the default", lambda run: run.grew("prefix_hit_tokens"),
-         {"enable_prefix_caching": True}),
+         {"enable_prefix_caching": True}, twice=True),
     Part("no prefix caching", "`enable_prefix_caching: false`", lambda run: not run.grew("prefix_hit_tokens"),
          {"enable_prefix_caching": False}),
-    Part("cache salts", "`cache_salt`", always, ask=salt),
+    Part("cache salts", "`cache_salt`", always, ask=salt, twice=True),
     Part("chunked prefill", "`max_num_batched_tokens: 12`", always, most={"max_num_batched_tokens": 12}),
     Part("preemption", "fewer KV blocks than the requests need", lambda run: run.grew("preemptions"),
          most={"num_gpu_blocks_override": 20}, ask=grow),
     Part("overlap", "`async_scheduling: true`", always, {"async_scheduling": True}),
     Part("priorities", "`scheduling_policy: priority`", always, {"scheduling_policy": "priority"}, ask=order),
     Part("host tier", "`kv_offloading_size`", loaded, offload(kv_offloading_size=SIZE_GIB), evicts=True,
-         most={"num_gpu_blocks_override": 48}),
+         most={"num_gpu_blocks_override": 48}, twice=True),
     Part("disk tier", "`kv_offloading_disk_size`", loaded, most={"num_gpu_blocks_override": 48}, evicts=True,
-         options=lambda setup: offload(kv_offloading_disk_size=SIZE_GIB, kv_offloading_dir=str(setup.place))),
+         options=lambda setup: offload(kv_offloading_disk_size=SIZE_GIB, kv_offloading_dir=str(setup.place)),
+         twice=True),
     Part("store tier", "`kv_offloading_store`", loaded, most={"num_gpu_blocks_override": 48}, evicts=True,
          options=lambda setup: offload(kv_offloading_store=str(setup.place / "store"),
                                        kv_offloading_store_size=SIZE_GIB,
-                                       kv_offloading_key_file=key_file(setup.place))),
+                                       kv_offloading_key_file=key_file(setup.place)), twice=True),
     Part("holds", "`hold` of a request", granted,
-         {"max_held_share": 0.5}, ask=hold),
+         {"max_held_share": 0.5}, ask=hold, twice=True),
     Part("KV events", "`kv_events_config`", always, audit=mirror,
          options=lambda setup: {"kv_events_config": {
              "enable_kv_cache_events": True, "use_int_block_hashes": False,
-             "endpoint": f"ipc://{setup.place}/events", "replay_endpoint": f"ipc://{setup.place}/replays"}}),
-    Part("tape", "`tape_mib`", always, {"tape_mib": 8}, audit=replay, fresh=True),
+             "endpoint": f"ipc://{setup.place}/events", "replay_endpoint": f"ipc://{setup.place}/replays"}},
+         twice=True),
+    Part("tape", "`tape_mib`", always, {"tape_mib": 8}, audit=replay, fresh=True, twice=True),
     Part("costs", "`report_cost` of a request", lambda run: any(len(s.costs) > 2 for s in run.streams.values()),
          audit=balance, ask=reports),
     Part("handoffs", "`handoff`, a prefill and a decode engine", handed_over,
-         {"handoff": HandoffConfig(role="decode", policy="always", transport="tcp")}),
+         {"handoff": HandoffConfig(role="decode", policy="always", transport="tcp")}, twice=True),
     Part("LoRA", "`lora` of a request", always, {"enable_lora": True, "max_loras": 2}, ask=adapt),
     Part("images", "`mm_features` of a request", encoded_images, kind={"images": True},
          ask=show_images),
-    Part("n-gram drafts", "`speculative_config`, method `ngram`", drafted, speculative("ngram", prompt_lookup_min=1)),
-    Part("suffix drafts", "method `suffix`", drafted, speculative("suffix")),
+    Part("n-gram drafts", "`speculative_config`, method `ngram`", drafted, speculative("ngram", prompt_lookup_min=1),
+         twice=True),
+    Part("suffix drafts", "method `suffix`", drafted, speculative("suffix"), twice=True),
     Part("draft model", "method `draft_model`", drafted,
          lambda setup: speculative("draft_model", model=str(setup.models.small))),
     Part("EAGLE-3", "method `eagle3`", drafted, lambda setup: speculative("eagle3", model=str(setup.models.eagle3))),
@@ -307,8 +312,8 @@ PARTS = (
     Part("shared experts", "`data_parallel_size: 2`", lambda run: run.after[0].shared is not None,
          {"data_parallel_size": 2, "enable_expert_parallel": True}, kind={"experts": True}),
     Part("strict", "`determinism: strict`", always, {"determinism": "strict"}),
-    Part("sliding windows", "a model with them", always, kind={"attention": "windows"}),
-    Part("recurrent layers", "a model with them", always, kind={"attention": "recurrent"}),
+    Part("sliding windows", "a model with them", always, kind={"attention": "windows"}, twice=True),
+    Part("recurrent layers", "a model with them", always, kind={"attention": "recurrent"}, twice=True),
     Part("latent attention", "a model with it", always, kind={"attention": "latent"}),
     Part("experts", "a model with them", always, kind={"experts": True}),
     Part("structured outputs", "`structured_outputs`: a regex, a JSON schema, a choice", always, ask=give_form),
