@@ -31,6 +31,6 @@ def test_first_gpu_runs_as_one_script_and_every_part_leaves_its_row(tmp_path):
     assert list(rows) == [part.name for part in FIRST], found.stderr[-3000:]
     assert {name: row.problem for name, row in rows.items() if row.problem} == {}, found.stderr[-3000:]
     assert all(row.numbers for name, row in rows.items() if name != "requirements")
-    assert rows["kernels compiled"].numbers["kernels"] > 20
+    assert rows["kernels compiled"].numbers["kernels"] > 10
     assert all(row.planned_s for row in rows.values()) and "| all | " in found.stderr
     assert found.returncode == 0 and found.stdout.rstrip().endswith("|"), "the table comes last"
