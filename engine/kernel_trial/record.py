@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import engine
 from engine.config import EngineConfig
 from engine.kernel_trial.environment import environment
 from engine.model.config import ModelConfig
@@ -81,7 +80,7 @@ def installed_packages() -> list[str]:
 
 def digest_of_sources() -> str:
     """Return a digest of all sources of the engine: of kernels, layers and steps."""
-    digest, root = hashlib.sha256(), Path(engine.__path__[0])
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from engine.config_options import check_limits, option, parse_section
 from engine.errors import ConfigError
+from engine.options.kv_events import KVEventOptions
 from engine.options.lora import LoRAOptions
 
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall"]
@@ -33,7 +34,7 @@ class EPLBConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions(LoRAOptions):
+class ExpertOptions(KVEventOptions, LoRAOptions):
     enable_expert_parallel: bool = option(
         False,
         "Give each of the `tensor_parallel_size` x `data_parallel_size` ranks some whole experts of a mixture, instead "
@@ -94,6 +95,8 @@ class ExpertOptions(LoRAOptions):
         super().check()
         check_limits(self, {"at least 1": "data_parallel_size"})
         self._check_data_parallel()
+        if self.kv_events_config is not None and self.kv_events_config.publishes:
+            self.kv_events_config.check_engines(self.data_parallel_size)
         if isinstance(self.eplb_config, dict):
             object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
         if self.enable_eplb:
