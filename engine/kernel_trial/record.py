@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRIVER = Path("/proc/driver/nvidia/version")
+SOURCES = Path(__file__).parents[1]  # of the engine
 FOLDER = "manta_trials"  # of Triton's cache
 
 
@@ -80,7 +81,7 @@ def installed_packages() -> list[str]:
 
 def digest_of_sources() -> str:
     """Return a digest of all sources of the engine: of kernels, layers and steps."""
-    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    digest, root = hashlib.sha256(), SOURCES
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -35,7 +35,7 @@ def card(tmp_path, monkeypatch) -> dict[str, Any]:
     sources.mkdir()
     (sources / "kernel.py").write_text("1")
     monkeypatch.setattr(record, "DRIVER", driver)
-    monkeypatch.setattr(record.engine, "__path__", [str(sources)])
+    monkeypatch.setattr(record, "SOURCES", sources)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(record, "environment", lambda: f"{facts['name']}, ptxas {facts['ptxas']}")
     monkeypatch.setattr(record, "installed_packages", lambda: facts["packages"])
