@@ -22,7 +22,7 @@ def nowhere(group: int, block_hash: bytes) -> bool:
 
 class SingleTypeKVCacheManager:
     """Manages the blocks of a KV cache group whose layers attend to all tokens; subclasses those of other groups
-    (features/kv_groups). After vLLM's class of this name."""
+    (parts/kv_groups). After vLLM's class of this name."""
 
     kind = "full_attention"  #: vLLM's name of what the layers of the group are
     window: int | None = None  #: newest tokens whose KV is kept; None keeps all

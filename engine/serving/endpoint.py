@@ -293,7 +293,7 @@ class EngineEndpoint:
             for address in addresses:
                 self._push(address, message)
         if self._ended or now >= self._status_due:
-            if self._handoffs is not None:
+            if self._handoffs is not None and self._handoffs.role:  # else no other engine asks for prompts
                 self._core.apply(StuckRefused())
             self._send_status(now)
 

@@ -146,7 +146,8 @@ class StepTimes:
 
     def compute_s(self, tokens: int) -> float | None:
         """Return what computing so many tokens of prompts is expected to take, in seconds; None while unknown."""
-        return self.prompt_token_s * tokens or None if tokens else 0.0
+        rate = self.prompt_token_s
+        return rate * tokens if rate else None
 
     def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
         """Record a step that took `seconds`, of which the drafter with weights took `draft_s`."""

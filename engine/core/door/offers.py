@@ -21,8 +21,8 @@ class Offers:
     computed here afterwards.
 
     The order of the sources decides among offers that take equally long. It also decides while it is unknown what
-    computing takes, and if one of the offers does not say what it takes. Once the KV of an offer
-    has come, what the prompt still lacks may be offered again.
+    computing takes, and if one of the offers does not say what it takes. Once the KV of an offer has come, what the
+    prompt still lacks may be offered again.
     """
 
     def __init__(self, sources: Sequence[Callable[..., Offer | None]], compute_s: ComputeSeconds, block_size: int):

@@ -369,9 +369,9 @@ def goes_on_entry(now: float, num_rows: int, start: int, count: int, blocks: lis
 @cache
 def code_version() -> str:
     """Return the versions of Manta and Python, and a digest of the source on which a scheduler's decisions depend: of
-    the core and of all classes that its state consists of."""
+    the core, of parts, and of all classes that its state consists of."""
     engine, digest = Path(__file__).parents[2], hashlib.blake2b(digest_size=8)
-    files = {file for folder in ("core", "wire") for file in (engine / folder).rglob("*.py")}
+    files = {file for folder in ("core", "parts", "wire") for file in (engine / folder).rglob("*.py")}
     kinds = [*(told.kind for told in KINDS.objects), *KINDS.messages, *KINDS.rows]
     files |= {Path(file) for kind in kinds if (file := getattr(sys.modules[kind.__module__], "__file__", None))}
     for path in sorted(files):

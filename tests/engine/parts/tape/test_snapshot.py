@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from enum import Enum
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.tape.answers import STAND_INS, Answers
 from engine.parts.tape.file import pack_tapes, read_tapes
 from engine.parts.tape.object_graph import UnknownState, fields_of
+from engine.parts.tape.recorder import code_version
 from engine.parts.tape.ring import EngineTape, Segment
 from engine.parts.tape.snapshot import CHANGES, KINDS, load
 from tests.engine.parts.tape.taped import TapedHarness
@@ -91,3 +93,12 @@ def test_no_object_has_a_field_that_its_class_does_not_declare():
         assert inside.keys() <= {*fields_of(type(thing))}, type(thing)
         todo += [getattr(thing, name, None) for name in fields_of(type(thing))]
     assert len(seen) > 40
+
+
+def test_the_version_of_the_code_covers_the_core_and_all_parts(monkeypatch):
+    """Also their files without a class that is in a state: decisions depend on them."""
+    read = set[Path]()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.add(path) or b"")
+    code_version.__wrapped__()  # not the one that is remembered
+    engine = Path(__file__).parents[4] / "engine"
+    assert {file for folder in ("core", "parts") for file in (engine / folder).rglob("*.py")} <= read
