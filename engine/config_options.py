@@ -59,6 +59,12 @@ def option(default: T, help: str, **flag: Any) -> T:
     return field(default=default, metadata={"help": help, **flag})
 
 
+def set_section(config: Any, section: str, kind: type[Any]) -> None:
+    """Parse a section of a frozen configuration, if it is a dict of options. Raises ConfigError."""
+    if isinstance(given := getattr(config, section), dict):
+        object.__setattr__(config, section, parse_section(kind, section, given))
+
+
 def parse_section(config: type[T], section: str, options: dict[str, Any]) -> T:
     """Return the dataclass with these options. Raises ConfigError for unknown keys and wrong values."""
     hints = get_type_hints(config)

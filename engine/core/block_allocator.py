@@ -25,8 +25,7 @@ class BlockAllocator:
         """Number of blocks to keep available, one for each request that will grow. Starting another request only to
         preempt it soon would waste work."""
         growing = sum(not r.asked_by for r in self._queue.running)
-        receiving = sum(r.state is State.WAITING_FOR_REMOTE_KV for r in self._parts.kept())
-        return growing + len(self._queue.waiting_with_kv) + receiving
+        return growing + len(self._queue.waiting_with_kv) + len(self._parts.kept(State.WAITING_FOR_REMOTE_KV))
 
     def reserve(self, request: Request, matched: int, start: int, tokens: int) -> bool:
         """Give a waiting request its blocks, with the arguments of KVCacheManager.reserve. If there are too few, takes

@@ -17,12 +17,11 @@ from engine.wire.stats.engine_stats import EngineStats
 def load_of(scheduler: Scheduler) -> EngineLoad:
     """Return the load by which routers choose an engine."""
     queue, kv_cache = scheduler.queue, scheduler.kv_cache
-    receiving = len(scheduler.kept(State.WAITING_FOR_REMOTE_KV))
     fields: dict[str, Any] = block_load(kv_cache.pools, [0] * len(kv_cache.pools))
     for load in scheduler.parts.load:
         fields |= load([*queue.waiting, *queue.running])
     return EngineLoad(
-        sequences=len(queue.running) + scheduler.num_waiting + receiving,
+        sequences=len(queue.running) + scheduler.num_waiting + len(scheduler.parts.kept(State.WAITING_FOR_REMOTE_KV)),
         queued_tokens=queue.queued_tokens,
         slots=scheduler.config.max_num_seqs,
         **fields,
@@ -34,9 +33,8 @@ def block_load(pools: Sequence[BlockPool], absent: Sequence[int]) -> dict[str, i
     since no step reads them, and new requests cannot have them."""
     first = pools[0]
     used = max((own.num_used - left_out) / own.num_blocks for own, left_out in zip(pools, absent, strict=True))
-    as_full_as_the_fullest = round(used * first.num_blocks)
     return {
-        "blocks_used": max(first.num_used - absent[0], as_full_as_the_fullest),
+        "blocks_used": max(first.num_used - absent[0], round(used * first.num_blocks)),  # as full as the fullest
         "blocks_total": first.num_blocks - absent[0],
     }
 
@@ -46,9 +44,8 @@ def stats_of(scheduler: Scheduler) -> EngineStats:
     queue, kv_cache, totals = scheduler.queue, scheduler.kv_cache, scheduler.totals
     pool = kv_cache.pool
     pools = pools_by_name(kv_cache) if len(kv_cache.groups) > 1 else {}
-    kept = scheduler.parts.kept()
-    leased = [request for request in kept if request.state is State.LEASED]
-    filled = [request for request in kept if request.tables and request.state is not State.LEASED]
+    leased = scheduler.parts.kept(State.LEASED)
+    filled = scheduler.parts.kept(State.WAITING_FOR_REMOTE_KV, State.FINISHED)
     return EngineStats(
         running=len(queue.running),
         waiting=scheduler.num_waiting,

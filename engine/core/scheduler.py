@@ -90,11 +90,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
-        return self.queue.num_waiting + len(self.kept(State.LOADING_KV))
-
-    def kept(self, state: State) -> list[Request]:
-        """Return the requests in this state that parts keep outside the queue."""
-        return [request for request in self.parts.kept() if request.state is state]
+        return self.queue.num_waiting + len(self.parts.kept(State.LOADING_KV))
 
     @property
     def has_work(self) -> bool:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kernel_trial.environment import environment
 from engine.model.config import ModelConfig
+from engine.user_folder import write_private
 
 if TYPE_CHECKING:
     from engine.kernel_trial.trial import Verdict
@@ -66,9 +65,7 @@ class TrialRecord:
         content = json.dumps({**self.facts, "verdicts": [verdict.facts() for verdict in verdicts]}, indent=1)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, delete=False, encoding="utf-8") as written:
-                written.write(content)
-            os.replace(written.name, self.file)  # at once, since other ranks may write it, too
+            write_private(self.file, content.encode())  # at once, since other ranks may write it, too
         except OSError as error:
             logger.info("the trial of kernels is not remembered: %s", error)
 

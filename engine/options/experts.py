@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config_options import check_limits, option, parse_section
+from engine.config_options import check_limits, option, set_section
 from engine.errors import ConfigError
 from engine.options.kv_events import KVEventOptions
 from engine.options.lora import LoRAOptions
@@ -97,8 +97,7 @@ class ExpertOptions(KVEventOptions, LoRAOptions):
         self._check_data_parallel()
         if self.kv_events_config is not None and self.kv_events_config.publishes:
             self.kv_events_config.check_engines(self.data_parallel_size)
-        if isinstance(self.eplb_config, dict):
-            object.__setattr__(self, "eplb_config", parse_section(EPLBConfig, "eplb_config", self.eplb_config))
+        set_section(self, "eplb_config", EPLBConfig)
         if self.enable_eplb:
             if not self.enable_expert_parallel or self.tensor_parallel_size * self.data_parallel_size == 1:
                 raise ConfigError("enable_eplb", True, "false without enable_expert_parallel on at least two ranks")

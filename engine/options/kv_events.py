@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config_options import check_choices, check_limits, option, parse_section
+from engine.config_options import check_choices, check_limits, option, set_section
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
 
@@ -60,8 +60,7 @@ class KVEventOptions(EngineOptions):
 
     def check(self) -> None:
         super().check()
-        if isinstance(given := self.kv_events_config, dict):
-            object.__setattr__(self, "kv_events_config", parse_section(KVEventsConfig, "kv_events_config", given))
+        set_section(self, "kv_events_config", KVEventsConfig)
         if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
             raise ConfigError(
                 "enable_prefix_caching",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from engine.config_options import check_choices, option, parse_section
+from engine.config_options import check_choices, option, set_section
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
 
@@ -75,7 +75,4 @@ class SpeculationOptions(EngineOptions):
 
     def check(self) -> None:
         super().check()
-        if isinstance(given := self.speculative_config, dict):
-            object.__setattr__(
-                self, "speculative_config", parse_section(SpeculativeConfig, "speculative_config", given)
-            )
+        set_section(self, "speculative_config", SpeculativeConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config_options import option, parse_section
+from engine.config_options import option, set_section
 from engine.engine_options import EngineOptions
 
 
@@ -31,9 +31,4 @@ class StructuredOutputOptions(EngineOptions):
 
     def check(self) -> None:
         super().check()
-        if isinstance(given := self.structured_outputs_config, dict):
-            object.__setattr__(
-                self,
-                "structured_outputs_config",
-                parse_section(StructuredOutputsConfig, "structured_outputs_config", given),
-            )
+        set_section(self, "structured_outputs_config", StructuredOutputsConfig)

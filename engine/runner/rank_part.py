@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from engine.device import StagedCopy
 from engine.free_memory import FreeMemory
+from engine.hooks.by_class import ByClass
+from engine.hooks.overriding import overriding
 from engine.model.models.llama import Model
-from engine.overriding import overriding
 from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.step import DummyStep, Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
@@ -97,14 +98,11 @@ class RankPart:
         """End its threads and connections. Called even if the start has failed."""
 
 
-P = TypeVar("P", bound=RankPart)
-
-
-class RankParts:
+class RankParts(ByClass[RankPart]):
     """The parts of one rank, and for each method of RankPart those of them that override it, bound."""
 
     def __init__(self, parts: Sequence[RankPart] = ()):
-        self.all, backwards = tuple(parts), parts[::-1]
+        super().__init__(parts)
         self.extend = overriding(parts, RankPart.extend)
         self.attach = overriding(parts, RankPart.attach)
         self.dummy_step = overriding(parts, RankPart.dummy_step)
@@ -113,12 +111,12 @@ class RankParts:
         self.start = overriding(parts, RankPart.start)
         self.prepare = [(part.name, prepare) for part in parts for prepare in overriding([part], RankPart.prepare)]
         self.before = overriding(parts, RankPart.before)
-        self.after = overriding(backwards, RankPart.after)
-        self.collected = overriding(backwards, RankPart.collected)
+        self.after = overriding(self.all[::-1], RankPart.after)
+        self.collected = overriding(self.all[::-1], RankPart.collected)
         self.obey = overriding(parts, RankPart.obey)
         self.answers = overriding(parts, RankPart.answers)
         self.report = overriding(parts, RankPart.report)
-        self.close = overriding(backwards, RankPart.close)
+        self.close = overriding(self.all[::-1], RankPart.close)
 
     @property
     def busy(self) -> bool:
@@ -127,15 +125,6 @@ class RankParts:
     @property
     def block_bytes(self) -> int:
         return sum(part.block_bytes for part in self.all)
-
-    def get(self, kind: type[P]) -> P | None:
-        """Return the part of this class, or None."""
-        return next((part for part in self.all if isinstance(part, kind)), None)
-
-    def __getitem__(self, kind: type[P]) -> P:
-        if (part := self.get(kind)) is None:
-            raise KeyError(kind.__name__)
-        return part
 
 
 NO_PARTS = RankParts()

@@ -64,7 +64,7 @@ CORE = [
     Fault(
         "a new request takes the blocks that running ones are about to need",
         "engine/core/block_allocator.py",
-        "return growing + len(self._queue.waiting_with_kv) + receiving",
+        "return growing + len(self._queue.waiting_with_kv) + len(self._parts.kept(State.WAITING_FOR_REMOTE_KV))",
         "return 0",
         ("tests/engine/core/test_scheduler.py", "tests/engine/core/test_scheduler_handoffs.py"),
     ),

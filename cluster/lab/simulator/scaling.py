@@ -85,7 +85,7 @@ class Scaling:
         load, running, receiving = (
             load_of(scheduler),
             len(scheduler.queue.running),
-            len(scheduler.kept(State.WAITING_FOR_REMOTE_KV)),
+            len(scheduler.parts.kept(State.WAITING_FOR_REMOTE_KV)),
         )
         return ReplicaLoad(
             running=running + receiving,

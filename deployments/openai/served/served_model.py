@@ -46,7 +46,7 @@ from engine.errors import (
     PromptTooLong,
     RequestTimeout,
 )
-from engine.overriding import overriding
+from engine.hooks.overriding import overriding
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity

@@ -8,6 +8,7 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import FunctionDefinition, ImagePart, Message, TextPart, Tool
 from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.openai.served.served_model import ServedModel
+from deployments.parts.holds.cache_marks import CacheMark
 from deployments.parts.holds.fields import HoldFields, marks_of
 from deployments.parts.holds.marked_text import MarkedText, common_prefix, hold_marks
 from engine.wire.generate_request import GenerateRequest
@@ -33,12 +34,13 @@ class HoldRequests(ModelPart):
 
     def _marks(self, draft: Draft, body: HoldFields, prompt: list[int]) -> list[HoldMark]:
         if isinstance(body, ChatBody):
-            return self._find_marks(draft, body, len(prompt)) if marks_of(body) else []
+            marks = marks_of(body)
+            return self._find_marks(draft, body, marks, len(prompt)) if marks else []
         return [] if body.hold_ttl_s is None else [HoldMark(len(prompt), body.hold_ttl_s)]
 
-    def _find_marks(self, draft: Draft, body: ChatBody, num_tokens: int) -> list[HoldMark]:
+    def _find_marks(self, draft: Draft, body: ChatBody, marks: Sequence[CacheMark], num_tokens: int) -> list[HoldMark]:
         """Return where the marks of a chat are in its prompt. num_tokens: of the prompt."""
-        model, text, marks = self._model, draft.text, marks_of(body)
+        model, text = self._model, draft.text
         marked, tools = MarkedText(), body.offered_tools
 
         def render(numbers: Sequence[int]) -> str:

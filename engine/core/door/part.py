@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.core.door.offer import Offer
 from engine.core.door.outputs import Outputs
-from engine.core.request import Request
-from engine.overriding import overriding
+from engine.core.request import Request, State
+from engine.hooks.by_class import ByClass
+from engine.hooks.overriding import overriding
 
 if TYPE_CHECKING:
     from engine.core.door.kernel import Kernel
@@ -166,14 +167,13 @@ class Part:
 
 HOOKS = tuple(name for name, value in vars(Part).items() if callable(value) and name != "attach")
 """The methods that a scheduler calls."""
-P = TypeVar("P", bound=Part)
 
 
-class Parts:
+class Parts(ByClass[Part]):
     """The parts of one scheduler, and for each method of Part those of them that override it, bound."""
 
     def __init__(self, parts: Sequence[Part] = ()):
-        self.all = tuple(parts)
+        super().__init__(parts)
         self.check = overriding(parts, Part.check)
         self.opened = overriding(parts, Part.opened)
         self.may_start = overriding(parts, Part.may_start)
@@ -209,19 +209,10 @@ class Parts:
         """The records of requests that parts read."""
         return [part.asks for part in self.all if part.asks is not None]
 
-    def kept(self) -> list[Request]:
-        """Return the requests that parts keep outside the queue, as Part.keeps says."""
-        return [request for keeps in self.keeps for request in keeps()]
+    def kept(self, *states: State) -> list[Request]:
+        """Return the requests that parts keep outside the queue, as Part.keeps says: those in these states, or all."""
+        return [each for keeps in self.keeps for each in keeps() if not states or each.state in states]
 
     def takes(self, field: str) -> bool:
         """Return whether a part understands this field of a request."""
         return any(part.field == field for part in self.all)
-
-    def get(self, kind: type[P]) -> P | None:
-        """Return the part of this class, or None."""
-        return next((part for part in self.all if isinstance(part, kind)), None)
-
-    def __getitem__(self, kind: type[P]) -> P:
-        if (part := self.get(kind)) is None:
-            raise KeyError(kind.__name__)
-        return part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -13,41 +12,33 @@ from engine.core.door.part_input import TimePassed
 from engine.core.mail.compilations import Compilations
 from engine.core.mail.courier import Courier
 from engine.core.scheduler import Scheduler
+from engine.hooks.by_class import ByClass
 from engine.wire.generate_request import GenerateRequest
 
 FLUSH_S = 5.0  # that `flush` waits
 FLUSH_POLL_S = 0.002
-C = TypeVar("C", bound=Courier)
 
 
-class Mail:
+class Mail(ByClass[Courier]):
     """Delivers what parts send, and gives what comes for them. Used by the thread of the step loop."""
 
     def __init__(self, scheduler: Scheduler, grammars: Compilations, couriers: Sequence[Courier] = ()):
         """couriers: in the order in which they are asked."""
-        self.grammars, self.couriers, self._scheduler = grammars, list(couriers), scheduler
+        super().__init__(couriers)
+        self.grammars, self._scheduler = grammars, scheduler
         self._notices: list[msgspec.Struct] = []
         for courier in couriers:
             courier.notices = self._notices
 
-    def get(self, kind: type[C]) -> C | None:
-        """Return the courier of this class, or None."""
-        return next((courier for courier in self.couriers if isinstance(courier, kind)), None)
-
-    def __getitem__(self, kind: type[C]) -> C:
-        if (courier := self.get(kind)) is None:
-            raise KeyError(kind.__name__)
-        return courier
-
     @property
     def is_awaited(self) -> bool:
         """Whether a grammar or something else is on its way that lets a request start."""
-        return bool(self.grammars.running) or any(courier.is_awaited for courier in self.couriers)
+        return bool(self.grammars.running) or any(courier.is_awaited for courier in self.all)
 
     def check(self, message: GenerateRequest, now: float) -> None:
         """Raise ServingError if what a request refers to cannot be used, or its grammar cannot be compiled. Waits for
         both."""
-        for courier in self.couriers:
+        for courier in self.all:
             courier.check(message, now)
         if message.params.structured_outputs is not None:
             self.grammars.check(message.params.structured_outputs, now)
@@ -56,18 +47,18 @@ class Mail:
         """Yield what has come since the last call, in the order in which the scheduler must be given it. Raises
         EngineUnavailable."""
         yield from self.grammars.finished(now)
-        for courier in self.couriers:
+        for courier in self.all:
             yield from courier.arrived(now)
 
     def deliver(self) -> None:
         """Deliver what may go now. Messages for the control actor are kept for `take_notices`."""
         take = self._scheduler.take_messages
-        for courier in self.couriers:
+        for courier in self.all:
             courier.deliver(take)
         self._notices += take("control")
 
     def step_ended(self) -> None:
-        for courier in self.couriers:
+        for courier in self.all:
             courier.step_ended()
 
     def flush(self, now: Callable[[], float]) -> None:
@@ -77,13 +68,13 @@ class Mail:
             for given in (*self.arrived(now()), TimePassed()):
                 self._scheduler.apply(given, now())
             self.deliver()
-            if all(courier.flushed() for courier in self.couriers):
+            if all(courier.flushed() for courier in self.all):
                 return
             time.sleep(FLUSH_POLL_S)
 
     def close(self) -> None:
         self.grammars.close()
-        for courier in self.couriers:
+        for courier in self.all:
             courier.close()
 
     def take_notices(self) -> list[msgspec.Struct]:

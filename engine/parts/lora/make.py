@@ -14,6 +14,5 @@ def make(setup: PartSetup) -> Made:
     if not config.enable_lora:
         return Made()
     loader, slots = setup.loaded.runner.parts[Adapters].loader, AdapterSlots(config.lora_slots)
-    if loader is None:
-        return Made([slots])
+    assert loader is not None
     return Made([slots], [AdapterCourier(slots, GroupLoader(loader, setup.group.size, setup.broadcaster))])

@@ -42,12 +42,12 @@ from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.hooks.overriding import overrides
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
-from engine.overriding import overrides
 from engine.parts.handoffs.handoff_requests import HandoffRequests
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.prompts_for_others import PromptsForOthers
