@@ -60,7 +60,7 @@ class Group:
     def received(self) -> list[int]:
         """Handoffs of which each engine has received the KV."""
         told = [status.handoffs for status in self.statuses.values()]
-        return [0 if handoffs is None else sum(handoffs.results["received"].values()) for handoffs in told]
+        return [0 if handoffs is None else sum(handoffs.results.get("received", {}).values()) for handoffs in told]
 
 
 class Pools:
