@@ -6,15 +6,14 @@ import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from deployments.parts.table import PARTS
+from tests.imports import ROOT, imported_files, imported_modules, imported_packages
 
-ROOT = Path(__file__).parent.parent
 ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
 ENGINE_ORDER = [
@@ -35,35 +34,6 @@ ENGINE_ORDER = [
 MAX_FILES = 16  # side by side in one folder
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
 MAY_USE_TORCH_DISTRIBUTED = "engine/distributed/tp_group.py"
-
-
-@cache
-def imported_modules(source: str) -> set[str]:
-    """Full names of everything that is imported anywhere, functions and TYPE_CHECKING blocks included."""
-    modules = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert node.module is not None
-            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return modules
-
-
-def imported_packages(source: str) -> set[str]:
-    return {module.split(".")[0] for module in imported_modules(source)}
-
-
-def imported_files(file: Path) -> set[Path]:
-    """Files of the repository that a file imports, functions and TYPE_CHECKING blocks included."""
-    found = set()
-    for module in imported_modules(file.read_text(encoding="utf-8")):
-        path = ROOT.joinpath(*module.split("."))
-        for candidate in (path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py")):
-            if candidate.is_relative_to(ROOT) and candidate.is_file() and candidate != file:
-                found.add(candidate)
-                break
-    return found
 
 
 def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
@@ -157,57 +127,6 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
                         inside.setdefault(child, set()).add(neighbour)
         circle = [str(path.relative_to(ROOT)) for path in circle_in(inside)]
         assert not circle, " -> ".join(circle)
-
-
-# left out of the path, as models are that differ from the first two: docs/reading_path.md says so
-OTHER_MODELS = """
-    model/layers/latent_attention.py model/layers/sparse_attention.py model/layers/mamba2.py
-    model/layers/gated_delta_net.py model/layers/causal_conv.py
-    model/layers/kimi_delta_attention.py model/layers/short_conv.py model/state.py
-    model/config_parts/latent.py model/config_parts/recurrent.py model/config_parts/multipliers.py
-    model/config_parts/encoder.py model/config_parts/vision.py model/config_parts/gemma.py
-    model/low_rank.py
-    wire/kv_offload.py
-    core/mail/mail.py core/mail/courier.py core/door/part_input.py core/mail/compilations.py
-    core/costs/cost_ledger.py core/costs/tier_usage.py
-    core/costs/block_usage.py core/request_cost.py
-    wire/kv_events.py distributed/kv_event_publisher.py
-    core/door/journal.py
-    model/auto_config.py model/torch_compile.py model/fused_rows.py distributed/symmetric_memory.py
-    model/stage.py model/config_parts/stage.py model/layers/other_stage.py
-    distributed/stages/stage_group.py distributed/stages/step_results.py
-    runner/parts/stages.py runner/parts/stage_times.py runner/parts/images.py runner/parts/encoder_cache.py
-    runner/parts/adapters.py runner/parts/drafting.py runner/parts/pooling.py runner/parts/experts.py
-    runner/parts/kv_workers.py runner/parts/kv_tiers.py model/expert_split.py model/expert_parallel.py
-    distributed/part_group.py distributed/data_parallel_group.py
-    distributed/exchange/__init__.py distributed/exchange/expert_exchange.py distributed/exchange/members.py
-    distributed/exchange/rows.py distributed/exchange/all_gather.py distributed/exchange/all_to_all.py
-    runner/graphs/shared_graphs.py runner/launching/wave_launcher.py
-    distributed/survivors.py distributed/roster.py runner/launching/recovery.py
-"""
-
-
-def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
-    """Lines that are not blank. docs/reading_path.md gives their number."""
-    others = {ROOT / "engine" / name for name in OTHER_MODELS.split()}
-    others |= {file for file in ROOT.glob("engine/wire/parts/*.py") if file.stem not in ("__init__", "part_record")}
-    assert all(file.is_file() for file in others), "a file was moved"
-    names = ("hooks", "wire", "text", "distributed", "runner", "core", "model/config_parts", "model/layers")
-    rooms = [ROOT / "engine" / name for name in names]
-    families = [ROOT / "engine" / "model" / "models" / name for name in ("llama.py", "qwen3.py", "registry.py")]
-    path = [
-        *ROOT.glob("engine/*.py"),
-        *ROOT.glob("engine/model/*.py"),
-        *families,
-        *(file for room in rooms for file in room.rglob("*.py")),
-    ]
-    lines = sum(
-        bool(line.strip()) for file in set(path) - others for line in file.read_text(encoding="utf-8").splitlines()
-    )
-    assert lines <= 13_558, f"{lines} lines"
-    text = (ROOT / "docs" / "reading_path.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"about ([\d,]+) lines that are not blank", text)
-    assert abs(int(told.replace(",", "")) - lines) < 300
 
 
 @pytest.mark.parametrize(
