@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from engine.config_options import check_limits, option
 from engine.errors import ConfigError
@@ -19,6 +19,9 @@ LIMITS = {
     "at least 0": "prefix_cache_retention_interval cuda_graph_memory_gib",
     "above 0 and at most 1": "gpu_memory_utilization",
 }
+
+
+Options = TypeVar("Options", bound="EngineOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,12 @@ class EngineOptions:
     def shared_block_size(self) -> int | None:
         """Size of the blocks that requests with a common prefix share; None without prefix caching."""
         return self.known_block_size if self.enable_prefix_caching else None
+
+    def of(self, feature: type[Options]) -> Options:
+        """Return these options, as those of a feature that has further ones. Raises TypeError for options without."""
+        if not isinstance(self, feature):
+            raise TypeError(f"{type(self).__name__} has no {feature.__name__}")
+        return self
 
     def check(self) -> None:
         """Raise ConfigError for a value that cannot be, alone or beside others."""

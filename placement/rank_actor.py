@@ -79,7 +79,8 @@ class RankActor:
     def listen(self, task: RankTask, host: str) -> str:
         """Listen as rank 0 of several, and return the address to which the other ranks connect. host: address at which
         they reach it."""
-        from engine.distributed.tp_group import TPGroup, group_options
+        from engine.distributed.group_options import group_options
+        from engine.distributed.tp_group import TPGroup
 
         config = task.config
         _take_device(config)
@@ -125,7 +126,8 @@ class RankActor:
 
     def _join(self, task: RankTask, rank: int, rank_0: str) -> TPGroup:
         """Return all ranks of the replica, once they have joined."""
-        from engine.distributed.tp_group import TPGroup, group_options
+        from engine.distributed.group_options import group_options
+        from engine.distributed.tp_group import TPGroup
 
         config = task.config
         if config.world_size == 1:

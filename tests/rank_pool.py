@@ -14,7 +14,8 @@ import torch
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
 from engine.runner.worker import Worker
 from tests.processes import outlives_test, with_engine

@@ -12,10 +12,10 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room. They may only be lowered; 9,000 in all is where they go.
 LIMITS = {
-    "top": 979,
+    "top": 953,
     "wire": 898,
     "text": 627,
-    "distributed": 1_185,
+    "distributed": 1_175,
     "model": 3_481,
     "runner": 1_927,
     "core": 2_633,
@@ -23,16 +23,6 @@ LIMITS = {
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {
     "top": """\
-config.py options/experts.py
-config.py options/handoff.py
-config.py options/holds.py
-config.py options/images.py
-config.py options/kv_events.py
-config.py options/kv_tiers.py
-config.py options/lora.py
-config.py options/speculation.py
-config.py options/structured_outputs.py
-config.py options/tape.py
 device.py amx_permission.py
 free_memory.py control_groups.py
 usable_cpus.py control_groups.py
@@ -130,20 +120,24 @@ runner/launching/open_launcher.py runner/launching/wave_launcher.py
 runner/load.py model/fused_rows.py
 runner/load.py model/torch_compile.py
 runner/memory.py model/state.py
+runner/memory.py options/handoff.py
 runner/model_runner.py model/ops/cpu/step_graph.py
 runner/model_runner.py model/state.py
 runner/model_runner.py runner/cuda_graphs.py
 runner/model_runner.py runner/graphs/choice.py
 runner/model_runner.py runner/warm_up.py
+runner/open_runner.py config.py
 runner/open_runner.py kernel_trial/check.py
 runner/open_runner.py runner/parts/stages.py
 runner/open_runner.py runner/parts/table.py
 runner/rank_part.py runner/cuda_graphs.py
+runner/rank_setup.py config.py
 runner/rank_setup.py model/expert_parallel.py
 runner/rank_setup.py model/stage.py
 runner/rank_setup.py model/state.py
 runner/step.py runner/cuda_graphs.py
 runner/step_memory.py model/state.py
+runner/worker.py config.py
 runner/worker.py model/checkpoint/overlay.py
 """,
     "core": """\

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from engine.clock import SYSTEM_CLOCK, Clock
-from engine.config import EngineConfig
 from engine.core.costs.cost_ledger import CostLedger, CostLine
 from engine.core.costs.step_cost import StepWork
 from engine.core.door import inputs
@@ -21,6 +20,7 @@ from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
+from engine.engine_options import EngineOptions
 from engine.errors import EngineUnavailable
 from engine.model.config import ModelConfig
 from engine.pooling.requested_task import check_task
@@ -52,7 +52,7 @@ class EngineCore:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineOptions,
         model_config: ModelConfig,
         *,
         ranks: Ranks,

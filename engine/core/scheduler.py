@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
@@ -24,6 +23,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.engine_options import EngineOptions
 from engine.errors import EngineError, InvalidParameter, Overloaded, RequestError, RequestTimeout, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineOptions,
         kv_cache: KVCacheManager,
         *,
         limits: ModelLimits,

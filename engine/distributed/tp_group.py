@@ -39,7 +39,6 @@ from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_sym
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
 if TYPE_CHECKING:  # the last two need pyzmq, which a single rank does without
-    from engine.config import EngineConfig
     from engine.distributed.cluster_key import ClusterKey
     from engine.distributed.shared_memory import SharedMemory
 
@@ -431,16 +430,6 @@ class ConnectedGroup(TPGroup):
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
-
-
-def group_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of `listen` and `connect` for the ranks of an engine, besides the key."""
-    endless = config.enable_elastic_ep and is_gpu(config.device)  # nothing ends a GPU's wait for a rank that is gone
-    return {
-        "device": config.device,
-        "shared_memory": not (config.disable_custom_all_reduce or endless),
-        "collectives": config.pipeline_parallel_size == 1,
-    }
 
 
 class ProcessGroup:

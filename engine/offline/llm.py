@@ -22,7 +22,8 @@ from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.engine_options import GPU_DEFAULTS
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.folder import default_sampling

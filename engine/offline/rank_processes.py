@@ -113,7 +113,8 @@ def main() -> None:
 def _run(task: RankTask, parent: Parent) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
-    from engine.distributed.tp_group import TPGroup, group_options
+    from engine.distributed.group_options import group_options
+    from engine.distributed.tp_group import TPGroup
     from engine.runner.worker import Worker
     from engine.serving.server import EngineServer
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
+from engine.engine_options import EngineOptions
 from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
 from engine.model.ops import dispatch
@@ -31,7 +31,7 @@ class InputBuilder:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineOptions,
         model_config: ModelConfig,
         device: Device,
         memory: StepMemory,

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
+from engine.engine_options import EngineOptions
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
 from engine.free_memory import FreeMemory
 from engine.model.checkpoint.weights import open_weights
@@ -63,7 +63,7 @@ class GroupNeed:
 
 
 def group_needs(
-    config: EngineConfig, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, part_bytes: int = 0
+    config: EngineOptions, block_size: int, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, part_bytes: int = 0
 ) -> list[GroupNeed]:
     """Return each KV cache group's need. part_bytes: bytes that parts need per block of the first group."""
     step = window_step_tokens(config, model)
@@ -78,7 +78,7 @@ def group_needs(
     ]
 
 
-def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
+def window_step_tokens(config: EngineOptions, model: ModelConfig) -> int:
     """Return how many tokens of one prompt every step has room for in a group with a window. A step may compute more
     tokens if more blocks are free."""
     image = 0 if model.vision is None else model.vision.mm_tokens_per_image
@@ -86,7 +86,7 @@ def window_step_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_num_blocks(
-    config: EngineConfig,
+    config: EngineOptions,
     block_size: int,
     model: ModelConfig,
     dtype: torch.dtype,
@@ -218,7 +218,7 @@ def full_requests(needs: list[GroupNeed], blocks: list[int], length: int) -> flo
     )
 
 
-def kv_budget(config: EngineConfig, device: torch.device, free: FreeMemory) -> tuple[int, str]:
+def kv_budget(config: EngineOptions, device: torch.device, free: FreeMemory) -> tuple[int, str]:
     """Return the bytes for the KV cache and the name of the limit that sets them. Raises OutOfMemory if a configured
     size is not free."""
     if (requested := config.kv_cache_memory_bytes) is not None:
@@ -233,7 +233,7 @@ def kv_budget(config: EngineConfig, device: torch.device, free: FreeMemory) -> t
     return default, f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
 
 
-def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def cache_dtype(config: EngineOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the KV cache. dtype: dtype of activations. Raises ConfigError if the GPU lacks float8."""
     if config.kv_cache_dtype == "auto":
         return dtype

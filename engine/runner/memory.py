@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
+from engine.engine_options import EngineOptions
 from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
+from engine.options.handoff import HandoffOptions
 from engine.runner import kv_cache
 from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup
@@ -98,7 +99,7 @@ def free_gpu_memory(setup: RankSetup, run_dummy_step: Callable[[int, int], None]
     return usable_gpu_memory(total, config).less(used + activations + graphs + sequences + threads)
 
 
-def usable_gpu_memory(total: int, config: EngineConfig) -> FreeMemory:
+def usable_gpu_memory(total: int, config: EngineOptions) -> FreeMemory:
     """Return the part of a GPU's memory that an engine may use."""
     utilization = config.gpu_memory_utilization
     return FreeMemory(int(total * utilization), f"gpu_memory_utilization ({utilization})")
@@ -115,7 +116,7 @@ def snapshot_bytes(specs: list[StateSpec]) -> int:
 
 
 def snapshot_interval(
-    config: EngineConfig, block_size: int, model: ModelConfig, specs: list[StateSpec], dtype: torch.dtype, tp: TPGroup
+    config: EngineOptions, block_size: int, model: ModelConfig, specs: list[StateSpec], dtype: torch.dtype, tp: TPGroup
 ) -> int:
     """Return the tokens between two snapshots in a long sequence, a multiple of `snapshot_border`; 0 for none.
 
@@ -130,7 +131,7 @@ def snapshot_interval(
 
 
 def choose_num_snapshots(
-    config: EngineConfig,
+    config: EngineOptions,
     block_size: int,
     model: ModelConfig,
     specs: list[StateSpec],
@@ -145,7 +146,7 @@ def choose_num_snapshots(
     `num_gpu_blocks_override` is configured, they get 1 / (SHARE - 1) of the memory of these blocks in addition. dtype:
     the KV cache's dtype. Raises OutOfMemory as `kv_budget` does.
     """
-    if not (specs or model.recurrent) or not (config.enable_prefix_caching or config.handoff):
+    if not (specs or model.recurrent) or not (config.enable_prefix_caching or config.of(HandoffOptions).handoff):
         return 0
     useful = config.max_num_seqs * (1 + model.longest_sequence(config.max_model_len) // snapshot_border(block_size))
     if not specs:

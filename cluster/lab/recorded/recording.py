@@ -22,6 +22,7 @@ from cluster.lab.tape.replay_limits import replay_limits
 from cluster.lab.tape.tapes import bytes_of, read_routers, replayed
 from deployments.billing.prices import Prices
 from deployments.routing.config import RoutingConfig
+from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.errors import InvalidParameter
 from engine.parts.handoffs.handoffs import Handoffs
@@ -263,7 +264,7 @@ class Recording:
         return ClusterSpec(
             replicas=self.decode,
             prefill_replicas=self.prefill,
-            engine=replace(scheduler.config, block_size=pool.block_size, max_waiting=NO_LIMIT),
+            engine=replace(scheduler.config.of(EngineConfig), block_size=pool.block_size, max_waiting=NO_LIMIT),
             cost=self.fit.cost,
             contention=self.fit.contention,
             num_blocks=pool.num_blocks,
