@@ -26,7 +26,8 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.device import Device, PinnedCopy, Run, StagedCopy
+from engine.devices.cuda_device import PinnedCopy
+from engine.devices.device import Device, Run, StagedCopy
 from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.generate_request import GenerateRequest

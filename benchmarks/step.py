@@ -29,7 +29,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.device import is_gpu, open_device
+from engine.devices.device import is_gpu, open_device
 from engine.engine_options import BLOCK_SIZES
 from engine.errors import EngineError, InvalidParameter
 from engine.model.checkpoint.folder import resolve

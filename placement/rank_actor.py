@@ -156,7 +156,7 @@ def _take_device(config: EngineConfig) -> None:
     """Make the GPU that Ray gave this actor the current one, before anything creates a CUDA context."""
     import torch
 
-    from engine.device import is_gpu
+    from engine.devices.device import is_gpu
 
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if gpus and is_gpu(config.device):

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.device import Device, DeviceEvent, PinnedCopy, Run, StagedCopy
+from engine.devices.cuda_device import PinnedCopy
+from engine.devices.device import Device, DeviceEvent, Run, StagedCopy
 
 NOISE = 0x55  # in every byte: in any integer type a number that is far out of range
 MIB = 2**20

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.device import PinnedCopy
+from engine.devices.cuda_device import PinnedCopy
 from engine.model.ops import attention_plain, moe, sampling_plain
 from engine.model.ops.recurrent import causal_conv, linear_attention
 from engine.runner.model_runner import ModelRunner

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from engine.device import Run
+from engine.devices.device import Run
 from engine.distributed.tp_group import ConnectedGroup
 from engine.model.batch import Batch
 from engine.model.ops import attention_plain, moe

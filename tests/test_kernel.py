@@ -12,7 +12,7 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room. They may only be lowered; 9,000 in all is where they go.
 LIMITS = {
-    "top": 953,
+    "top": 842,
     "wire": 898,
     "text": 627,
     "distributed": 1_175,
@@ -23,7 +23,6 @@ LIMITS = {
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {
     "top": """\
-device.py amx_permission.py
 free_memory.py control_groups.py
 usable_cpus.py control_groups.py
 """,

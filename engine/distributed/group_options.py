@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.device import is_gpu
+from engine.devices.device import is_gpu
 
 
 def group_options(config: EngineConfig) -> dict[str, Any]:

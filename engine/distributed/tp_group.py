@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
-from engine.device import is_gpu, numba_found
+from engine.devices.device import is_gpu, numba_found
 from engine.distributed import symmetric_memory
 from engine.distributed.collectives import Collectives
 from engine.distributed.exchange.expert_exchange import ExpertExchange

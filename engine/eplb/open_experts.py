@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.device import Device
+from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import LAYER, NoExperts, RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts

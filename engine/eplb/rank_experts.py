@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.device import Device, DeviceEvent
+from engine.devices.device import Device, DeviceEvent
 from engine.distributed.tp_group import Mailbox, TPGroup
 from engine.eplb.layer_slots import LayerSlots
 from engine.eplb.placement import (

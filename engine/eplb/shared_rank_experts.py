@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import Device
+from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.lost_experts import spare_bytes
 from engine.eplb.placement import Placement

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.device import is_gpu
+from engine.devices.device import is_gpu
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES
 from engine.errors import StartupError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.device import Device
+from engine.devices.device import Device
 from engine.kernel_trial.twins import MEANINGS, Op, name_of, twin
 from engine.model.batch import Batch
 from engine.model.ops.gpu.libraries import attention

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import kind_of
+from engine.devices.device_kind import kind_of
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, sealed_size

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.black_box import BLACK_BOX, read_key
-from engine.device import Device
+from engine.devices.device import Device
 from engine.errors import AdapterError, ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
 from engine.lora.model_adapters import ModelAdapters

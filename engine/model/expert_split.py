@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import copy_to
+from engine.devices.device import copy_to
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange

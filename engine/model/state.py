@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.device import StagedCopy
+    from engine.devices.device import StagedCopy
 
 logger = logging.getLogger(__name__)
 

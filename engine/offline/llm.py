@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.core.output import Event
-from engine.device import is_gpu
+from engine.devices.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup

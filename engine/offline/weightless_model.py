@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from engine.device import Device
+from engine.devices.device import Device
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.lora.model_adapters import ModelAdapters

@@ -30,7 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import ALIGNMENT, Device
+from engine.devices.cuda_device import ALIGNMENT
+from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import Device, StagedCopy
+from engine.devices.device import Device, StagedCopy
 from engine.engine_options import EngineOptions
 from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from engine.device import StagedCopy
+from engine.devices.device import StagedCopy
 from engine.free_memory import FreeMemory
 from engine.hooks.by_class import ByClass
 from engine.hooks.overriding import overriding

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.device import Device, open_device
+from engine.devices.device import Device, open_device
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES

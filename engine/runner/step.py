@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.device import DeviceEvent, StagedCopy
+from engine.devices.device import DeviceEvent, StagedCopy
 from engine.model.batch import Batch, split_rows
 from engine.runner.cuda_graphs import StepShape, UnpaddedStep
 from engine.runner.sampler import LogprobTable, SamplingInputs

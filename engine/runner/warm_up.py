@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import StagedCopy
+from engine.devices.device import StagedCopy
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling

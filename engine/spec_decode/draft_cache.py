@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.device import Device, copy_to
+from engine.devices.device import Device, copy_to
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.spec_decode.draft_graphs import DraftGraphs, DraftRows

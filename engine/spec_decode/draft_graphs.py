@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.device import Device
+from engine.devices.device import Device
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:  # the scheduler imports this file, and does without torch
     from torch import Tensor
 
-    from engine.device import Device
+    from engine.devices.device import Device
     from engine.model.batch import Batch
     from engine.wire.plan import StepPlan
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import copy_to
+from engine.devices.device import copy_to
 
 
 def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:

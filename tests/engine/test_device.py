@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 
-from engine.device import open_device, sleep_precisely
+from engine.devices.cuda_device import sleep_precisely
+from engine.devices.device import open_device
 
 PR_GET_TIMERSLACK = 30
 

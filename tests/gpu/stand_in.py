@@ -247,7 +247,7 @@ def install_kernels() -> None:
     """Let kernels be interpreted, with tensors of the device only."""
     from triton.runtime.interpreter import GridExecutor
 
-    from engine import device
+    from engine.devices.cuda_device import CudaDevice
     from engine.model.ops.gpu import dependent_launch
     from engine.runner import open_runner
     from tests.engine.model.ops.gpu import interpreter
@@ -273,7 +273,7 @@ def install_kernels() -> None:
     GridExecutor.__call__ = launch
     interpreter.make_exact()
     dependent_launch.supported = lambda device: False
-    device.CudaDevice.capture = capture
+    CudaDevice.capture = capture
 
 
 def pytest_configure() -> None:

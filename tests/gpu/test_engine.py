@@ -13,7 +13,7 @@ from torch._dynamo import config as dynamo_config
 
 from engine import pocket
 from engine.core.engine import EngineCore
-from engine.device import CudaDevice
+from engine.devices.cuda_device import CudaDevice
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams

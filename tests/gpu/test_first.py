@@ -14,7 +14,7 @@ from benchmarks.gpu import engines, first, plan
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.engines import SHAPES
 from cluster.cli.check.gpu_kernels import tried as kernels_tried
-from engine.device import CudaDevice
+from engine.devices.cuda_device import CudaDevice
 from engine.kernel_trial.trial import KernelTrial
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.device import numba_found
+from engine.devices.device import numba_found
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.device import numba_found
+from engine.devices.device import numba_found
 from engine.model.ops import dispatch
 from engine.model.ops.dispatch import CPU_DTYPES
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import vision_utils
 from transformers.modeling_utils import AttentionInterface
 
-from engine.device import copy_to
+from engine.devices.device import copy_to
 
 NAME = "manta_flash"
 

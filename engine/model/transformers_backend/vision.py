@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from engine.device import copy_to
+from engine.devices.device import copy_to
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.linear import packed
 from engine.model.ops import linear

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from engine.device import StagedCopy
+from engine.devices.device import StagedCopy
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import row_table

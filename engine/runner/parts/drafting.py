@@ -19,7 +19,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from engine.device import StagedCopy, copy_to
+from engine.devices.device import StagedCopy, copy_to
 from engine.model.models.llama import Model
 from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.rank_part import RankPart, Run

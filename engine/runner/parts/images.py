@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import StagedCopy
+from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
 from engine.free_memory import FreeMemory
 from engine.model.batch import Batch, DeepStack

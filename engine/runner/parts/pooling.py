@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.device import StagedCopy, copy_to
+from engine.devices.device import StagedCopy, copy_to
 from engine.errors import ModelFolderError
 from engine.model.config_parts.pooling import DenseConfig
 from engine.model.models.llama import Model

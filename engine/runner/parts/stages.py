@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import DeviceEvent, StagedCopy, copy_to
+from engine.devices.device import DeviceEvent, StagedCopy, copy_to
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.stages.stage_group import StageGroup

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device import Device
+from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
 from engine.eplb import shared_rank_experts
 from engine.eplb.rank_experts import IDLE

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
-from engine.device import PinnedCopy
+from engine.devices.cuda_device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows
 from engine.model.ops.sampling_plain import mark_non_finite

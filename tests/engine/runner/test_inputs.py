@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import Device
+from engine.devices.device import Device
 from engine.model.batch import row_tiles
 from engine.model.state import StateCache
 from engine.runner import inputs

@@ -13,7 +13,7 @@ from msgspec import structs
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import StagedCopy
+from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.config import ModelConfig

@@ -30,7 +30,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.amx_permission import may_use_amx
+from engine.devices.amx_permission import may_use_amx
 from engine.user_folder import own_folder, private_folder
 
 logger = logging.getLogger(__name__)

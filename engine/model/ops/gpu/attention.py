@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.device import copy_to
+from engine.devices.device import copy_to
 from engine.model.batch import Batch, row_tiles
 from engine.model.ops.gpu import dependent_launch
 

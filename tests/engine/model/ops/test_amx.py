@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from engine.amx_permission import may_use_amx
-from engine.device import numba_found
+from engine.devices.amx_permission import may_use_amx
+from engine.devices.device import numba_found
 from tests.cpu_kernels import needs_linear_kernel
 
 pytestmark = [
@@ -48,9 +48,9 @@ def test_a_number_that_is_not_finite_stays_in_its_row():
 def test_a_process_that_may_not_use_amx_computes_without_it_and_says_so_in_its_kind():
     """It has kernels of its own: those of another process would end it."""
     program = (
-        "import torch; from engine import amx_permission\n"
+        "import torch; from engine.devices import amx_permission\n"
         "amx_permission.may_use_amx = lambda: False\n"
-        "from engine.device import kind_of; from engine.model.ops.cpu import kernel, linear\n"
+        "from engine.devices.device_kind import kind_of; from engine.model.ops.cpu import kernel, linear\n"
         "product = linear.multiply(torch.ones(3, 64).bfloat16(), linear.pack(torch.ones(64, 64).bfloat16()), None)\n"
         "print((product == 64).all().item(), 'AMX' in kind_of(torch.device('cpu')), kernel.SOURCES.endswith('-amx'))"
     )

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.amx_permission import may_use_amx
+from engine.devices.amx_permission import may_use_amx
 from engine.model.ops.cpu.kernel import I64
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, F32, LANES, load16, prefetch_line, store16
 

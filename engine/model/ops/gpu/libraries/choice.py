@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.device import CudaDevice
+from engine.devices.cuda_device import CudaDevice
 from engine.model.batch import Batch, split
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime.errors import InterpreterError
 
-from engine.device import CudaEvent
+from engine.devices.cuda_device import CudaEvent
 from engine.kv_transfer.transport.base import Region
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.model.models.llama import LlamaForCausalLM

@@ -1,0 +1,1 @@
+"""Devices on which models run."""
