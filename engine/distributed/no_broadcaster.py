@@ -5,11 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TypeVar
 
-from engine.wire.kv_offload import TierAnswer, TierCommand
-from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.plan import ExpertAnswer, StepPlan, StepResult
+from engine.wire.parts.part_record import PartRecord
+from engine.wire.plan import StepPlan, StepResult
 
-A = TypeVar("A", AdapterAnswer, TierAnswer, ExpertAnswer)
+R = TypeVar("R", bound=PartRecord)
 T = TypeVar("T")
 
 
@@ -19,10 +18,10 @@ class NoBroadcaster:
     def send(self, plan: StepPlan) -> None:
         pass
 
-    def command(self, command: AdapterLoad | TierCommand) -> None:
+    def command(self, command: PartRecord) -> None:
         pass
 
-    def take_answers(self, kind: type[A]) -> list[A]:
+    def take_answers(self, kind: type[R]) -> list[R]:
         return []
 
     def committed(self, result: StepResult) -> None:

@@ -19,13 +19,12 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
+from engine.distributed.handshake_monitor import HandshakeMonitor
 from engine.distributed.refusals import REFUSALS
-from engine.distributed.sockets import HandshakeMonitor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
-from engine.wire.kv_offload import TierAnswer, TierCommand
-from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.plan import ExpertAnswer, SampledStep, StepPlan, StepResult
+from engine.wire.parts.part_record import PartRecord, Records, encoded, record_in
+from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +35,11 @@ HEARTBEAT_MS = 1000
 SILENCE_MS = 10_000  # without an answer to heartbeats after which a peer counts as gone
 LINGER_MS = 1000
 HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, then a topic, when a rank subscribes or leaves
-ANSWER = b"answer "  # with it begins the topic that stands for a RankAnswer: no rank ever publishes it
+ANSWER = b"answer "  # with it begins the topic that stands for an answer of a part: no rank ever publishes it
 TOPIC = re.compile(rb"rank (\d{1,6})")
 NAME = "plans"  # name of the socket in metrics
 
-RankAnswer = AdapterAnswer | TierAnswer | ExpertAnswer
-RankCommand = AdapterLoad | TierCommand
-A = TypeVar("A", AdapterAnswer, TierAnswer, ExpertAnswer)
+R = TypeVar("R", bound=PartRecord)
 
 
 class Launched(Protocol):
@@ -63,12 +60,12 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Counts from 1, so that a lost message is noticed."""
     plan: StepPlan | None
-    """None to end the other ranks."""
+    """None to end the other ranks, unless there is a command."""
     checked: int
     """Step whose tokens `checksum` covers; 0 if none."""
     checksum: int
-    command: RankCommand | None = None
-    """A command that is sent instead of a plan."""
+    command: Records = {}
+    """A command to one part of each rank, which is sent instead of a plan."""
     sampled: list[SampledStep] = []
     """Sampled tokens that this or a later plan needs, for ranks in pipeline stages that do not sample."""
 
@@ -92,7 +89,7 @@ class PlanBroadcaster:
         self._encode = msgspec.msgpack.Encoder().encode
         self._number = self._checked = self._checksum = 0
         self._gone: int | None = None
-        self._answers: list[RankAnswer] = []
+        self._answers: list[Records] = []  # each of one part
         try:
             group.exchange(self._bind(group))
             self._wait_for(set(range(1, group.size)))
@@ -103,20 +100,22 @@ class PlanBroadcaster:
     def send(self, plan: StepPlan | None) -> None:
         """Send a plan without waiting; None ends the other ranks. Lost ranks are noticed only by `check`."""
         self._number += 1
-        message = PlanMessage(self._number, plan, self._checked, self._checksum, None, self._sampled)
+        message = PlanMessage(self._number, plan, self._checked, self._checksum, sampled=self._sampled)
         self._sampled = []
         self._socket.send(self._encode(message), zmq.NOBLOCK)
 
-    def command(self, command: RankCommand) -> None:
-        """Ask the other ranks to load an adapter, or to move blocks of their KV caches."""
+    def command(self, command: PartRecord) -> None:
+        """Send a command to the part that it names on all other ranks."""
         self._number += 1
-        self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, command)), zmq.NOBLOCK)
+        self._socket.send(self._encode(PlanMessage(self._number, None, 0, 0, encoded(command))), zmq.NOBLOCK)
 
-    def take_answers(self, kind: type[A]) -> list[A]:
-        """Return the answers of this kind to commands and plans since the last call. Raises like `check`."""
+    def take_answers(self, kind: type[R]) -> list[R]:
+        """Return what a part of the other ranks has answered to commands and plans since the last call. kind: the one
+        kind of answer that it gives. Raises like `check`."""
         self.check()
-        answers = [answer for answer in self._answers if isinstance(answer, kind)]
-        self._answers = [answer for answer in self._answers if not isinstance(answer, kind)]
+        answers = [answer for records in self._answers if (answer := record_in(records, kind)) is not None]
+        if answers:
+            self._answers = [records for records in self._answers if kind.part not in records]
         return answers
 
     def committed(self, result: StepResult) -> None:
@@ -190,7 +189,7 @@ class PlanBroadcaster:
         word, topic = message[:1], message[1:]
         if topic.startswith(ANSWER):
             if word == HELLO:
-                self._answers.append(msgspec.msgpack.decode(topic[len(ANSWER) :], type=tuple[int, RankAnswer])[1])
+                self._answers.append(msgspec.msgpack.decode(topic[len(ANSWER) :], type=tuple[int, Records])[1])
             return word, None
         found = TOPIC.fullmatch(topic)
         if found is not None and 0 < int(found[1]) < self._group.size:
@@ -247,11 +246,11 @@ class PlanReceiver:
             raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
         return None
 
-    def answer(self, answer: RankAnswer) -> None:
-        """Send rank 0 the outcome of a command. This socket can send only subscriptions, so the answer is sent as the
-        topic of one. The topic contains the rank, because equal topics of several ranks would be delivered only
-        once."""
-        topic = ANSWER + msgspec.msgpack.encode((self._rank, answer))
+    def answer(self, answer: PartRecord) -> None:
+        """Send rank 0 an answer of the part that it names. This socket can send only subscriptions, so the answer is
+        sent as the topic of one. The topic contains the rank, because equal topics of several ranks would be delivered
+        only once."""
+        topic = ANSWER + msgspec.msgpack.encode((self._rank, encoded(answer)))
         self._socket.subscribe(topic)
         self._socket.unsubscribe(topic)
 

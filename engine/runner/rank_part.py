@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
@@ -16,10 +17,8 @@ from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.step import DummyStep, Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
-
-if TYPE_CHECKING:  # it needs pyzmq, which a single rank does without
-    from engine.distributed.plan_broadcast import RankAnswer, RankCommand
 
 Run = Callable[[StepPlan], object]
 """Computes a step."""
@@ -30,7 +29,7 @@ class RankPart:
     the parts were given to it; `after`, `collected` and `close` in reverse. The others cost nothing."""
 
     name: ClassVar[str] = ""
-    """Its key in StepInputs.of and LaunchedStep.of."""
+    """Its key in StepInputs.of and LaunchedStep.of, and the `part` of its commands and answers."""
     block_bytes: int = 0
     """Device memory that it needs for each block of the first KV cache group."""
     needs_batch: bool = False
@@ -83,10 +82,10 @@ class RankPart:
         """Whether an answer to a command will follow soon."""
         return False
 
-    def obey(self, command: RankCommand) -> None:
-        """Begin to carry out a command of rank 0, if it is for this part. Called on the other ranks."""
+    def obey(self, command: msgspec.Raw) -> None:
+        """Begin to carry out a command that its end on rank 0 has sent, in msgpack. Called on the other ranks."""
 
-    def answers(self) -> Iterable[RankAnswer]:
+    def answers(self) -> Iterable[PartRecord]:
         """Return what rank 0 is to be told, since the last call."""
         return ()
 
@@ -113,7 +112,7 @@ class RankParts(ByClass[RankPart]):
         self.before = overriding(parts, RankPart.before)
         self.after = overriding(self.all[::-1], RankPart.after)
         self.collected = overriding(self.all[::-1], RankPart.collected)
-        self.obey = overriding(parts, RankPart.obey)
+        self.obey = {part.name: obey for part in parts for obey in overriding([part], RankPart.obey)}
         self.answers = overriding(parts, RankPart.answers)
         self.report = overriding(parts, RankPart.report)
         self.close = overriding(self.all[::-1], RankPart.close)

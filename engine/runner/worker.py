@@ -87,13 +87,12 @@ class Worker:
                         self._receiver.answer(answer)
                 if message is None:
                     continue
-                if message.command is not None:
-                    for obey in parts.obey:
-                        obey(message.command)
-                    continue
-                if message.plan is None:
+                for name, command in message.command.items():
+                    parts.obey[name](command)
+                if message.plan is not None:
+                    yield message, self._runner.prepare(message.plan, message.sampled)
+                elif not message.command:
                     return
-                yield message, self._runner.prepare(message.plan, message.sampled)
         finally:
             self._receiver.close()
 

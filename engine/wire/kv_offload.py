@@ -26,7 +26,11 @@ class TierBlock(NamedTuple):
     """The same for the copy in the store that engines share."""
 
 
-class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TierMessage(PartRecord, frozen=True):
+    part: ClassVar[str] = "kv_tiers"
+
+
+class StoreBlocks(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks each rank to copy blocks into its tiers. The blocks stay unchanged until every rank has answered
     `copied`."""
 
@@ -35,7 +39,7 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     blocks: list[TierBlock]
 
 
-class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LoadBlocks(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks each rank to fill blocks from its tiers. Nothing else reads or writes these blocks until every rank has
     answered."""
 
@@ -43,13 +47,13 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     blocks: list[TierBlock]
 
 
-class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StopLoad(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks each rank to end a LoadBlocks at once. After its answer, a rank writes no more of the blocks."""
 
     number: int
 
 
-class DropBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DropBlocks(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks each rank to delete blocks from its disk, or rank 0 to delete them from the store; not answered."""
 
     names: list[bytes]
@@ -71,7 +75,7 @@ class SavedHold(msgspec.Struct, frozen=True, array_like=True):
     """Seconds since the epoch."""
 
 
-class SaveHold(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class SaveHold(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks rank 0 to write a hold to its disk or to the store; not answered."""
 
     name: bytes
@@ -79,7 +83,7 @@ class SaveHold(msgspec.Struct, frozen=True, array_like=True, tag=True):
     in_store: bool = False
 
 
-class DropHold(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DropHold(TierMessage, frozen=True, array_like=True, tag=True):
     """Asks rank 0 to delete a hold from its disk or from the store; not answered."""
 
     name: bytes
@@ -89,14 +93,14 @@ class DropHold(msgspec.Struct, frozen=True, array_like=True, tag=True):
 TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks | SaveHold | DropHold
 
 
-class TierAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TierAnswer(TierMessage, frozen=True, array_like=True):
     """One rank's answer to a command. A StoreBlocks gets two answers: when its blocks are copied, and when all is
     written."""
 
     number: int
     copied: bool = False
     """Whether this is the first of a StoreBlocks command's two answers."""
-    failed: list[int] = []
+    failed: list[int] = msgspec.field(default_factory=list)
     """Indices of the blocks that were not written."""
     is_unreachable: bool = False
     """Whether they failed because the store could not be reached, so that it may still have them."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
+
+from engine.wire.parts.part_record import PartRecord
 
 
 class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -20,8 +24,10 @@ class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cluster reads it from the files."""
 
 
-class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AdapterLoad(PartRecord, frozen=True, array_like=True):
     """Asks each rank to read an adapter into host memory, and to copy it into a slot that no sequence uses."""
+
+    part: ClassVar[str] = "lora"
 
     number: int
     """Counts from 1; answers name it."""
@@ -30,8 +36,10 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Slot to fill; -1 to read the adapter into host memory only."""
 
 
-class AdapterAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AdapterAnswer(PartRecord, frozen=True, array_like=True):
     """The result of an AdapterLoad on one rank."""
+
+    part: ClassVar[str] = "lora"
 
     number: int
     error: str = ""

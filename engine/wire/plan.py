@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.part_record import PartRecord
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import ExpertStats
@@ -62,8 +63,7 @@ class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
     """An image that an encode engine has encoded."""
 
     mm_hash: bytes
-    blocks: list[int]
-    """Blocks that hold its embeddings."""
+    blocks: list[int]  #: blocks that hold its embeddings
     num_embeds: int
 
 
@@ -80,8 +80,10 @@ class ExpertOrder(NamedTuple):
     """Forget the experts that have arrived, because a rank failed. Nothing moves any more."""
 
 
-class ExpertAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ExpertAnswer(PartRecord, frozen=True, array_like=True):
     """What a rank tells rank 0 about its experts: one of these."""
+
+    part: ClassVar[str] = "experts"
 
     load: ExpertStats | None = None
     """From the first rank of each stage, after `measure`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -19,9 +19,6 @@ from engine.runner.step import Forward
 from engine.runner.step_layout import StepLayout
 from engine.wire.lora import AdapterAnswer, AdapterLoad
 from engine.wire.plan import StepPlan
-
-if TYPE_CHECKING:
-    from engine.distributed.plan_broadcast import RankCommand
 
 
 class Adapters(RankPart):
@@ -64,10 +61,10 @@ class Adapters(RankPart):
     def before(self, step: Forward) -> None:
         self._rows.begin(step.inputs.of.get(self.name))
 
-    def obey(self, command: RankCommand) -> None:
-        if isinstance(command, AdapterLoad) and self.loader is not None:
-            self.loader.load(command)
-            self._loading += 1
+    def obey(self, command: msgspec.Raw) -> None:
+        assert self.loader is not None
+        self.loader.load(msgspec.msgpack.decode(command, type=AdapterLoad))
+        self._loading += 1
 
     def answers(self) -> Iterable[AdapterAnswer]:
         found = [] if self.loader is None else self.loader.answers()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.kv_offload.rank_tiers import RankTiers, open_tiers
 from engine.kv_offload.tier_worker import num_answers
@@ -14,17 +15,14 @@ from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.rank_part import RankPart, Run
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step_memory import StepMemory
-from engine.wire.kv_offload import TierAnswer
-from engine.wire.lora import AdapterLoad
-
-if TYPE_CHECKING:
-    from engine.distributed.plan_broadcast import RankCommand
+from engine.wire.kv_offload import TierAnswer, TierCommand
 
 KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
+DECODER = msgspec.msgpack.Decoder(TierCommand)
 
 
 class KVTiers(RankPart):
-    name = "kv tiers"
+    name = "kv_tiers"
     tiers: RankTiers
 
     def __init__(self, setup: RankSetup):
@@ -49,10 +47,10 @@ class KVTiers(RankPart):
                 scope += f" {package}={version(package)}"
         self.tiers = open_tiers(config, self._memory.blocks, setup.tp.all_ranks, scope, self._opened)
 
-    def obey(self, command: RankCommand) -> None:
-        if not isinstance(command, AdapterLoad):
-            self.tiers.worker.submit(command)
-            self._awaited += num_answers(command)
+    def obey(self, command: msgspec.Raw) -> None:
+        decoded: TierCommand = DECODER.decode(command)
+        self.tiers.worker.submit(decoded)
+        self._awaited += num_answers(decoded)
 
     def answers(self) -> Iterable[TierAnswer]:
         found = self.tiers.worker.answers()

@@ -132,7 +132,7 @@ def test_what_no_rank_sends_is_refused_and_rank_0_goes_on(junk):
 
 
 def test_a_stranger_hears_no_plan_and_is_counted(monkeypatch):
-    monkeypatch.setattr("engine.distributed.sockets.LOOK_S", 0.0)
+    monkeypatch.setattr("engine.distributed.handshake_monitor.LOOK_S", 0.0)
     ranks, refused = Ranks(2, key=ClusterKey.generate()), Refused("plans", "unauthenticated")
     with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
         stranger.subscribe(b"")

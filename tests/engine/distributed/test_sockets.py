@@ -13,7 +13,7 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.distributed import sockets as module
+from engine.distributed import handshake_monitor as module
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.kv_transfer.protocol.messages import Envelope, KVWorkerAnswer, KVWorkerCommand
