@@ -26,9 +26,9 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
-from engine.model import families
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
+from engine.model.families.table import families
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -66,13 +66,13 @@ class FallbackReport:
 @contextmanager
 def without_native_code(architecture: str) -> Iterator[None]:
     """Leave a family out of the table, so that transformers' code computes it."""
-    before = dict(families.FAMILIES)
-    del families.FAMILIES[architecture]
+    before = dict(families())
+    del families()[architecture]
     try:
         yield
     finally:
-        families.FAMILIES.clear()
-        families.FAMILIES.update(before)  # in the order that it had, which others read
+        families().clear()
+        families().update(before)  # in the order that it had, which others read
 
 
 def measure(
@@ -85,7 +85,7 @@ def measure(
             (Path(made) / "config.json").write_text(json.dumps(QWEN3_06B))
         folder, load_format = (Path(made), "dummy") if random_weights else (resolve(model), "auto")
         shape = ModelConfig.from_folder(folder)
-        if shape.architecture not in families.FAMILIES:
+        if shape.architecture not in families():
             raise InvalidParameter("model", model, "of a native family")
         options = {"dtype": dtype, "load_format": load_format, "num_threads": threads or None}
         config = config_for(str(folder), shape, max(batch_sizes), context_len, steps, options)

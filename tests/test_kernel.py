@@ -16,7 +16,7 @@ LIMITS = {
     "wire": 898,
     "text": 627,
     "distributed": 1_045,
-    "model": 3_481,
+    "model": 2_868,
     "runner": 1_926,
     "core": 2_633,
 }
@@ -60,7 +60,6 @@ model/checkpoint/folder.py pocket/__init__.py
 model/checkpoint/folder.py wire/model_identity.py
 model/checkpoint/weights.py model/checkpoint/gguf/folder.py
 model/checkpoint/weights.py model/checkpoint/gguf/tensors.py
-model/config.py model/auto_config.py
 model/config.py model/config_parts/encoder.py
 model/config.py model/config_parts/gemma.py
 model/config.py model/config_parts/latent.py
@@ -72,12 +71,10 @@ model/config.py model/config_parts/stage.py
 model/config.py model/config_parts/vision.py
 model/config.py model/kv_groups.py
 model/config.py model/quantization/format.py
-model/config.py model/quantization/method.py
 model/config.py model/quantization/online.py
 model/config.py model/quantization/scheme.py
 model/config.py model/quantization/unsupported.py
 model/config.py wire/pooling_params.py
-model/config_parts/unread.py model/config_parts/moe.py
 model/layers/attention.py model/ops/encoder_attention.py
 model/layers/embedding.py model/ops/quantized_linear.py
 model/layers/embedding.py model/quantization/online.py
@@ -90,7 +87,6 @@ model/models/llama.py model/layers/moe.py
 model/models/llama.py model/layers/other_stage.py
 model/models/llama.py model/transformers_backend/vision.py
 model/models/registry.py model/layers/other_stage.py
-model/models/registry.py model/models/image_encoder.py
 model/models/registry.py model/transformers_backend/vision.py
 model/ops/activation.py model/config_parts/moe.py
 model/ops/argmax.py model/ops/cpu/sampling.py

@@ -135,7 +135,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_transformers_model(folder: Path, architecture: str, **overrides: Any) -> Path:
-    """Write a model of `architecture` (of engine/model/families.py, SPECIAL or TEXT_PARTS) and return its folder."""
+    """Write a model of `architecture` (of engine/model/families/, or SPECIAL) and return its folder."""
     config = transformers_config(architecture, **overrides)
     model = getattr(transformers, architecture.split()[0])(config).eval()
     randomise(model, tied=bool(config.tie_word_embeddings), seed=0)

@@ -14,7 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from engine.model.config_parts.unread import COMMON, DECLARED
-from engine.model.families import ENCODERS, FAMILIES, TEXT_PARTS
+from engine.model.families.encoders import ENCODERS
+from engine.model.families.multimodal import TEXT_PARTS
+from engine.model.families.table import families
 
 
 def declared() -> dict[str, dict[str, Any]]:
@@ -22,7 +24,7 @@ def declared() -> dict[str, dict[str, Any]]:
     types = {name: kind for kind, name in MODEL_MAPPING_NAMES.items() if isinstance(name, str)}
     types |= {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     parts = {kind for kinds, _ in TEXT_PARTS.values() for kind in kinds if kind.endswith("_text")}
-    classes = {name: CONFIG_MAPPING[types[name]] for name in (*FAMILIES, *ENCODERS)}
+    classes = {name: CONFIG_MAPPING[types[name]] for name in (*families(), *ENCODERS)}
     classes |= {name: CONFIG_MAPPING[name] for name in parts}
     common = {field.name: None for field in dataclasses.fields(PreTrainedConfig)}
     return {COMMON: common} | {name: _fields(kind) for name, kind in classes.items()}

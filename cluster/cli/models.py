@@ -9,7 +9,10 @@ from typing import Literal
 
 from engine.model.checkpoint.folder import resolve_config
 from engine.model.config import ModelConfig
-from engine.model.families import ENCODERS, FAMILIES, ONE_RANK, TEXT_PARTS, TRANSFORMERS
+from engine.model.families.encoders import ENCODERS
+from engine.model.families.multimodal import TEXT_PARTS
+from engine.model.families.table import families
+from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
 TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"
@@ -32,11 +35,11 @@ class Architecture:
 
 def architectures() -> Iterator[Architecture]:
     """Yield every architecture that tests cover, native ones first."""
-    for name, family in FAMILIES.items():
+    for name, family in families().items():
         tests = LATENT_TESTS if family.model.startswith("deepseek.") else NATIVE_TESTS
         yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else tests)
-    for name, (families, _) in TEXT_PARTS.items():
-        yield Architecture(name, f"text part, as {', '.join(families.values())}", "native", TWO_RANKS_TESTS)
+    for name, (texts, _) in TEXT_PARTS.items():
+        yield Architecture(name, f"text part, as {', '.join(texts.values())}", "native", TWO_RANKS_TESTS)
     for name in ENCODERS:
         yield Architecture(name, "", "native", "embeddings and scores")
     for name, models in sorted(TRANSFORMERS.items()):

@@ -7,27 +7,27 @@ that reading a configuration stays fast.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
-from engine.model.checkpoint.fields import Fields, Unsupported, one_of, reading
-from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
-from engine.model.config_parts.encoder import EncoderConfig, encoder_names
-from engine.model.config_parts.gemma import GemmaConfig, gemma_names, gemma_specs
-from engine.model.config_parts.latent import LatentConfig, attention_scale
+from engine.model.checkpoint.fields import Fields, one_of, reading
+from engine.model.checkpoint.folder import eos_token_ids, read_json, stored_dtype
+from engine.model.config_parts.encoder import EncoderConfig
+from engine.model.config_parts.gemma import GemmaConfig
+from engine.model.config_parts.head import Head
+from engine.model.config_parts.latent import LatentConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.multipliers import Multipliers
-from engine.model.config_parts.pooling import PoolingConfig, PoolingType
-from engine.model.config_parts.recurrent import RecurrentConfig, block_types, recurrent_names
-from engine.model.config_parts.rope import RopeConfig, check_factors, max_positions, read_ropes
+from engine.model.config_parts.pooling import PoolingConfig
+from engine.model.config_parts.recurrent import RecurrentConfig
+from engine.model.config_parts.rope import RopeConfig
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
-from engine.model.config_parts.unread import check_unread
 from engine.model.config_parts.vision import VisionConfig
-from engine.model.families import Family, Head, find_family, head_of, text_part
+from engine.model.families.table import find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 from engine.model.quantization import scheme
-from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task
 
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from engine.model.quantization.online import Online
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-ENCODER_ACTIVATIONS = ("gelu",)
 WITH_KV = ("attention", "hybrid")  # the `block_types` that keep KV
-# Fields of config.json that change the output if they are set, and that only few families support.
-RARE = ("attn_logit_softcapping", "final_logit_softcapping")
+FEATURES = ".config_features"
+"""The module whose `read_features` reads what a model has whatever its family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     """Tokens that end a generation; empty if the model names none."""
-    moe: MoEConfig | None
+    moe: MoEConfig | None = None
     recurrent: RecurrentConfig | None = None
     """The layers that keep a recurrent state in place of KV."""
     latent: LatentConfig | None = None
@@ -135,12 +134,10 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the configuration like `from_folder`, but from given fields of config.json, which may differ from the
         file."""
+        features = import_module(FEATURES, __package__)
         with reading(folder, "config.json"):
-            try:
-                cfg = _read(Fields(raw), folder, max_model_len)
-            except UnsupportedScheme as e:
-                raise Unsupported(f"quantization_config.{e.key}", e.value, e.limit) from e
-        return cfg if quantization is None else cfg.quantized(quantization)
+            cfg: ModelConfig = features.read_features(*_read(Fields(raw), folder, max_model_len), folder)
+        return cfg if quantization is None else features.quantized(cfg, quantization)
 
     @property
     def supported_tasks(self) -> SupportedTasks:
@@ -161,20 +158,6 @@ class ModelConfig:
             prompts=pooling.prompts,
             default_prompt_name=pooling.default_prompt_name,
         )
-
-    def quantized(self, method: str) -> ModelConfig:
-        """Return the model with weights rounded by `method` as they are loaded; the model itself if its weights are
-        stored that way. Raises ConfigError for an unknown method, or if the weights are stored in another quantized
-        format."""
-        stored = None if self.quantization is None else self.quantization.method
-        if stored == method:
-            return self
-        if stored in (None, "gguf") and method in METHODS:  # weights of a GGUF file can be dequantized first
-            return replace(self, quantization=scheme.online(method))
-        if stored is not None:
-            raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
-        limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
-        raise ConfigError("quantization", method, limit)
 
     @property
     def head_format(self) -> Online | None:
@@ -244,168 +227,16 @@ class ModelConfig:
         return place_of(layer, self.kv_specs, self.kv_groups)
 
 
-def _read(whole: Fields, folder: Path, max_model_len: int | None) -> ModelConfig:
-    architecture, raw = text_part(whole)
-    family = find_family(architecture)
-    dtype = _dtype(raw, folder)
-    if family is None:
-        cfg = _from_transformers(raw, dtype, max_model_len)
-    else:
-        cfg = _parse(architecture, family, family.fields(raw), dtype, max_model_len)
-        _check_sizes(cfg)
-    eos = eos_token_ids(folder) or cfg.eos_token_ids
-    pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
-    vision = None
-    if family is not None:
-        vision = VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor))
-        check_unread(whole, raw, cfg, folder)
-    return replace(cfg, eos_token_ids=eos, pooling=pooling, vision=vision)
-
-
-def _check_sizes(cfg: ModelConfig) -> None:
-    """Raise Unsupported for sizes that no model has together."""
-    if cfg.head_dim < 1:
-        raise Unsupported("num_attention_heads", cfg.num_heads, f"at most hidden_size ({cfg.hidden_size})")
-    if cfg.num_heads % cfg.num_kv_heads:
-        raise Unsupported("num_key_value_heads", cfg.num_kv_heads, f"a divisor of the {cfg.num_heads} attention heads")
-    for name, types in (("layer_types", cfg.window), ("layer_types", cfg.block_types)):
-        if types and len(types) < cfg.num_layers:
-            raise Unsupported(name, list(types), f"a list of {cfg.num_layers}, one for each layer")
+def _read(whole: Fields, folder: Path, max_model_len: int | None) -> tuple[ModelConfig, Fields, Fields]:
+    """Return what the family reads, the contents of config.json, and the fields of its text part."""
+    named = (whole.get("architectures") or ["none"])[0]
+    architecture, raw = find_family(named).text_part(named, whole)
+    family, dtype = find_family(architecture), _dtype(raw, folder)
+    cfg = ModelConfig(**family.read(architecture, raw, max_model_len), dtype=dtype)
+    return replace(cfg, eos_token_ids=eos_token_ids(folder) or cfg.eos_token_ids), whole, raw
 
 
 def _dtype(raw: Fields, folder: Path) -> str:
     """Return the dtype that config.json names, else the dtype of the stored weights, else float32."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
     return one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
-
-
-def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
-    """Return the configuration of an architecture that is not in families.py and that transformers computes."""
-    from engine.model.auto_config import read
-
-    fields = read(raw, max_model_len)
-    return ModelConfig(
-        **fields,
-        dtype=dtype,
-        attention_scale=fields["head_dim"] ** -0.5,
-        rms_norm_eps=0.0,
-        rope=(),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        moe=None,
-        quantization=_quantization(raw | {"tie_word_embeddings": fields["tie_word_embeddings"]}),
-    )
-
-
-def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
-    head, raw = head_of(architecture), _known_names(family, raw)
-    encoder = EncoderConfig.read(raw) if family.encoder else None
-    bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
-    if bidirectional and raw.get("sliding_window"):
-        raw = raw | {"sliding_window": raw["sliding_window"] // 2 + 1}  # config.json counts both sides
-    if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
-        raise Unsupported("num_labels", labels)
-    num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-    latent = LatentConfig.read(raw)
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
-    if latent is not None:
-        head_dim = latent.cached_dim
-    windows = _windows(raw, num_layers)
-    ropes = read_ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
-    check_factors(ropes, head_dim)
-    attention_bias = bool(raw.get("attention_bias"))
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        latent=latent,
-        attention_scale=attention_scale(raw, latent, head_dim),
-        activation=_activation(raw, ENCODER_ACTIVATIONS if encoder else family.activations),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=max_positions(raw["max_position_embeddings"], ropes)
-        - (encoder.first_position if encoder else 0),
-        rope=ropes,
-        window=windows,
-        qkv_bias=raw.get("qkv_bias", attention_bias),
-        output_bias=raw.get("output_bias", attention_bias),
-        mlp_bias=bool(raw.get("mlp_bias")),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-        eos_token_ids=as_token_ids(raw.get("eos_token_id")),
-        moe=MoEConfig.read(raw, num_layers),
-        recurrent=RecurrentConfig.read(raw, num_layers),
-        block_types=block_types(raw, num_layers) if "recurrent" in raw else (),
-        multipliers=Multipliers.read(raw),
-        gemma=GemmaConfig.read(raw),
-        layer_kv=gemma_specs(raw, windows),
-        attn_logit_softcapping=raw.get("attn_logit_softcapping"),
-        final_logit_softcapping=raw.get("final_logit_softcapping"),
-        qk_norm=bool(raw.get("use_qk_norm")),
-        num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0,
-        quantization=_quantization(raw),
-        bidirectional=bidirectional,
-        encoder=encoder,
-        head="none" if bidirectional and head == "lm" else head,
-    )
-
-
-def _known_names(family: Family, raw: Fields) -> Fields:
-    """Return the fields under the names that `_parse` reads. Raises Unsupported."""
-    raw = gemma_names(raw)
-    for key in RARE:
-        if raw.get(key) and key not in family.keys:
-            raise Unsupported(key, raw[key])
-    if raw.get("use_bidirectional_attention") not in (None, False, True):
-        raise Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
-    raw = recurrent_names(raw)
-    return encoder_names(raw) if family.encoder else raw
-
-
-def _activation(raw: Fields, supported: tuple[str, ...]) -> Any:
-    if "recurrent" in raw and "silu" in supported:
-        supported = ("silu",)  # transformers applies it to the convolutions of recurrent layers too
-    return one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], supported)
-
-
-def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
-    """Return the pooling of a model whose folder names no modules: sentence-transformers' default for an encoder,
-    vLLM's for a decoder; for a score head, the pooling that it was trained with."""
-    if cfg.encoder and cfg.head == "score":
-        return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
-    return "mean" if cfg.bidirectional else "last"
-
-
-def _quantization(raw: Fields) -> scheme.Scheme | None:
-    config = raw.get("quantization_config") or raw.get("compression_config")
-    if not config:
-        return None
-    found = scheme.parse(config)
-    if not raw.get("tie_word_embeddings") and found.quantizes("lm_head"):
-        raise UnsupportedScheme(
-            "ignore",
-            config.get("ignore"),
-            "a list that contains lm_head, because the head is not loaded in quantized form",
-        )
-    return found
-
-
-def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer. Families state it per layer, by a pattern (Gemma 3: every sixth layer is
-    global), from some layer on (Qwen), or for all layers (Mistral, Qwen 3 MoE); Llama has none."""
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    if window is None:
-        return (None,) * num_layers
-    if types := raw.get("layer_types"):
-        allowed = ("full_attention", "sliding_attention")
-        sliding = [one_of("layer_types", t, allowed) == "sliding_attention" for t in types]
-    elif pattern := raw.get("sliding_window_pattern"):
-        sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
-    else:
-        sliding = [i >= raw.get("max_window_layers", 0) for i in range(num_layers)]
-    return tuple(window if s else None for s in sliding)

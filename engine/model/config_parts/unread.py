@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.model.checkpoint.fields import Fields, Unsupported
+from engine.model.config_parts.head import HEADS
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families import HEADS
 
 logger = logging.getLogger(__name__)
 DECLARED = Path(__file__).with_name("declared_fields.json")
@@ -118,7 +118,7 @@ def check_unread(whole: Fields, fields: Fields, cfg: Model, folder: Path) -> Non
 
 
 def _class_of(architecture: str) -> str:
-    """Return the architecture of FAMILIES or ENCODERS to which a base model or a model with a score head belongs."""
+    """Return the declared architecture to which a base model or a model with a score head belongs."""
     base = architecture.removesuffix(next(filter(architecture.endswith, HEADS), "")).removesuffix("ForCausalLM")
     return f"{base}ForCausalLM" if f"{base}ForCausalLM" in declared_fields() else f"{base}Model"
 

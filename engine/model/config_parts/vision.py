@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from engine.model.checkpoint.fields import Fields, Unsupported
-from engine.model.families import VISION
+
+# Models with image input, and how their rotary frequencies are assigned to time, height and width: in one section per
+# axis (Qwen2-VL, arXiv:2409.12191), interleaved (Qwen3-VL, arXiv:2511.21631), or None if positions have one axis.
+VISION: dict[str, Literal["sections", "interleaved"] | None] = {
+    "Gemma3ForConditionalGeneration": None,
+    "Gemma4ForConditionalGeneration": None,
+    "InternVLForConditionalGeneration": None,
+    "Mistral3ForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "sections",
+    "Qwen3VLForConditionalGeneration": "interleaved",
+    "Qwen3VLMoeForConditionalGeneration": "interleaved",
+    "Qwen3_5ForConditionalGeneration": "interleaved",
+    "Qwen3_5MoeForConditionalGeneration": "interleaved",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from engine.model.families import find_family
+from engine.model.families.table import find_family
 from engine.model.layers.other_stage import StageOutput
-from engine.model.models import image_encoder
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
@@ -23,16 +22,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def model_class(architecture: str) -> type[Model]:
-    """Return the class for an architecture: its family's, or TransformersModel. All have the interface of Llama's."""
-    family = find_family(architecture)
-    if architecture == image_encoder.ARCHITECTURE:
-        module, name = image_encoder.__name__, architecture
-    elif family is None:
-        module, name = "..transformers_backend.model", "TransformersModel"
-    else:
-        file, _, name = family.model.rpartition(".")
-        module = f".{file}"
-    cls: type[Model] = getattr(importlib.import_module(module, __package__), name)
+    """Return the class for an architecture. All have the interface of Llama's."""
+    file, _, name = find_family(architecture).model.rpartition(".")
+    cls: type[Model] = getattr(importlib.import_module(f".{file}", __package__), name)
     return cls
 
 

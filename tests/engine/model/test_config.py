@@ -13,7 +13,7 @@ from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model.checkpoint.folder import read_json
 from engine.model.config import ModelConfig
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families import FAMILIES
+from engine.model.families.table import families
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
 from engine.model.quantization.mxfp4 import MXFP4
@@ -221,7 +221,7 @@ def read(tmp_path: Path):
     return read
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", families())
 def test_every_family_with_a_configuration_has_a_model(architecture):
     assert issubclass(model_class(architecture), LlamaForCausalLM)
 

@@ -12,7 +12,7 @@ import transformers
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.model.families import TRANSFORMERS
+from engine.model.families.transformers_family import TRANSFORMERS
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.batches import load_by_hand

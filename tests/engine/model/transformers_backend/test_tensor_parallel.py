@@ -9,7 +9,7 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.families import ONE_RANK, TRANSFORMERS
+from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 from engine.model.models.registry import build_model
 from tests.models import with_slow
 from tests.ranks import check_ranks

@@ -1,0 +1,70 @@
+"""Reads what a model has whatever its family: quantized weights, pooling, and a vision encoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.model.checkpoint.fields import Fields, Unsupported
+from engine.model.config import ModelConfig
+from engine.model.config_parts.pooling import PoolingConfig, PoolingType
+from engine.model.config_parts.unread import check_unread
+from engine.model.config_parts.vision import VisionConfig
+from engine.model.quantization import scheme
+from engine.model.quantization.method import METHODS
+from engine.model.quantization.unsupported import UnsupportedScheme
+
+
+def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) -> ModelConfig:
+    """Return the configuration with these features. Raises Unsupported or ModelFolderError.
+
+    cfg: what the family has read. whole: the contents of config.json. raw: the fields of the text part.
+    """
+    cfg = replace(
+        cfg,
+        quantization=read_quantization(cfg, raw),
+        pooling=PoolingConfig.from_folder(folder, default_pooling(cfg, raw)),
+    )
+    if cfg.transformers:
+        return cfg
+    cfg = replace(cfg, vision=VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor)))
+    check_unread(whole, raw, cfg, folder)
+    return cfg
+
+
+def read_quantization(cfg: ModelConfig, raw: Fields) -> scheme.Scheme | None:
+    """Return the formats in which the checkpoint stores its weights; None if none is quantized."""
+    config = raw.get("quantization_config") or raw.get("compression_config")
+    if not config:
+        return None
+    try:
+        found = scheme.parse(config)
+        if not cfg.tie_word_embeddings and found.quantizes("lm_head"):
+            limit = "a list that contains lm_head, because the head is not loaded in quantized form"
+            raise UnsupportedScheme("ignore", config.get("ignore"), limit)
+    except UnsupportedScheme as e:
+        raise Unsupported(f"quantization_config.{e.key}", e.value, e.limit) from e
+    return found
+
+
+def quantized(cfg: ModelConfig, method: str) -> ModelConfig:
+    """Return the model with weights rounded by `method` as they are loaded; the model itself if its weights are stored
+    that way. Raises ConfigError for an unknown method, or if the weights are stored in another quantized format."""
+    stored = None if cfg.quantization is None else cfg.quantization.method
+    if stored == method:
+        return cfg
+    if stored in (None, "gguf") and method in METHODS:  # weights of a GGUF file can be dequantized first
+        return replace(cfg, quantization=scheme.online(method))
+    if stored is not None:
+        raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
+    limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
+    raise ConfigError("quantization", method, limit)
+
+
+def default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
+    """Return the pooling of a model whose folder names no modules: sentence-transformers' default for an encoder,
+    vLLM's for a decoder; for a score head, the pooling that it was trained with."""
+    if cfg.encoder and cfg.head == "score":
+        return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
+    return "mean" if cfg.bidirectional else "last"
