@@ -21,9 +21,9 @@ import typer
 
 from benchmarks.command import run
 from engine import pocket
+from engine.grammars.compiler import Compilation, GrammarCompiler
 from engine.model.config import ModelConfig
 from engine.pooling.prompts import PoolingPrompts
-from engine.text.grammar import Compilation, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.core.costs.step_cost import StepCost
-from engine.core.door.inputs import GrammarSet
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
+from engine.parts.grammar.inputs import GrammarSet
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy

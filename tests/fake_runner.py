@@ -13,7 +13,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.costs.block_usage import observe_usage
 from engine.core.costs.cost_ledger import CostLedger
 from engine.core.costs.step_cost import StepTimes, StepWork
-from engine.core.door.inputs import Aborted, Added, GrammarSet
+from engine.core.door.inputs import Aborted, Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
@@ -22,6 +22,8 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.grammar.grammars import Grammars
+from engine.parts.grammar.inputs import GrammarSet
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.holds.hold_table import HoldTable
 from engine.parts.holds.holds import Holds
@@ -65,10 +67,10 @@ class FakeGrammar:
     """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end. After a multiple
     of 10 it is larger by 1."""
 
-    constrains = True
+    refusal = None
 
     def __init__(self, output: list[int] | None = None):
-        self.is_done, self.error, self.is_ready = False, None, True
+        self.is_done, self.is_ready = False, True
         self.drafts: list[int] = []
         self.forced = False
         self.output: list[int] = []
@@ -343,7 +345,7 @@ class Harness:
                 max_share_per_client=held_share_per_client,
                 max_ttl_s=max_hold_s,
             )
-        parts = [holds, offloading, self.make_fetching(kv_cache, handoffs, offloading), *limits]
+        parts = [Grammars(), holds, offloading, self.make_fetching(kv_cache, handoffs, offloading), *limits]
         parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters, handoffs]
         self.scheduler = Scheduler(
             self.config,

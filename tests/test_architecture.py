@@ -19,9 +19,9 @@ ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may i
 ENGINE_ORDER = [
     {"hooks", "devices"},
     {"wire"},
-    {"fairness", "grammars"},
+    {"fairness"},
     {"text", "distributed"},
-    {"pooling", "multimodal"},
+    {"pooling", "multimodal", "grammars"},
     {"model"},
     {"kv_transfer", "kv_offload", "spec_decode", "lora", "eplb", "kernel_trial"},
     {"runner"},

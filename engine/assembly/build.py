@@ -18,7 +18,6 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.mail.compilations import Compilations
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
@@ -42,7 +41,6 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.open_runner import open_runner
 from engine.runner.parts.experts import Experts
 from engine.runner.rank_setup import read_model, without_idle_moves
-from engine.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -50,8 +48,8 @@ if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handof
 
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
-    "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora", "handoffs", "kv_events",
-    "tape",
+    "grammar", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora", "handoffs",
+    "kv_events", "tape",
 )  # fmt: skip
 """Folders of engine/parts. What an engine lacks is imported, and makes nothing."""
 
@@ -117,11 +115,7 @@ def build_engine(
         ),
         scheduler=scheduler,
         ledger=CostLedger(step_times, setup.usages, loaded.block_bytes, clock.monotonic(), setup.tier_usages),
-        mail=Mail(
-            scheduler,
-            Compilations(make_compiler(loaded)),
-            [courier for feature in features for courier in feature.couriers],
-        ),
+        mail=Mail(scheduler, [courier for feature in features for courier in feature.couriers]),
         clock=clock,
         tape=next(iter(journals), NOBODY_LISTENS),
     )
@@ -186,11 +180,6 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
         snapshots=snapshots,
         snapshot_interval=interval,
     )
-
-
-def make_compiler(loaded: Loaded) -> GrammarCompiler:
-    closed = loaded.config.structured_outputs.disable_additional_properties
-    return GrammarCompiler(loaded.folder, loaded.model.vocab_size, frozenset(loaded.model.eos_token_ids), closed=closed)
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoff
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S = 0.005  # while every request waits for a grammar or a mask
+POLL_S = 0.005  # while every request waits for something that is on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class EngineCore:
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
         self._check_task(message)
-        self.admit(inputs.Added(message), message.client)
+        self.admit(inputs.Added(message))
 
     def check(self, message: GenerateRequest) -> None:
         """Raise RequestError if `add` would refuse this request even if there were no others, or if it would end for
-        what it refers to: an adapter, a grammar. Waits for these."""
+        what it refers to. Waits for that."""
         self._check_task(message)
         self.scheduler.check_request(message)
         self.mail.check(message, self._now())
@@ -98,15 +98,14 @@ class EngineCore:
         self.apply(inputs.Aborted(request_id, reason))
         return self.take_events()
 
-    def admit(self, given: inputs.Input, client: str = "") -> None:
-        """Take an input that brings a new request, and start to compile its grammar. Raises ServingError. client: who
-        is charged for it."""
+    def admit(self, given: inputs.Input) -> None:
+        """Take an input that brings a new request, and ask for what it needs. Raises ServingError."""
         now = self._now()
-        request = self.scheduler.apply(given, now)
+        self.scheduler.apply(given, now)
+        self.mail.deliver()
         if self.idle:
             self.idle, self.last_step_at = False, now
             self.ledger.spent(self._waits, now)
-        self.mail.grammars.start(request, now, client)
 
     def apply(self, given: inputs.Input) -> Any:
         """Pass an input on to the scheduler, whose answer it returns."""
@@ -190,13 +189,11 @@ class EngineCore:
         self.ranks.committed(result)
 
     def _wait(self) -> None:
-        """Wait briefly if a request needs a grammar, a mask, an adapter or pinned blocks; otherwise become idle. Called
-        when no step can be planned."""
+        """Wait briefly if something is on its way that a request needs; otherwise become idle. Called when no step can
+        be planned."""
         self.ranks.launcher.rest()
-        if self.mail.is_awaited or any(
-            request.grammar.constrains for request in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
-        ):
-            self.mail.grammars.wait(GRAMMAR_POLL_S)
+        if self.mail.is_awaited:
+            self.mail.wait(POLL_S)
         else:
             self.idle = True
         self.last_step_at = self._now()  # no step is late

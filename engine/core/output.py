@@ -76,7 +76,7 @@ class StopConditions:
         params = request.params
         if token in self._eos_token_ids and not params.ignore_eos:
             return "stop"
-        if token in params.stop_token_ids or request.grammar.is_done:
+        if token in params.stop_token_ids or (request.constraint is not None and request.constraint.is_done):
             return "stop"
         return "length" if num_output >= request.max_tokens else None
 

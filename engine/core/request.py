@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.core.request_cost import RequestCost
 from engine.spec_decode.draft_length import SequenceDrafts
-from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest, digest_of
@@ -21,11 +20,10 @@ from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import HoldOutcome, RequestTimes, TokenLogprob
 
 if TYPE_CHECKING:
-    from engine.text.grammar import Grammar
+    from engine.core.constraint import Constraint
 
 
 class State(Enum):
-    WAITING_FOR_GRAMMAR = "waiting for grammar"
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting for remote KV"
     LOADING_KV = "loading KV"  # from a tier or another cache; it holds no blocks meanwhile
@@ -199,8 +197,8 @@ class Request:
     adapter_slot: int = -1  #: while it runs; -1 without an adapter
     pooling: PoolingParams | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    grammar: Grammar | FreeText = FREE_TEXT
-    """Compiled grammar of a structured output; FREE_TEXT without one, or until it is compiled."""
+    constraint: Constraint | None = None
+    """What its output is constrained by; None until a part knows."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
     cost: RequestCost = field(default_factory=RequestCost)
     leaving: int = 0
@@ -263,9 +261,10 @@ class Request:
     @property
     def is_undecided(self) -> bool:
         """Whether no step can be planned for the request yet. Either it is unknown how many tokens the step in flight
-        will yield or which tokens the grammar allows next, or the request will stop at the token in flight."""
-        undecided = self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
-        return undecided or (self.leaving > 0 and self.in_flight > 0)
+        will yield or which tokens its constraint allows next, or the request will stop at the token in flight."""
+        if self.drafts.in_flight > 0 or (self.constraint is not None and self.constraint.waits(self.in_flight)):
+            return True
+        return self.leaving > 0 and self.in_flight > 0
 
     @property
     def is_waiting(self) -> bool:

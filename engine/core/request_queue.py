@@ -19,16 +19,11 @@ class RequestQueue:
         self.max_num_seqs = max_num_seqs
         #: All live requests, by id.
         self.live: dict[str, Request] = {}
-        self.waiting_for_grammar: set[Request] = set()
         #: Sorted by `Request.order`.
         self.waiting: list[Request] = []
         #: Sorted by `Request.order`.
         self.running: list[Request] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.waiting_for_grammar)
 
     @property
     def has_free_slot(self) -> bool:
@@ -45,14 +40,10 @@ class RequestQueue:
         return sum(request.queued_tokens for request in [*self.waiting, *self.running])
 
     def add(self, request: Request) -> None:
-        """Add a new request. It waits for its grammar first, if it needs one."""
+        """Add a new request."""
         assert request.request_id not in self.live
         self.live[request.request_id] = request
-        if request.params.structured_outputs is None:
-            self.wait(request)
-        else:
-            request.state = State.WAITING_FOR_GRAMMAR
-            self.waiting_for_grammar.add(request)
+        self.wait(request)
 
     def wait(self, request: Request) -> None:
         request.state = State.WAITING
@@ -70,8 +61,6 @@ class RequestQueue:
         """Remove a request from its collection and its slot. It stays live, and keeps its blocks and its state."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
-        elif request.state is State.WAITING_FOR_GRAMMAR:
-            self.waiting_for_grammar.remove(request)
         elif request.state is State.RUNNING:
             self.running.remove(request)
             BLACK_BOX.end(compute_key(request.request_id))
@@ -81,11 +70,9 @@ class RequestQueue:
     def check(self, kept: list[Request]) -> None:
         """Raise AssertionError if a request or a slot is lost. kept: the live requests that parts keep."""
         elsewhere = (State.WAITING_FOR_REMOTE_KV, State.LEASED, State.LOADING_KV)
-        by_state = {
-            State.RUNNING: self.running,
-            State.WAITING: self.waiting,
-            State.WAITING_FOR_GRAMMAR: list(self.waiting_for_grammar),
-        } | {state: [request for request in kept if request.state is state] for state in elsewhere}
+        by_state = {State.RUNNING: self.running, State.WAITING: self.waiting} | {
+            state: [request for request in kept if request.state is state] for state in elsewhere
+        }
         assert len(self.live) == sum(map(len, by_state.values())), "a request is lost"
         for state, requests in by_state.items():
             assert all(request.state is state for request in requests), (

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.block_allocator import BlockAllocator
 from engine.core.door import inputs
@@ -29,9 +29,6 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
-
-if TYPE_CHECKING:
-    from engine.text.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +86,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for their turn, for a grammar, or for cached KV from elsewhere."""
-        return self.queue.num_waiting + len(self.parts.kept(State.LOADING_KV))
+        """Number of requests that wait for their turn, or for cached KV from elsewhere."""
+        return len(self.queue.waiting) + len(self.parts.kept(State.LOADING_KV))
 
     @property
     def has_work(self) -> bool:
@@ -111,8 +108,6 @@ class Scheduler:
                 answer = given.apply(self, now)
             case inputs.Added(message):
                 answer = self._add(message, now)
-            case inputs.GrammarSet(request_id, grammar):
-                self._set_grammar(self.queue.live[request_id], grammar)
             case inputs.Aborted(request_id, reason, error):
                 self.abort(request_id, now, error, reason=reason)
             case inputs.CacheCleared():
@@ -163,11 +158,6 @@ class Scheduler:
         for cleared in self.parts.cleared:
             cleared()
         self.kv_cache.clear_cache()
-
-    def _set_grammar(self, request: Request, grammar: Grammar) -> None:
-        self.queue.remove(request)
-        request.grammar = self.journal.grammar(grammar)
-        self.queue.wait(request)
 
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
@@ -392,14 +382,14 @@ class Scheduler:
         if first := request.clock.first_token_at is None:
             request.clock.first_token_at = now
             request.note("first token")
-        known, constrains, reason = len(request.tokens), request.grammar.constrains, None
+        known, constraint, reason = len(request.tokens), request.constraint, None
         if request.tables:  # else it was preempted meanwhile
             request.finite = known
         position = known - request.num_prompt
         for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
-            if constrains:
-                request.grammar.accept(token)
+            if constraint is not None:
+                constraint.accept(token)
             if reason := self._stops.reason(request, token, position + count):
                 break
         if len(tokens) > 1 and request.state is State.RUNNING:
@@ -410,16 +400,16 @@ class Scheduler:
             self.finish(request, reason, now, self._stops.named(request, delta) if reason == "stop" else delta)
         elif not (request.leaving and any(let_go(request, delta, now) for let_go in self.parts.let_go)):
             self.out.events.append(Event(request, delta))
-            if constrains:
+            if constraint is not None:
                 guesses = [guess(request) for guess in self.parts.guess]
-                request.grammar.start_masks(guesses[0] if guesses else None)
+                constraint.start_masks(guesses[0] if guesses else None)
 
     def _sampling_error(self, request: Request, token: int) -> ServingError:
         """Return why no token could be sampled for a request. token: the reason, as in StepResult."""
         if token != ALL_TOKENS_BANNED:
             self._invalidate(request)
-        if request.grammar.error and request.params.structured_outputs:
-            return request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
+        if request.constraint is not None and (refusal := request.constraint.refusal) is not None:
+            return refusal
         banned = token == ALL_TOKENS_BANNED
         return RequestError(ALL_BANNED) if banned else EngineError(request.request_id, LOGITS_NOT_FINITE)
 

@@ -63,9 +63,9 @@ class StepPlanBuilder:
 
     def plan(self, step: int, blocks: list[BlockChange]) -> StepPlan:
         masks = {
-            i: request.grammar.masks(len(self._drafts.get(i, ())))
+            i: request.constraint.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
-            if request.grammar.constrains and self._samples[i]
+            if request.constraint is not None and self._samples[i]
         }
         return StepPlan(
             step=step,

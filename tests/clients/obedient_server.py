@@ -19,8 +19,8 @@ from pathlib import Path
 
 import uvicorn
 
+from engine.grammars.compiler import GrammarCompiler
 from engine.model.checkpoint.folder import resolve
-from engine.text.grammar import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from tests.clients.answers import Call, dumps, find

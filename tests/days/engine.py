@@ -20,7 +20,6 @@ from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.mail.compilations import Compilations
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.request import Request
@@ -43,6 +42,8 @@ from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.grammar.grammar_courier import GrammarCourier
+from engine.parts.grammar.grammars import Grammars
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
@@ -61,7 +62,7 @@ from engine.wire.messages import Command, Subscribe
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
-from tests.days.grammars import Grammars, Pauses
+from tests.days.grammars import FakeCompiler, Pauses
 from tests.days.model import EOS, VOCAB, Memory, Runner, StepClock, chain
 from tests.days.tiers import Tiers, make_offloading
 
@@ -183,6 +184,7 @@ class Engine:
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             parts=[
+                (grammars := Grammars()),
                 *(part for part in (offloading, fetching) if part is not None),
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
@@ -212,15 +214,16 @@ class Engine:
             ),
             mail=Mail(
                 scheduler,
-                Compilations(
-                    Grammars(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
-                    Pauses(self.clock),  # type: ignore[arg-type]
-                ),
                 [
+                    GrammarCourier(
+                        grammars,
+                        FakeCompiler(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
+                    ),
                     *([] if offloading is None else [TierCourier(offloading, self.tiers)]),  # type: ignore[arg-type]
                     *([] if self.image_channel is None else [ImageCourier(self.image_channel)]),
                     HandoffCourier(self.channel),  # type: ignore[arg-type]
                 ],
+                Pauses(self.clock),  # type: ignore[arg-type]
             ),
             clock=clock,
         )
@@ -346,7 +349,7 @@ class Engine:
             choose = max if core.idle and abs(now + wait_s - due) < TOGETHER_S else min
             due = choose(due, now + wait_s)
         if not core.idle:
-            due = min([due, *[pending.ready_at for pending in core.mail.grammars.running.values()]])
+            due = min([due, *[pending.ready_at for pending in core.mail[GrammarCourier].running.values()]])
             due = min(due, core.scheduler.next_deadline)
         return max(0.0, due - now) / self.clock.drift + WAKE_S
 

@@ -26,7 +26,7 @@ class Pending:
         return now >= self.ready_at
 
 
-class Grammars:
+class FakeCompiler:
     """Has the methods of GrammarCompiler."""
 
     def __init__(self, rng: random.Random):

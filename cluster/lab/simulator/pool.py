@@ -78,7 +78,7 @@ class Pool:
 
     def drain(self, now: float) -> Replica:
         """Send no more requests to the replica that has the fewest, and return it."""
-        replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
+        replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + len(r.scheduler.queue.waiting))
         self._set_up({name: other for name, other in self.up.items() if other is not replica}, now)
         return replica
 

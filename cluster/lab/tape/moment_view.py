@@ -79,7 +79,7 @@ class MomentView(msgspec.Struct, frozen=True, kw_only=True):
         queue, kept = scheduler.queue, scheduler.parts.kept()
         lists: dict[str, Sequence[Request]] = {
             "running": queue.running,
-            "waiting": [*queue.waiting, *queue.waiting_for_grammar, *scheduler.parts.kept(State.LOADING_KV)],
+            "waiting": [*queue.waiting, *scheduler.parts.kept(State.LOADING_KV)],
             "KV of other engines": [r for r in kept if r.state is not State.LOADING_KV],
         }
         last = replay.moments[replay.position - 1] if replay.position else None

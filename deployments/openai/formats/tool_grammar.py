@@ -28,9 +28,10 @@ from deployments.openai.formats.families import CALL_FORMATS, HARMONY
 from deployments.openai.parsers import harmony
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import InvalidParameter
+from engine.grammars.compiler import limits
+from engine.grammars.grammar import one_line
 from engine.grammars.json_schema import CACHED_RESULTS, cached, enforceable
 from engine.grammars.references import SchemaError
-from engine.text.grammar import limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]

@@ -25,13 +25,6 @@ class Added(Input, frozen=True):
     message: GenerateRequest
 
 
-class GrammarSet(Input, frozen=True):
-    """The compiled grammar that a request was waiting for. It makes the request ready to run."""
-
-    request_id: str
-    grammar: Any  #: a Grammar
-
-
 class Aborted(Input, frozen=True):
     """A request ends now, if it is live: it may just have finished.
 

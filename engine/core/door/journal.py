@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from engine.core.door.inputs import Input
     from engine.core.output import Event
     from engine.core.request import Request
-    from engine.text.free_text import FreeText
-    from engine.text.grammar import Grammar
     from engine.wire.plan import StepPlan, StepResult
     from engine.wire.token_delta import FinishReason
 
@@ -42,10 +40,6 @@ class Journal:
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A request has ended, by the input or step that is under way."""
-
-    def grammar(self, grammar: Grammar | FreeText) -> Grammar | FreeText:
-        """Return the grammar that a request uses in place of this one."""
-        return grammar
 
     def settle(self) -> None:
         """There is time for what was put off: a step computes."""

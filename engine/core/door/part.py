@@ -148,7 +148,7 @@ class Part:
         return 0
 
     def guess(self, request: Request) -> list[int]:
-        """Return drafts that may follow the newest token of a request, ignoring its grammar."""
+        """Return drafts that may follow the newest token of a request, ignoring its constraint."""
         return []
 
     # -- what it tells -------------------------------------------------------------------------------------

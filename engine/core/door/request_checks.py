@@ -38,6 +38,8 @@ class RequestChecks:
     def _check_parts(self, asked: GenerateRequest | RemoteRequest, prompt: list[int]) -> None:
         if asked.lora is not None and not self._parts.takes("lora"):
             raise AdapterError.without_slots(asked.lora.lora_name)
+        if asked.params.structured_outputs is not None and not self._parts.takes("structured_outputs"):
+            raise asked.params.structured_outputs.invalid("left out: this engine enforces no grammars")
         if asked.mm_features and not self._parts.takes("mm_features"):
             raise InvalidParameter("mm_features", len(asked.mm_features), "left out: this model reads text only")
         for check in self._parts.check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,10 +21,12 @@ class Courier:
 
     notices: list[msgspec.Struct]
     """Where messages for the control actor go."""
+    came: threading.Event
+    """What may be set, from any thread, when something has come."""
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something is on its way that lets a request start."""
+        """Whether something is on its way that lets a request start or go on."""
         return False
 
     def check(self, message: GenerateRequest, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,7 +10,6 @@ import msgspec
 
 from engine.core.door.inputs import Input
 from engine.core.door.part_input import TimePassed
-from engine.core.mail.compilations import Compilations
 from engine.core.mail.courier import Courier
 from engine.core.scheduler import Scheduler
 from engine.hooks.by_class import ByClass
@@ -22,33 +22,34 @@ FLUSH_POLL_S = 0.002
 class Mail(ByClass[Courier]):
     """Delivers what parts send, and gives what comes for them. Used by the thread of the step loop."""
 
-    def __init__(self, scheduler: Scheduler, grammars: Compilations, couriers: Sequence[Courier] = ()):
-        """couriers: in the order in which they are asked."""
+    def __init__(self, scheduler: Scheduler, couriers: Sequence[Courier] = (), came: threading.Event | None = None):
+        """couriers: in the order in which they are asked. came: what they set when something has come."""
         super().__init__(couriers)
-        self.grammars, self._scheduler = grammars, scheduler
+        self._scheduler, self._came = scheduler, came or threading.Event()
         self._notices: list[msgspec.Struct] = []
         for courier in couriers:
-            courier.notices = self._notices
+            courier.notices, courier.came = self._notices, self._came
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a grammar or something else is on its way that lets a request start."""
-        return bool(self.grammars.running) or any(courier.is_awaited for courier in self.all)
+        """Whether something is on its way that lets a request start or go on."""
+        return any(courier.is_awaited for courier in self.all)
 
     def check(self, message: GenerateRequest, now: float) -> None:
-        """Raise ServingError if what a request refers to cannot be used, or its grammar cannot be compiled. Waits for
-        both."""
+        """Raise ServingError if what a request refers to cannot be used. Waits for it."""
         for courier in self.all:
             courier.check(message, now)
-        if message.params.structured_outputs is not None:
-            self.grammars.check(message.params.structured_outputs, now)
 
     def arrived(self, now: float) -> Iterator[Input]:
         """Yield what has come since the last call, in the order in which the scheduler must be given it. Raises
         EngineUnavailable."""
-        yield from self.grammars.finished(now)
         for courier in self.all:
             yield from courier.arrived(now)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something comes, for so long at most."""
+        self._came.wait(seconds)
+        self._came.clear()
 
     def deliver(self) -> None:
         """Deliver what may go now. Messages for the control actor are kept for `take_notices`."""
@@ -73,7 +74,6 @@ class Mail(ByClass[Courier]):
             time.sleep(FLUSH_POLL_S)
 
     def close(self) -> None:
-        self.grammars.close()
         for courier in self.all:
             courier.close()
 

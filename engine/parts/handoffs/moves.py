@@ -30,7 +30,7 @@ def choose(queue: RequestQueue, others: list[Request], count: int) -> list[Reque
     others: live requests that wait outside the queue. One that has blocks for KV on its way here does not leave before
     it runs.
     """
-    waiting = [*reversed(queue.waiting), *queue.waiting_for_grammar, *others]
+    waiting = [*reversed(queue.waiting), *others]
     at_once = [r for r in waiting if not (r.asked_by or r.tables or r.state is State.FINISHED)][:count]
     running = [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pooling)]
     for request in running[: count - len(at_once)]:

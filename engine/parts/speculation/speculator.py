@@ -139,11 +139,10 @@ class Speculator(Part):
         computes just its newest token."""
         if not count == 1 == request.pending or request.in_flight:
             return []
-        grammar = request.grammar
-        if not grammar.constrains:
+        if (constraint := request.constraint) is None:
             return self._guess(request, capacity)
-        drafts = grammar.drafts[: self._left(request, capacity)]  # guessed when their masks were computed
-        if grammar.forced or not drafts:
+        drafts = constraint.drafts[: self._left(request, capacity)]  # guessed when their masks were computed
+        if constraint.forced or not drafts:
             return drafts
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
@@ -182,7 +181,7 @@ class Speculator(Part):
         drafts = request.drafts
         drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)
         if drafted:
-            if not request.grammar.forced:
+            if request.constraint is None or not request.constraint.forced:
                 drafts.record(drafted, accepted, len(request.tokens) + accepted)
                 drafts.verified = (accepted, drafted - accepted) if drafts.prediction else None
             self.totals.observe(drafted, accepted)

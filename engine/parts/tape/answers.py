@@ -11,12 +11,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
-from engine.text.free_text import FreeText
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 if TYPE_CHECKING:
+    from engine.core.constraint import Constraint
+    from engine.errors import ServingError
     from engine.spec_decode.drafter import SequenceDrafter
-    from engine.text.grammar import Grammar
 
 ORDINARY = 0
 """Stands for any token that does not end a request."""
@@ -142,9 +142,7 @@ class NoDrafter:
 class TapedGrammar:
     """Records when a grammar was ready, and how many tokens it had drafted by then."""
 
-    constrains = True
-
-    def __init__(self, grammar: Grammar | FreeText, log: AnswerLog):
+    def __init__(self, grammar: Constraint, log: AnswerLog):
         self._grammar, self._log = grammar, log
 
     def __getattr__(self, name: str) -> Any:
@@ -161,10 +159,11 @@ class TapedGrammar:
         return ReplayedGrammar(Answers(), self.forced, len(self.drafts))
 
 
-class ReplayedGrammar(FreeText):
-    """Accepts and masks nothing, as FreeText does, but waits and drafts as a grammar did."""
+class ReplayedGrammar:
+    """Accepts and masks nothing, but waits and drafts as a grammar did."""
 
-    constrains = True
+    is_done = False
+    refusal: ServingError | None = None
 
     def __init__(self, answers: Answers, forced: bool = False, drafts: int = 0):
         self._answers, self.forced, self.drafts = answers, forced, [ORDINARY] * drafts
@@ -174,6 +173,15 @@ class ReplayedGrammar(FreeText):
             return True
         self.forced, self.drafts = bool(self._answers.take()), [ORDINARY] * self._answers.take()
         return False
+
+    def masks(self, num_drafts: int = 0) -> bytes:
+        return b""
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def start_masks(self, guess: list[int] | None = None) -> None:
+        pass
 
 
 # -- names in the tiers ------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Literal, Union
 
 import msgspec
 
-from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
+from engine.core.door.inputs import Aborted, Added, Input
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError, RequestError, ServingError
+from engine.parts.grammar.inputs import GrammarSet
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,12 +15,14 @@ import msgspec
 
 from engine.clock import Clock
 from engine.core.costs.step_cost import StepTimes
-from engine.core.door.inputs import Aborted, Added, GrammarSet, Input
+from engine.core.door.inputs import Aborted, Added, Input
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineUnavailable
+from engine.parts.grammar.grammars import Grammars
+from engine.parts.grammar.inputs import GrammarSet
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.parts.images.image_handoffs import number_of
@@ -64,8 +66,6 @@ from engine.parts.tape.ring import (
 )
 from engine.parts.tape.shared_copy import NoCopy, open_copy
 from engine.parts.tape.snapshot import KINDS, dump
-from engine.text.free_text import FreeText
-from engine.text.grammar import Grammar
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
 from engine.wire.kv_offload import StoreListing, TierAnswer
 from engine.wire.plan import ON_DEVICE, BlockChange, StepPlan, StepResult
@@ -125,6 +125,8 @@ class Tape(Journal):
             offloading.set_names(self._names)
         if speculator is not None:
             speculator.watch = DrafterWatch(self._ring)
+        if (grammars := scheduler.parts.get(Grammars)) is not None:
+            grammars.watch = partial(TapedGrammar, log=self._ring)
         scheduler.journal = self
         self._begin()
 
@@ -209,6 +211,8 @@ class Tape(Journal):
             self._scheduler.parts[KVOffloading].set_names(self._names.name_of)
         if (speculator := self._scheduler.parts.get(Speculator)) is not None:
             speculator.watch = unwatched
+        if (grammars := self._scheduler.parts.get(Grammars)) is not None:
+            grammars.watch = None
         self._ring.end()
         self._copy.close()
 
@@ -301,9 +305,6 @@ class Tape(Journal):
         if self._arriving is not None:  # its blocks have been cached since
             self._ring.hashes(self._arriving.order[1], self._arriving.prefix.hashes)
             self._arriving = None
-
-    def grammar(self, grammar: Grammar | FreeText) -> Grammar | FreeText:
-        return TapedGrammar(grammar, self._ring)  # type: ignore[return-value]
 
     def _without_text(self, given: Input) -> Input | None:
         """Return what is recorded of an input; None if no decision depends on it."""

@@ -48,6 +48,7 @@ from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.grammar.grammars import Grammars
 from engine.parts.handoffs.handoff_requests import HandoffRequests
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.prompts_for_others import PromptsForOthers
@@ -95,7 +96,6 @@ from engine.parts.tape.object_graph import (
 )
 from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
-from engine.text.free_text import FREE_TEXT
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
 from engine.wire.kv_offload import (
@@ -122,8 +122,8 @@ from engine.wire.token_delta import HoldOutcome
 KINDS = Kinds()
 KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
-    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, HandoffRequests,
-    Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
+    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, Grammars,
+    HandoffRequests, Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
     KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, PromptsForOthers,
     NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
     Offers, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
@@ -145,7 +145,7 @@ KINDS.messages += [
 KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
 KINDS.constants |= {str(state): state for state in State}
 KINDS.constants |= {
-    "nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "free text": FREE_TEXT, "any number": any_number,
+    "nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "any number": any_number,
     "unknown": unknown,    "BlockAccount": BlockAccount,
 }  # fmt: skip
 KINDS.methods += [
@@ -195,6 +195,7 @@ CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
     PromptOfHold: of_prompt,
     HoldTable: lambda _: {"_usages": []},
     BlockPool: lambda _: {"observers": []},
+    Grammars: lambda part: {"waiting": dict.fromkeys(part.waiting, ""), "watch": None},
     ImageHandoffs: of_image_handoffs,
     PrefixUse: lambda _: {"hashes": [], "salt": ""},
     Outputs: lambda _: {"events": [], "_posted": {}},

@@ -18,7 +18,7 @@ from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.formats.families import CALL_FORMATS
 from deployments.openai.formats.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
-from engine.text.grammar import source
+from engine.grammars.compiler import source
 from engine.text.tokenizer import Tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.openai.parsers.families import ARGS, FAMILIES, TOOLS, Family

@@ -12,7 +12,7 @@ from deployments.openai.completion_body import CompletionBody
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
-from engine.text.grammar import source
+from engine.grammars.compiler import source
 from tests.fake_engine import EOS
 from tests.models import make_tokenizer
 

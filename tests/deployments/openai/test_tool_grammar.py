@@ -15,7 +15,7 @@ from deployments.openai.formats.chat_format import VisibleMarkers
 from deployments.openai.formats.tool_grammar import ToolGrammar
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import InvalidParameter
-from engine.text.grammar import source
+from engine.grammars.compiler import source
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.openai.chat_models import MARKERS, QWEN, chat_tokenizer, hf_tokenizer
 from tests.fake_engine import EOS

@@ -2,10 +2,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from engine.core.door.inputs import Aborted, Added, GrammarSet
+from engine.core.door.inputs import Aborted, Added
 from engine.core.engine_stats import stats_of
 from engine.core.request import State
 from engine.errors import InvalidParameter
+from engine.parts.grammar.inputs import GrammarSet
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -99,7 +100,7 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     first = waiting_for_its_grammar(h, "first")
     h.add("second", [1], max_tokens=2)
     h.add("third", [1], max_tokens=2)
-    assert (first.state, stats_of(h.scheduler).waiting) == (State.WAITING_FOR_GRAMMAR, 3)
+    assert (first.state, stats_of(h.scheduler).waiting) == (State.WAITING, 3)
     h.step()
     h.scheduler.apply(GrammarSet(first.request_id, FakeGrammar()), 0.0)
     h.outputs["first"] = []

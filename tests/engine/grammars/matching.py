@@ -9,8 +9,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.grammars.compiler import source
 from engine.grammars.json_schema import enforceable
-from engine.text.grammar import source
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 _BYTES = LLTokenizer("byte")

@@ -17,9 +17,9 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from engine.errors import InvalidParameter, ModelFolderError
+from engine.grammars.compiler import GrammarCompiler
 from engine.text import tokenizer_files
 from engine.text.detokenizer import Detokenizer
-from engine.text.grammar import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_files import TIKTOKEN_CLASSES
 from engine.wire.model_identity import ModelIdentity

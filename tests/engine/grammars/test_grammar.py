@@ -15,9 +15,11 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.output import Event
 from engine.errors import Overloaded
+from engine.grammars import compiler as compiling_module
+from engine.grammars import grammar
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.grammar import one_line
 from engine.model.config import ModelConfig
-from engine.text import grammar
-from engine.text.grammar import GrammarCompiler, one_line
 from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -41,14 +43,14 @@ class Gate:
 @pytest.fixture
 def compiling(monkeypatch) -> Iterator[Gate]:
     """Grammars with "slow" in their text are compiled when the gate opens."""
-    gate, source = Gate(), grammar.source
+    gate, source = Gate(), compiling_module.source
 
     def slow_source(params: StructuredOutputsParams) -> str:
         if "slow" in params.text:
             gate.wait()
         return source(params)
 
-    monkeypatch.setattr(grammar, "source", slow_source)
+    monkeypatch.setattr(compiling_module, "source", slow_source)
     yield gate
     gate.opened.set()
 
@@ -159,7 +161,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_and_may_serve_a_later_on
     run.add("first", choice=["slow answer"])
     assert compiling.reached.wait(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.0)
+        patch.setattr(compiling_module, "COMPILE_TIMEOUT_S", 0.0)
         run.add("slow", choice=["slow answer"])
         run.until("slow")
     error = run.last("slow").error
@@ -172,12 +174,12 @@ def test_a_grammar_that_takes_too_long_ends_its_request_and_may_serve_a_later_on
 
 
 def test_a_request_whose_grammar_had_to_wait_for_those_of_others_may_try_again(make_core, compiling, monkeypatch):
-    monkeypatch.setattr(grammar, "THREADS", 1)
+    monkeypatch.setattr(compiling_module, "THREADS", 1)
     run = Run(make_core())
     run.add("slow", choice=["slow answer"])
     assert compiling.reached.wait(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.0)
+        patch.setattr(compiling_module, "COMPILE_TIMEOUT_S", 0.0)
         run.add("behind", choice=["quick answer"])
         run.until("behind")
     error = run.last("behind").error
@@ -189,11 +191,13 @@ def test_a_request_whose_grammar_had_to_wait_for_those_of_others_may_try_again(m
 def test_a_short_grammar_waits_for_no_long_ones_and_those_of_one_client_wait_for_one_of_another(
     make_core, compiling, monkeypatch
 ):
-    monkeypatch.setattr(grammar, "THREADS", 1)
+    monkeypatch.setattr(compiling_module, "THREADS", 1)
     monkeypatch.setattr("engine.fairness.compile_queue.LONG_CHARS", 50)
     run, compiled = Run(make_core()), []
-    source = grammar.source
-    monkeypatch.setattr(grammar, "source", lambda params: (compiled.append(params.text[2:9]), source(params))[1])
+    source = compiling_module.source
+    monkeypatch.setattr(
+        compiling_module, "source", lambda params: (compiled.append(params.text[2:9]), source(params))[1]
+    )
     for i in range(3):
         run.add(f"slow {i}", client="a", choice=[f"slow {i} " + "a" * 60])
     run.add("other", client="b", choice=["slow b " + "a" * 60])
@@ -208,7 +212,7 @@ def test_a_short_grammar_waits_for_no_long_ones_and_those_of_one_client_wait_for
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_until_somebody_asks_again(
     folder, compiling, monkeypatch
 ):
-    monkeypatch.setattr(grammar, "THREADS", 1)
+    monkeypatch.setattr(compiling_module, "THREADS", 1)
     compiler = GrammarCompiler(folder, ModelConfig.from_folder(folder).vocab_size, frozenset([2]))
     slow, late = (StructuredOutputsParams(choice=[text]) for text in ("slow answer", "late answer"))
     first, behind = compiler.start(slow, [], time.monotonic()), compiler.start(late, [], -100.0)
@@ -243,14 +247,14 @@ def test_an_engine_can_be_closed_while_a_grammar_is_compiled(make_core, compilin
 
 
 def test_a_grammar_is_compiled_once_and_the_least_recently_used_is_forgotten(make_core, monkeypatch):
-    compiled, source = [], grammar.source
+    compiled, source = [], compiling_module.source
 
     def noted_source(params: StructuredOutputsParams) -> str:
         compiled.append(params.regex)
         return source(params)
 
-    monkeypatch.setattr(grammar, "source", noted_source)
-    monkeypatch.setattr(grammar, "MAX_CACHED_GRAMMARS", 2)
+    monkeypatch.setattr(compiling_module, "source", noted_source)
+    monkeypatch.setattr(compiling_module, "MAX_CACHED_GRAMMARS", 2)
     run = Run(make_core())
     for i, regex in enumerate(["aa", "bb", "aa", "cc", "aa", "bb"]):
         run.add(str(i), regex=regex)
@@ -273,7 +277,7 @@ def test_equal_texts_of_different_kinds_are_different_grammars(make_core):
 
 @pytest.fixture
 def mask_calls(monkeypatch) -> list[Callable[[], None]]:
-    """Each is called before the next mask is computed; the first mask of a grammar is one of them."""
+    """Each is called before the next mask of an output is computed."""
     calls: list[Callable[[], None]] = []
     compute_mask = grammar.compute_mask
 
@@ -288,7 +292,7 @@ def mask_calls(monkeypatch) -> list[Callable[[], None]]:
 
 def test_a_mask_that_takes_long_holds_up_its_own_request_only(make_core, mask_calls):
     gate = Gate()
-    mask_calls += [lambda: None, lambda: None, gate.wait]
+    mask_calls += [lambda: None, gate.wait]
     run = Run(make_core())
     run.add("slow", choice=["slow answer"])
     while not gate.reached.is_set():
@@ -306,7 +310,7 @@ def test_a_mask_that_cannot_be_computed_ends_its_own_request_only(make_core, mas
     def fail() -> None:
         raise RuntimeError("too complex")
 
-    mask_calls += [lambda: None, lambda: None, fail]
+    mask_calls += [lambda: None, fail]
     run = Run(make_core())
     run.add("bad", choice=["slow answer"])
     run.until("bad")

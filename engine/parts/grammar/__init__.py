@@ -1,0 +1,1 @@
+"""Grammars of structured outputs in the scheduler."""
