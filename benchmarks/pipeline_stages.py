@@ -26,7 +26,8 @@ from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.parts.stages import micro_batches
 from engine.runner.worker import Worker
 from engine.wire.generate_request import GenerateRequest

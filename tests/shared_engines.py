@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.offline.engine_group import EngineGroup, start_engines, start_rank
 from engine.serving.server import EngineServer
 from tests.rank_pool import TIMEOUT_S, RankPool

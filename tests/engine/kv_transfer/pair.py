@@ -10,7 +10,8 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.serving.server import EngineServer
 from engine.wire.messages import (
     CancelDispatch,

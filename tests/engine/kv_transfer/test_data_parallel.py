@@ -12,7 +12,8 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.distributed.data_parallel_group import DataParallelGroup
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.group_options import group_options
+from engine.distributed.tp_group import TPGroup
 from engine.serving.server import EngineServer
 from engine.wire.messages import DispatchRemote, EngineStatus, Notice, Prefill
 from tests.engine.kv_transfer.test_families import LENGTHS, alone, flat, make_config, prompt

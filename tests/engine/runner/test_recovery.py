@@ -16,8 +16,9 @@ from engine.config import EngineConfig
 from engine.distributed import survivors
 from engine.distributed.data_parallel_group import DataParallelGroup
 from engine.distributed.exchange.expert_exchange import StepSize
+from engine.distributed.group_options import group_options
 from engine.distributed.roster import Roster
-from engine.distributed.tp_group import TPGroup, group_options
+from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
 from engine.runner.cuda_graphs import NoGraphs
