@@ -101,7 +101,7 @@ class RankActor:
         )  # fmt: skip
         _open_black_box(task.replica, rank)
         _take_device(task.config)
-        from engine.distributed.data_parallel_group import engine_group
+        from engine.distributed.data_parallel.data_parallel_group import engine_group
 
         config = task.config
         if not location.devices:
@@ -138,7 +138,7 @@ class RankActor:
         return TPGroup.connect(rank, config.world_size, rank_0, task.timeout_s, key=task.key, **group_options(config))
 
     def _lead(self, config: EngineConfig, engine: EngineTask, group: TPGroup, host: str) -> RankReady:
-        from engine.distributed.data_parallel_group import DataParallelGroup
+        from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
         from engine.serving.server import EngineServer
 
         server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)

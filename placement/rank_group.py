@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.black_box import Found, box_path, ended_key, find, remove, trace
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
-from engine.distributed.roster import Roster
+from engine.distributed.data_parallel.roster import Roster
 from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.cuda_device import rank_options
 from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model.fixed_order import in_fixed_order
@@ -63,7 +64,7 @@ def make_ranks(size: int) -> list[TPGroup]:
 
 
 def plans_of(ranks: Sequence[TPGroup], *, expert_parallel: bool = False, fixed_order: bool = False) -> list[ShardPlan]:
-    plans = [ShardPlan(rank, expert_parallel) for rank in ranks]
+    plans = [ExpertShardPlan(rank, expert_parallel=expert_parallel) for rank in ranks]
     return [in_fixed_order(plan) for plan in plans] if fixed_order else plans
 
 

@@ -33,7 +33,7 @@ ENGINE_ORDER = [
 ]
 MAX_FILES = 16  # side by side in one folder
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
-MAY_USE_TORCH_DISTRIBUTED = "engine/distributed/tp_group.py"
+MAY_USE_TORCH_DISTRIBUTED = {"engine/distributed/tp_group.py", "engine/distributed/process_group.py"}
 
 
 def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
@@ -304,9 +304,9 @@ def test_a_process_does_without_what_it_has_no_use_for(code, absent):
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_distributed_stays_in_the_tensor_parallel_group_and_kv_transfer():
+def test_torch_distributed_stays_in_the_tensor_parallel_group_and_its_collectives():
     for file in [file for files in FILES.values() for file in files]:
-        if file.relative_to(ROOT).as_posix() != MAY_USE_TORCH_DISTRIBUTED:
+        if file.relative_to(ROOT).as_posix() not in MAY_USE_TORCH_DISTRIBUTED:
             assert not uses_torch_distributed(file.read_text(encoding="utf-8")), file
 
 

@@ -15,7 +15,7 @@ LIMITS = {
     "top": 842,
     "wire": 898,
     "text": 608,
-    "distributed": 1_045,
+    "distributed": 812,
     "model": 2_868,
     "runner": 1_926,
     "core": 2_633,
@@ -46,11 +46,6 @@ text/tokenizer.py text/chat_renderer.py
 text/tokenizer.py text/tokenizer_bounds.py
 text/tokenizer_files.py text/tokenizer_bounds.py
 text/tokenizer_files.py wire/model_identity.py
-""",
-    "distributed": """\
-distributed/shard_plan.py distributed/exchange/expert_exchange.py
-distributed/tp_group.py distributed/exchange/expert_exchange.py
-distributed/tp_group.py distributed/symmetric_memory.py
 """,
     "model": """\
 model/batch.py model/state.py
@@ -107,6 +102,7 @@ model/ops/tree_sum.py model/ops/cpu/linear.py
     "runner": """\
 runner/inputs.py runner/cuda_graphs.py
 runner/kv_cache.py model/kv_groups.py
+runner/launching/open_launcher.py distributed/expert_shard_plan.py
 runner/launching/open_launcher.py runner/launching/wave_launcher.py
 runner/load.py model/fused_rows.py
 runner/load.py model/torch_compile.py
@@ -123,6 +119,7 @@ runner/open_runner.py runner/parts/stages.py
 runner/open_runner.py runner/parts/table.py
 runner/rank_part.py runner/cuda_graphs.py
 runner/rank_setup.py config.py
+runner/rank_setup.py distributed/expert_shard_plan.py
 runner/rank_setup.py model/expert_parallel.py
 runner/rank_setup.py model/stage.py
 runner/rank_setup.py model/state.py

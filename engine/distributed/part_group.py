@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from engine.distributed.tp_group import ConnectedGroup, Mailbox, TPGroup
+from engine.distributed.exchange.expert_exchange import ExpertExchange
+from engine.distributed.tp_group import ConnectedGroup, TPGroup
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -15,6 +17,8 @@ CONNECT_TIMEOUT_S = 60.0
 class PartGroup(TPGroup):
     """Some ranks of a larger group. Rank r of the larger group is rank r % size of part r // size. A part starts and
     ends together with all others."""
+
+    expert_exchange: ExpertExchange | None = None  #: with the ranks of other engines that share experts
 
     def __init__(self, whole: ConnectedGroup, size: int):
         """size: ranks of each part. `number` is then that of this one."""
@@ -41,8 +45,8 @@ class PartGroup(TPGroup):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.own.reduce_scatter(x)
 
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        return self.own.mailbox(timeout_s)
+    def process_group(self, name: str, timeout_s: float, *, on_hosts: bool = False) -> Any:
+        return self.own.process_group(name, timeout_s, on_hosts=on_hosts)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -51,6 +55,9 @@ class PartGroup(TPGroup):
 
     def before_close(self, release: Callable[[], None]) -> None:
         self._whole.before_close(release)
+
+    def on_abort(self, call: Callable[[str], None]) -> None:
+        self.own.on_abort(call)
 
     def abort(self, reason: str) -> None:
         self._whole.abort(reason)

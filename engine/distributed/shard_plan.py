@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
 
 
@@ -13,9 +12,6 @@ class ShardPlan:
     """What layers know of the ranks that share them, and of what each rank computes. One rank has everything."""
 
     ranks: TPGroup = field(default_factory=TPGroup.single)
-    expert_parallel: bool = False  #: whether each rank has some whole experts, instead of a slice of every expert
-    redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
-    expert_exchange: ExpertExchange | None = None  #: spreads the experts over the ranks of several engines
     fixed_order: bool = False  #: whether sums have the same bits with any number of ranks (fixed_order.py)
     parts: int = 1  #: addends of each sum that every rank computes
     vocab_multiple: int = 1  #: divisor of the number of vocabulary rows on a rank

@@ -1,4 +1,4 @@
-"""Tensor-parallel group: the only file that imports torch.distributed.
+"""Tensor-parallel group.
 
 The ranks of one model form a group like this:
 
@@ -16,38 +16,35 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
-from engine.devices.device import is_gpu, numba_found
-from engine.distributed import symmetric_memory
+from engine.devices.device import is_gpu
 from engine.distributed.collectives import Collectives
-from engine.distributed.exchange.expert_exchange import ExpertExchange
-from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
+from engine.distributed.process_group import ProcessGroup, gloo, nccl
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
-if TYPE_CHECKING:  # the last two need pyzmq, which a single rank does without
+if TYPE_CHECKING:  # it needs pyzmq, which a single rank does without
     from engine.distributed.cluster_key import ClusterKey
-    from engine.distributed.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT_S = 120.0  # long, although ranks do equal work: a first step may compile kernels
 LOADING_TIMEOUT_S = 1800.0  # long: one rank may have its weights long before another
 POLL_INTERVAL_S = 0.01
 STORE_TIMEOUT = timedelta(seconds=10)  # for one answer of rank 0
+LOCAL_COLLECTIVES = {"cpu": "engine.distributed.local.cpus:connect", "cuda": "engine.distributed.local.gpus:connect"}
+"""Functions by kind of device. Each returns faster collectives of ranks that are all on one machine, given their group,
+their process ids, and a function that opens those of torch.distributed."""
 
 
 class TPGroup:
@@ -56,8 +53,6 @@ class TPGroup:
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: address at which the other ranks reach this one
     stage = 0  #: number of their pipeline stage
-    link_copies = 0.0  #: hidden states of whole steps that their links to other stages keep at a time
-    expert_exchange: ExpertExchange | None = None  #: with the ranks of other engines that share experts
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: cluster key of this engine's sockets, which other engines must have; None admits all peers."""
@@ -143,9 +138,10 @@ class TPGroup:
         """
         return [value]
 
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        """Connect to the other ranks once more, for messages beside the collectives. Every rank has to call this.
-        Raises StartupError."""
+    def process_group(self, name: str, timeout_s: float, *, on_hosts: bool = False) -> Any:
+        """Connect to the other ranks once more, by a process group of torch.distributed, for messages beside the
+        collectives. Every rank has to call this. name: unlike those of other process groups. on_hosts: whether tensors
+        in host memory are sent, also between GPUs. Raises StartupError."""
         raise NotImplementedError("one rank has nobody to write to")
 
     @contextmanager
@@ -156,6 +152,9 @@ class TPGroup:
     def before_close(self, release: Callable[[], None]) -> None:
         """Register `release`, which `close` calls first. NCCL can end only once no CUDA graph holds one of its
         collectives."""
+
+    def on_abort(self, call: Callable[[str], None]) -> None:
+        """Register a function that `abort` is to call, with its reason."""
 
     def abort(self, reason: str) -> None:
         """Make every present and future wait for other ranks raise. May be called from any thread."""
@@ -255,7 +254,7 @@ class ConnectedGroup(TPGroup):
                 missing = [rank for rank in missing if not store.check([keys[rank]])]
                 if not missing:
                     return [store.get(key).decode() for key in keys]
-                self._check_others()
+                self.check_others()
                 if time.monotonic() > deadline:
                     raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
                 time.sleep(POLL_INTERVAL_S)
@@ -265,11 +264,13 @@ class ConnectedGroup(TPGroup):
         if self._broken is not None:
             raise StartupError(self._broken)
 
-    def _check_others(self) -> None:
-        """Raise StartupError if another rank has failed."""
+    def check_others(self) -> None:
+        """Raise StartupError if another rank has failed, or this group has been left or aborted."""
         self._open_store()
-        if self._failures.check(["failed"]):
-            raise StartupError(self._failures.get("failed").decode())
+        with _lost_rank_0():
+            failed = self._failures.get("failed").decode() if self._failures.check(["failed"]) else None
+        if failed is not None:
+            raise StartupError(failed)
         self.check_joined()
 
     @contextmanager
@@ -292,7 +293,7 @@ class ConnectedGroup(TPGroup):
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
         options: of `connect`, where they differ from those of this group. `leave`, `abort` and `close` of this group
         act on the new one too. Raises StartupError if this group has been left."""
-        store = dist.PrefixStore(name, self._open_store())
+        store = self.store(name)
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
         group = ConnectedGroup(rank, size, store, self.host, address, GroupOptions(**{**self.options, **options}), self)
         self._parts.append(group)
@@ -310,24 +311,18 @@ class ConnectedGroup(TPGroup):
         hosts.join(timeout_s)
         return hosts
 
-    def peers(self, timeout_s: float) -> Any:
-        """Return a process group of torch.distributed through which these ranks can send to each other."""
-        return self._process_group("peers", timeout_s, nccl if self._cuda else gloo)
-
-    def mailbox(self, timeout_s: float) -> Mailbox:
-        mail = Mailbox(self._process_group("mailbox", timeout_s, gloo))
-        self.on_abort(mail.abort)
-        return mail
-
-    def _process_group(self, name: str, timeout_s: float, connect: Callable[..., Any]) -> Any:
-        store = dist.PrefixStore(name, self._open_store())
+    def process_group(self, name: str, timeout_s: float, *, on_hosts: bool = False) -> Any:
+        connect = nccl if self._cuda and not on_hosts else gloo
         try:
-            return connect(store, self.rank, self.size, self.host, timedelta(seconds=timeout_s))
+            return connect(self.store(name), self.rank, self.size, self.host, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
 
+    def store(self, name: str) -> dist.Store:
+        """Return a part of the store at which these ranks meet."""
+        return dist.PrefixStore(name, self._open_store())
+
     def on_abort(self, call: Callable[[str], None]) -> None:
-        """Register a function that `abort` is to call, with its reason."""
         self._aborts.append(call)
 
     def on_loss(self, goes_on: Callable[[int, str], bool]) -> None:
@@ -374,156 +369,21 @@ class ConnectedGroup(TPGroup):
         return self._collectives
 
     def _connect(self, pids: list[int], deadline: float) -> Collectives:
-        if not self._cuda and self._options.shared_memory and self.local_size == self.size and numba_found():
-            shared = self._share_memory(pids)
-            if shared is not None:
-                return shared
-        timeout_s = max(1.0, deadline - time.monotonic())
-        group = self._process_group("collectives", timeout_s, nccl if self._cuda else gloo)
-        plain = ProcessGroup(group, self.size)
-        if self._cuda and self._options.shared_memory and self.local_size == self.size and self.size in SIZES:
-            return self._share_gpu_memory(plain, group)
-        return plain
+        def plain() -> ProcessGroup:
+            timeout_s = max(1.0, deadline - time.monotonic())
+            return ProcessGroup(self.process_group("collectives", timeout_s), self.size)
 
-    def _share_gpu_memory(self, plain: ProcessGroup, group: Any) -> Collectives:
-        """Return collectives over symmetric memory if it works on all ranks, else `plain`."""
-        store, name = dist.PrefixStore("symmetric memory", self._open_store()), f"manta {self.address}"
-        opened = partial(open_symmetric_memory, plain, group, store, self.rank, self.size, name)
-        return symmetric_memory.share_if_all_can(plain, opened, self._all_can, self._check_shared)
-
-    def _check_shared(self, shared: SymmetricMemory) -> str:
-        """Return the result of `shared.check`, or raise StartupError if another rank keeps it waiting."""
-        with _lost_rank_0():
-            return symmetric_memory.check_in_thread(shared, self.rank, self._check_others, COLLECTIVE_TIMEOUT_S)
-
-    def _all_can(self, problem: str) -> bool:
-        """Return whether no rank reports a problem with shared memory. problem: this rank's, or ""."""
-        problems = [text for text in self.exchange(problem) if text]
-        if problems:
-            logger.warning("ranks on one machine use no shared memory, because it is unavailable: %s", problems[0])
-        return not problems
-
-    def _share_memory(self, pids: list[int]) -> SharedMemory | None:
-        """Return collectives over shared memory, or None unless all ranks can share it."""
-        from engine.distributed.shared_memory import SharedMemory  # importing it compiles code
-
-        shared, problem, path = None, "", ""
-        try:
-            if self.rank == 0:
-                shared = SharedMemory(0, pids, None, COLLECTIVE_TIMEOUT_S)
-                path = shared.path
-        except OSError as error:
-            problem = str(error)
-        path = self.exchange(path)[0]
-        try:
-            if self.rank and path:
-                shared = SharedMemory(self.rank, pids, path, COLLECTIVE_TIMEOUT_S)
-        except OSError as error:
-            problem = str(error)
-        all_can = self._all_can(problem)
-        if shared is not None:
-            shared.close_file()
-        return shared if all_can else None
+        if not self._options.shared_memory or self.local_size < self.size:
+            return plain()
+        connect = resolve_name(LOCAL_COLLECTIVES["cuda" if self._cuda else "cpu"])
+        collectives: Collectives = connect(self, pids, plain)
+        return collectives
 
     def _check_sum(self) -> None:
         """Check one sum. This also makes NCCL connect."""
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
-
-
-class ProcessGroup:
-    """Collectives of torch.distributed."""
-
-    def __init__(self, group: Any, size: int):
-        self._group, self._size = group, size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        options = dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL runs in the layers' stream, without events to and from another
-        self._run(lambda: self._group.allreduce([x], options))
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1)
-        out = x.new_empty(self._size * flat.numel())
-        options = AllgatherOptions()
-        options.asyncOp = False
-        self._run(lambda: self._group._allgather_base(out, flat, options))
-        return out.view(self._size, *x.shape)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1)
-        out = x.new_empty(flat.numel() // self._size)
-        options = ReduceScatterOptions()
-        options.asyncOp = False
-        self._run(lambda: self._group._reduce_scatter_base(out, flat, options))
-        return out.view(x.shape[1:])
-
-    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-        sent, received = counts[self._group.rank()], [row[self._group.rank()] for row in counts]
-        out = x.new_empty(sum(received), *x.shape[1:])
-        options = AllToAllOptions()
-        options.asyncOp = False
-        self._run(lambda: self._group.alltoall_base(out, x.contiguous(), received, list(sent), options))
-        return out
-
-    def abort(self, reason: str) -> None:
-        """Abort NCCL in a separate thread. Its kernels end at once, but the call blocks until no CUDA graph holds a
-        collective (`commDestroySync`). A wait in gloo ends when the other rank's connection ends, or at its timeout."""
-        threading.Thread(target=self._group.abort, name="abort", daemon=True).start()
-
-    def close(self) -> None:
-        """Do nothing: connections close with the last reference."""
-
-    def _run(self, collective: Callable[[], dist.Work | None]) -> None:
-        try:
-            work = collective()
-            if work is not None:  # None if it runs in the caller's stream
-                work.wait()
-        except RuntimeError as error:
-            raise EngineUnavailable(f"a collective failed, perhaps because another rank has died: {error}") from error
-
-
-class Mailbox:
-    """Sends tensors in host memory from rank to rank, by gloo. The messages of one rank to another arrive in order.
-    Tensors must be contiguous, and must live until the wait has ended."""
-
-    def __init__(self, group: Any):
-        self._group, self._broken = group, ""
-
-    def send(self, x: Tensor, rank: int) -> dist.Work:
-        return self._open().send([x.view(-1).view(torch.uint8)], rank, 0)
-
-    def receive(self, x: Tensor, rank: int) -> dist.Work:
-        return self._open().recv([x.view(-1).view(torch.uint8)], rank, 0)
-
-    def abort(self, reason: str) -> None:
-        """Close this rank's connections, which ends the waits of others for it. Nothing in gloo ends a wait of this
-        rank, which ends when the other rank closes its connections. May be called from any thread."""
-        self._broken, self._group = reason, None
-
-    def _open(self) -> Any:
-        if (group := self._group) is None:
-            raise EngineUnavailable(self._broken)
-        return group
-
-
-def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()  # the only way to choose the network interface
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timeout
-    group = kind(store, rank, size, options)
-    group._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    return group
-
-
-def nccl(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _machine() -> str:

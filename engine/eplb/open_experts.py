@@ -6,6 +6,7 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.devices.device import Device
+from engine.distributed.expert_shard_plan import exchange_of
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import LAYER, NoExperts, RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
@@ -24,6 +25,6 @@ def open_experts(config: EngineConfig, model: nn.Module, tp: TPGroup, device: De
         if isinstance(layer, Experts) and isinstance(layer.split, SpreadExperts):
             number = LAYER.search(f"{path}.")
             layers[int(number[1]) if number else len(layers)] = layer
-    if tp.expert_exchange is not None:
+    if exchange_of(tp) is not None:
         return SharedRankExperts(layers, ranks, device, config)
     return RankExperts(layers, tp, device, config.max_num_batched_tokens, config.eplb if config.enable_eplb else None)

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import Device, DeviceEvent
-from engine.distributed.tp_group import Mailbox, TPGroup
+from engine.distributed.tp_group import TPGroup
 from engine.eplb.layer_slots import LayerSlots
+from engine.eplb.mailbox import Mailbox
 from engine.eplb.placement import (
     Move,
     Placement,
@@ -123,7 +124,7 @@ class RankExperts(NoExperts):
         self._slots = [LayerSlots(layer) for layer in self._layers]
         #: Memory on a GPU for experts of one layer that arrive, taken before the KV cache gets the rest.
         self._room = self._slots[0].room() if self._device.asynchronous and self._slots else []
-        self._mail, self._closed = ranks.mailbox(CONNECT_TIMEOUT_S), False
+        self._mail, self._closed = Mailbox(ranks, CONNECT_TIMEOUT_S), False
 
     # -- called between steps ----------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.exchange.members import PER_RANK, Counts, Ranks
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.expert_parallel import check_count, check_shared, choose_backend
@@ -191,7 +192,7 @@ class SpreadExperts(SlicedExperts):
 
     spread = True
 
-    def __init__(self, num_experts: int, tp: ShardPlan, spread_over: Ranks | None = None):
+    def __init__(self, num_experts: int, tp: ExpertShardPlan, spread_over: Ranks | None = None):
         """spread_over: the ranks that have the experts; those of `tp` by default."""
         super().__init__(num_experts, tp)
         self.tp, ranks = tp, spread_over or tp.ranks
@@ -247,7 +248,7 @@ class SharedExperts(SpreadExperts):
     shared = True
     at_once = sys.maxsize  #: tokens of an exchange
 
-    def __init__(self, num_experts: int, tp: ShardPlan, exchange: ExpertExchange):
+    def __init__(self, num_experts: int, tp: ExpertShardPlan, exchange: ExpertExchange):
         super().__init__(num_experts, tp, exchange.members.ranks)
         self.exchange = exchange
 
@@ -324,6 +325,8 @@ def choose_exchange(config: EngineConfig, exchange: ExpertExchange, *, on_gpu: b
 
 def split_experts(num_experts: int, hidden_size: int, tp: ShardPlan) -> SlicedExperts:
     """Raises ConfigError if the experts cannot be spread over the ranks."""
+    if not isinstance(tp, ExpertShardPlan):
+        return SlicedExperts(num_experts, tp)
     moves_on_cpu = tp.redundant_experts is not None and torch.get_default_device().type == "cpu"
     if moves_on_cpu and not tp.fixed_order and hidden_size % tp.size:
         limit = f"a divisor of the model's hidden_size ({hidden_size}) with enable_eplb"

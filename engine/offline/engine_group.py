@@ -17,8 +17,8 @@ from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.cluster_key import ClusterKey
-from engine.distributed.data_parallel_group import DataParallelGroup
-from engine.distributed.roster import Roster
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Roster
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable

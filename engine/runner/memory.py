@@ -89,8 +89,6 @@ def free_gpu_memory(setup: RankSetup, run_dummy_step: Callable[[int, int], None]
     tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
     sequences = 4 * config.max_num_seqs * (longest + tables)  # token history and block tables, int32
     threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
-    states = config.max_num_batched_tokens * setup.model.hidden_size * setup.dtype.itemsize
-    activations += int(setup.tp.link_copies * states)  # the largest step sends and receives nothing
     logger.info(
         "profiled the largest step: %.2f GiB above %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
         "and block tables",

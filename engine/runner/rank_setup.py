@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.devices.device import Device, open_device
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES
@@ -112,7 +113,7 @@ class RankSetup:
 
 def shard_plan(config: EngineConfig, model: ModelConfig, tp: TPGroup, device: torch.device) -> ShardPlan:
     """Return how the model is divided over the ranks. Raises ConfigError."""
-    plan = ShardPlan(tp, config.enable_expert_parallel, config.redundant_experts, tp.expert_exchange)
+    plan: ShardPlan = ExpertShardPlan.of(config, tp)
     if config.determinism == "strict":
         fixed_order.check(config, model, device)
         plan = fixed_order.in_fixed_order(plan)

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.black_box import Found
-from engine.distributed.roster import Roster
+from engine.distributed.data_parallel.roster import Roster
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from placement import rank_watch
 from placement.rank_group import RankGroup, _verdict

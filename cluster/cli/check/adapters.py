@@ -15,7 +15,7 @@ from cluster.config.model_section import ModelSection
 from cluster.serve_config import ours
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
-from engine.distributed.shard_plan import ShardPlan
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError, StartupError
 from engine.lora.adapter_files import open_adapter
@@ -42,7 +42,7 @@ def layers_of(model: ModelSection, role: Role) -> ModelAdapters:
     engine = model.engine_config(role)
     shape = ModelConfig.from_folder(engine_folder(engine), engine.quantization)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
-    plan = ShardPlan(TPGroup(0, engine.tensor_parallel_size))
+    plan = ExpertShardPlan(TPGroup(0, engine.tensor_parallel_size))
     if engine.data_parallel_size > 1:
         exchange = ExpertExchange(TPGroup(0, engine.world_size), ranks_per_engine=plan.size)
         plan = replace(plan, expert_exchange=exchange)

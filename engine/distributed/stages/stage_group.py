@@ -34,15 +34,16 @@ class StageGroup(PartGroup):
         size = all_ranks.size // stages
         super().__init__(all_ranks, size)
         self.stage, self.stages, self.all_ranks, self.local_size = self.number, stages, all_ranks, all_ranks.local_size
-        if engine is not None and engine.expert_exchange is not None:
+        if isinstance(engine, PartGroup):
             self.all_engines, self.expert_ranks = engine.all_engines, engine.expert_ranks
             self.expert_exchange = engine.expert_exchange
         self.connect_own(f"stage {self.stage}")
         if self.own.local_size < size and self.rank == 0:
             logger.warning("stage %d is on several machines, so its layers sum over the network", self.stage)
-        # those that it sends, its share of those that it receives, and these gathered
+        #: Hidden states of whole steps that the link keeps at a time: those that it sends, its share of those that it
+        #: receives, and these gathered.
         self.link_copies = states * ((stages + 2) / size + 1)
-        self.link = StageLink(all_ranks.peers(CONNECT_TIMEOUT_S), self)
+        self.link = StageLink(all_ranks.process_group("peers", CONNECT_TIMEOUT_S), self)
         all_ranks.on_abort(self.link.abort)
 
     @property

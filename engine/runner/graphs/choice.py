@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.distributed.expert_shard_plan import exchange_of
 from engine.model.models.llama import Model
 from engine.model.ops import attention, dispatch
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, CudaGraphs, StepShape, decode_sizes, mixed_sizes
@@ -25,7 +26,7 @@ def can_capture(setup: RankSetup) -> bool:
     config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
-    elif (exchange := setup.tp.expert_exchange) is not None and not (asynchronous and exchange.can_be_captured):
+    elif (exchange := exchange_of(setup.tp)) is not None and not (asynchronous and exchange.can_be_captured):
         why = "it takes the host to exchange tokens with other engines"
     elif config.enable_elastic_ep:
         why = "they would keep the connections to an engine that is lost"
@@ -51,7 +52,7 @@ def can_capture(setup: RankSetup) -> bool:
 
 
 def kind_of_graphs(setup: RankSetup) -> type[CudaGraphs]:
-    return CudaGraphs if setup.tp.expert_exchange is None else SharedGraphs
+    return CudaGraphs if exchange_of(setup.tp) is None else SharedGraphs
 
 
 def graph_shapes(setup: RankSetup) -> list[StepShape]:

@@ -7,9 +7,9 @@ import time
 
 import torch
 
-from engine.distributed.data_parallel_group import DataParallelGroup
-from engine.distributed.roster import Lost, Message
-from engine.distributed.survivors import Survivors
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Lost, Message
+from engine.distributed.data_parallel.survivors import Survivors
 from engine.eplb.lost_experts import LostExperts
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 from engine.free_memory import FreeMemory, free_host_memory

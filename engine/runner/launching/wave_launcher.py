@@ -23,10 +23,11 @@ from typing import cast
 
 import torch
 
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Lost, Message, Regroup, Wave
 from engine.distributed.exchange.expert_exchange import StepSize
-from engine.distributed.roster import Lost, Message, Regroup, Wave
-from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, TPGroup
+from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
+from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.model.layers import moe
 from engine.runner.cuda_graphs import NoGraphs

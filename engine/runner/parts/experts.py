@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from engine.distributed.expert_shard_plan import exchange_of
 from engine.eplb.layer_slots import add_slots
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts
@@ -28,7 +29,7 @@ class Experts(RankPart):
     def __init__(self, setup: RankSetup):
         self._setup = setup
         self.rank = NoExperts()
-        if (exchange := setup.plan.expert_exchange) is not None:
+        if (exchange := exchange_of(setup.tp)) is not None:
             choose_exchange(setup.config, exchange, on_gpu=setup.torch_device.type == "cuda")
 
     def extend(self, model: Model) -> None:

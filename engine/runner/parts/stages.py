@@ -15,12 +15,14 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.devices.device import DeviceEvent, StagedCopy, copy_to
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.stages.stage_group import StageGroup
 from engine.distributed.stages.step_results import ResultReceiver, ResultSender
-from engine.distributed.tp_group import COLLECTIVE_TIMEOUT_S, ConnectedGroup, TPGroup
+from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
+from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
@@ -98,6 +100,12 @@ class PipelineStage(RankPart):
         self._unknown: dict[int, UnknownTokens] = {}
         self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
         self._waited_s = [0.0] * len(setup.stage_layers)
+
+    def reserve(self, free: FreeMemory) -> FreeMemory:
+        """Leave a GPU room for what the link keeps; the largest step, which was measured, sent and received nothing."""
+        setup = self._setup
+        states = setup.config.max_num_batched_tokens * setup.model.hidden_size * setup.dtype.itemsize
+        return free.less(int(self._group.link_copies * states)) if self._device.asynchronous else free
 
     def allocate(self, memory: StepMemory) -> None:
         self._history = memory.history

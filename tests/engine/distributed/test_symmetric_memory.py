@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch._C import _distributed_c10d as c10d
 
 from engine.config import EngineConfig
 from engine.distributed import tp_group
-from engine.distributed.symmetric_memory import ONE_SHOT_BYTES, SymmetricMemory, open_symmetric_memory
-from engine.distributed.tp_group import ConnectedGroup, ProcessGroup
+from engine.distributed.collectives import Collectives
+from engine.distributed.local import gpus
+from engine.distributed.local.symmetric_memory import ONE_SHOT_BYTES, SymmetricMemory, open_symmetric_memory
+from engine.distributed.process_group import ProcessGroup
+from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import StartupError
 from engine.offline.llm import LLM
 from placement.cuda_device import device_index
@@ -117,22 +121,25 @@ def test_columns_of_a_wider_tensor_are_summed(groups):
         assert torch.equal(out, wide[:, 8:16] * 2)
 
 
-def start(groups: list[ConnectedGroup], open_shared: Callable[..., SymmetricMemory], monkeypatch) -> list:
-    monkeypatch.setattr(tp_group, "open_symmetric_memory", open_shared)
+def start(groups: list[ConnectedGroup], open_shared: Callable[[int], SymmetricMemory], monkeypatch) -> list:
     monkeypatch.setattr(SymmetricMemory, "release", lambda self: None)
     monkeypatch.setattr(ProcessGroup, "close", lambda self: pytest.fail("the ranks go on with it"))
-    return on_all(SIZE, lambda rank: groups[rank]._share_gpu_memory(groups[rank]._collectives, None))
+
+    def share(rank: int) -> Collectives:
+        return gpus.share_if_all_can(groups[rank], groups[rank]._collectives, partial(open_shared, rank))
+
+    return on_all(SIZE, share)
 
 
 def test_ranks_share_memory_if_its_sums_are_those_of_nccl(groups, monkeypatch):
     shared = shared_by(groups)
-    assert start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch) == shared
+    assert start(groups, lambda rank: shared[rank], monkeypatch) == shared
 
 
 def test_ranks_use_nccl_alone_if_one_of_them_cannot_map_the_others_memory(groups, monkeypatch, caplog):
     shared = shared_by(groups)
 
-    def open_shared(plain, group, store, rank, size, name):
+    def open_shared(rank):
         if rank == 1:
             raise RuntimeError("no NVLink")
         return shared[rank]
@@ -148,10 +155,10 @@ def test_ranks_of_a_machine_share_memory_if_each_sees_all_gpus(groups, monkeypat
     GPU, whose index is then 0, unless it is told not to (placement/cuda_device.py)."""
     shared, indices, met = shared_by(groups), [0] * SIZE, threading.Barrier(SIZE, timeout=60)
 
-    def rendezvous(plain, group, store, rank, size, name):
+    def rendezvous(rank):
         indices[rank] = device_index(str(rank), visible or str(rank))
         met.wait()
-        if len(set(indices)) < size:
+        if len(set(indices)) < SIZE:
             raise RuntimeError("detected allocations from overlapping devices from different ranks")
         return shared[rank]
 
@@ -162,14 +169,14 @@ def test_ranks_of_a_machine_share_memory_if_each_sees_all_gpus(groups, monkeypat
 
 def test_ranks_use_nccl_alone_if_a_sum_is_wrong_on_one_of_them(groups, monkeypatch, caplog):
     shared = shared_by(groups, ops=WrongOps)
-    found = start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch)
+    found = start(groups, lambda rank: shared[rank], monkeypatch)
     assert found == [group._collectives for group in groups]
     assert "is wrong" in caplog.text
 
 
 def test_ranks_use_nccl_alone_if_torch_refuses_a_sum(groups, monkeypatch, caplog):
     shared = shared_by(groups, ops=RefusingOps)
-    found = start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch)
+    found = start(groups, lambda rank: shared[rank], monkeypatch)
     assert found == [group._collectives for group in groups]
     assert "failed: two_shot_all_reduce_: unsupported" in caplog.text
 
@@ -196,19 +203,19 @@ def test_a_rank_that_fails_in_the_first_sums_ends_the_start_of_those_that_wait_f
     with pytest.raises(MemoryError), groups[1].starting():
         raise MemoryError("no memory")
     with pytest.raises(StartupError, match="rank 1: no memory"):
-        groups[0]._check_shared(lonely_sums)
+        gpus.check_in_thread(groups[0], lonely_sums)
 
 
 def test_a_rank_that_dies_in_the_first_sums_ends_the_start_of_rank_0(groups, lonely_sums):
     groups[0].abort("rank 1 has died")
     with pytest.raises(StartupError, match="rank 1 has died"):
-        groups[0]._check_shared(lonely_sums)
+        gpus.check_in_thread(groups[0], lonely_sums)
 
 
 def test_the_first_sums_have_a_deadline(groups, lonely_sums, monkeypatch):
-    monkeypatch.setattr(tp_group, "COLLECTIVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(gpus, "COLLECTIVE_TIMEOUT_S", 0.0)
     with pytest.raises(StartupError, match="had not ended after 0 s; set disable_custom_all_reduce to avoid it"):
-        groups[0]._check_shared(lonely_sums)
+        gpus.check_in_thread(groups[0], lonely_sums)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such memory")
@@ -216,7 +223,7 @@ def test_torch_without_gpus_says_so_and_keeps_no_group(groups, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     plain = groups[0]._collectives
     with pytest.raises(RuntimeError, match="SymmetricMemory"):
-        open_symmetric_memory(plain, plain._group, groups[0]._open_store(), 0, SIZE, "manta test")
+        open_symmetric_memory(plain, groups[0].store("test"), 0, SIZE, "manta test")
     with pytest.raises(RuntimeError):
         c10d._resolve_process_group("manta test")
 

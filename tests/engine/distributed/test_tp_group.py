@@ -15,7 +15,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from engine.distributed.shared_memory import CHUNK_BYTES, SharedMemory
+from engine.distributed.local.shared_memory import CHUNK_BYTES, SharedMemory
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 

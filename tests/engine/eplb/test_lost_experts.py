@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
@@ -62,7 +63,7 @@ class Engines:
         self.exchanges = [ExpertExchange(rank, open_exchange=exchange) for rank in ranks]
         self.models: list[ByHand] = []
         for exchange in self.exchanges:
-            plan = ShardPlan(redundant_experts=redundant, expert_exchange=exchange)
+            plan = ExpertShardPlan(redundant_experts=redundant, expert_exchange=exchange)
             self.models.append(load_by_hand(folder, in_fixed_order(plan) if fixed_order else plan))
             if redundant is not None:
                 add_slots(self.models[-1].model)

@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.devices.device import Device
-from engine.distributed.shard_plan import ShardPlan
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts, RankExperts
@@ -25,7 +25,7 @@ MEASURE = ExpertOrder(measure=True)
 
 @pytest.fixture
 def split() -> SpreadExperts:
-    return SpreadExperts(EXPERTS, ShardPlan(TPGroup(0, 2)))
+    return SpreadExperts(EXPERTS, ExpertShardPlan(TPGroup(0, 2)))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)
 def joined(rank: int, size: int) -> TPGroup:
     """Ranks that have nothing to send."""
     ranks = TPGroup(rank, size)
-    ranks.mailbox = lambda timeout_s: None  # type: ignore[method-assign, assignment, return-value]
+    ranks.process_group = lambda name, timeout_s, on_hosts: None  # type: ignore[method-assign, assignment]
     return ranks
 
 

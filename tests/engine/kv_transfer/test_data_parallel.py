@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from engine.config import EngineConfig
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.serving.server import EngineServer

@@ -16,6 +16,7 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
 from engine.distributed.exchange.members import PER_RANK
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -54,7 +55,7 @@ def engines(size: int, fixed_order: bool, ranks: int = 1, exchange: Any = AllGat
     own = [rank for _ in range(size) for rank in make_ranks(ranks)]
     for group, everyone in zip(own, make_ranks(size * ranks), strict=True):
         shared = ExpertExchange(everyone, ranks_per_engine=ranks, open_exchange=exchange)
-        plan = ShardPlan(group, expert_exchange=shared)
+        plan = ExpertShardPlan(group, expert_exchange=shared)
         found.append(in_fixed_order(plan) if fixed_order else plan)
     return found
 
@@ -134,11 +135,11 @@ def test_before_the_first_step_all_engines_have_equally_many_rows():
 
 
 def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_refused(tmp_path):
-    alone = ShardPlan(expert_exchange=ExpertExchange(make_ranks(4)[0]))
+    alone = ExpertShardPlan(expert_exchange=ExpertExchange(make_ranks(4)[0]))
     with pytest.raises(ConfigError, match="data_parallel_size must be at most the model's number of experts"):
         split_experts(3, 64, alone)
     exchange = ExpertExchange(make_ranks(4)[1], ranks_per_engine=2)
-    pair = ShardPlan(make_ranks(2)[1], expert_exchange=exchange)
+    pair = ExpertShardPlan(make_ranks(2)[1], expert_exchange=exchange)
     with pytest.raises(
         ConfigError, match=r"data_parallel_size \* tensor_parallel_size must be at most the model's number of exp"
     ):
@@ -196,6 +197,6 @@ def test_stages_of_engines_on_gpus_are_refused_since_they_could_wait_for_each_ot
 
 
 def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():
-    split = expert_split.SharedExperts(8, ShardPlan(), ExpertExchange(make_ranks(2)[1]))
+    split = expert_split.SharedExperts(8, ExpertShardPlan(), ExpertExchange(make_ranks(2)[1]))
     found = split.slots.at(torch.tensor([[-(2**31), 0, PER_RANK - 1], [PER_RANK + 3, PER_RANK + 4, 2**31 - 1]]))
     assert found.tolist() == [[4, 4, 4], [3, 4, 4]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -129,7 +130,7 @@ def test_rows_are_exchanged_in_pieces_if_there_are_many_tokens(tmp_path, monkeyp
 
 
 def test_experts_that_do_not_divide_evenly_are_spread_all_the_same():
-    tp = [ShardPlan(TPGroup(rank, 4), expert_parallel=True) for rank in range(4)]
+    tp = [ExpertShardPlan(TPGroup(rank, 4), expert_parallel=True) for rank in range(4)]
     assert [split_experts(10, 64, rank).own for rank in tp] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size must be at most the model's number of experts \(3\)"):
         split_experts(3, 64, tp[0])

@@ -13,11 +13,11 @@ import pytest
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.distributed import survivors
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel import survivors
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Roster
 from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.group_options import group_options
-from engine.distributed.roster import Roster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable

@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.distributed.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Wave
 from engine.distributed.exchange.expert_exchange import StepSize
-from engine.distributed.roster import Wave
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable

@@ -11,10 +11,7 @@ Names of `torch._C` as in torch 2.11 to 2.14.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from engine.distributed.collectives import Collectives
-from engine.errors import StartupError
+from engine.distributed.process_group import ProcessGroup
 
 #: Numbers of ranks for which NVLink's switch makes larger sums, by major compute capability; with fewer ranks it saves
 #: no traffic. From vLLM's measurements (device_communicators/symm_mem.py), without 6 ranks, which SIZES lacks.
@@ -32,7 +29,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes
 ONE_SHOT_BYTES = 256 << 10  # up to this size every rank reads the whole tensors of all others
 BUFFER_BYTES = 16 << 20
-POLL_INTERVAL_S = 0.01
 
 
 class SymmetricMemory:
@@ -99,15 +95,13 @@ class SymmetricMemory:
         self._plain.close()
 
 
-def open_symmetric_memory(
-    plain: Collectives, nccl: Any, store: Any, rank: int, size: int, name: Any
-) -> SymmetricMemory:
+def open_symmetric_memory(plain: ProcessGroup, store: Any, rank: int, size: int, name: Any) -> SymmetricMemory:
     """Map the buffers of all ranks, which must call this together. Raises RuntimeError, on all ranks or only on some.
-    nccl: the ProcessGroupNCCL behind `plain`. name: unique name of this group in the process."""
+    plain: collectives of NCCL. name: unique name of this group in the process."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
-    group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, nccl)
+    group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, plain.group)
     group._set_group_name(name)
     c10d._register_process_group(name, group)  # where torch's operations look it up
     try:
@@ -119,45 +113,3 @@ def open_symmetric_memory(
     except BaseException:
         c10d._unregister_process_group(name)
         raise
-
-
-def share_if_all_can(
-    plain: Collectives,
-    open_shared: Callable[[], SymmetricMemory],
-    all_can: Callable[[str], bool],
-    check: Callable[[SymmetricMemory], str],
-) -> Collectives:
-    """Return what `open_shared` opens if it works on all ranks, else `plain`. all_can: returns whether no rank has a
-    problem, given this rank's or "". check: `SymmetricMemory.check` with a time limit."""
-    shared: SymmetricMemory | None = None
-    try:
-        shared, problem = open_shared(), ""
-    except Exception as error:  # noqa: BLE001 - any error that torch raises where there is none
-        problem = str(error)
-    # agree that all ranks have mapped it before running kernels, which wait on the device for ranks that do not
-    if all_can(problem) and shared is not None and all_can(check(shared)):
-        return shared
-    if shared is not None:
-        shared.release()
-    return plain
-
-
-def check_in_thread(shared: SymmetricMemory, rank: int, check_others: Callable[[], None], limit_s: float) -> str:
-    """Return the result of `shared.check`. Raises StartupError after `limit_s`, and what `check_others` raises, which
-    is called meanwhile. The check runs in a thread that is never joined, since its wait cannot be ended."""
-    found: Future[str] = Future()
-
-    def check() -> None:
-        try:
-            found.set_result(shared.check(rank))
-        except BaseException as error:  # noqa: BLE001 - raised by result()
-            found.set_exception(error)
-
-    threading.Thread(target=check, name="check sums", daemon=True).start()
-    deadline = time.monotonic() + limit_s
-    while not wait([found], POLL_INTERVAL_S).done:
-        check_others()
-        if time.monotonic() > deadline:
-            limit = f"had not ended after {limit_s:.0f} s; set disable_custom_all_reduce to avoid it"
-            raise StartupError(f"a sum over memory that the GPUs share {limit}")
-    return found.result()

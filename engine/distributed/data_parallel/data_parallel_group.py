@@ -19,9 +19,9 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.distributed.data_parallel.roster import Message
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.part_group import CONNECT_TIMEOUT_S, PartGroup
-from engine.distributed.roster import Message
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import LOADING_TIMEOUT_S, ConnectedGroup, TPGroup
 

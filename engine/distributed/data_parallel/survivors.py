@@ -16,8 +16,8 @@ import logging
 import threading
 import time
 
-from engine.distributed.data_parallel_group import DataParallelGroup
-from engine.distributed.roster import Lost, Meet, Message, Regroup
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Lost, Meet, Message, Regroup
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 

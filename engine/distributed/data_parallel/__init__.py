@@ -1,0 +1,1 @@
+"""Several engines that share the experts of one model."""

@@ -1,0 +1,1 @@
+"""Collectives of ranks on one machine, over memory that they share."""
