@@ -41,6 +41,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import Prediction
+from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource
@@ -229,7 +230,7 @@ class FakeRunner:
             if not samples:
                 continue
             assert start + count == len(tokens)
-            if sequence.pooling is not None:
+            if PoolingParams.part in sequence.parts:
                 result.pooled[entry] = pooled_of(tokens)
                 continue
             known = tokens[: len(tokens) - len(drafts)]
@@ -254,13 +255,14 @@ class FakeRunner:
         return self.proposed[slot][: len(drafts)] if ON_DEVICE in drafts else drafts
 
     def _move_states(self, plan: StepPlan) -> None:
-        assert self.chunk or not (plan.restored or plan.saved)
+        states = plan.record(StateStep) or NO_STATES
+        assert self.chunk or states is NO_STATES
         if not self.chunk:
             return
-        for slot, snapshot in plan.restored:
+        for slot, snapshot in states.restored:
             self.states[slot] = self.rows[slot] = self.snapshots[snapshot]
-        saves = {slot: (position, snapshot) for slot, position, snapshot in plan.saved}
-        assert len(saves) == len(plan.saved), "two states of a sequence are kept in one step"
+        saves = {slot: (position, snapshot) for slot, position, snapshot in states.saved}
+        assert len(saves) == len(states.saved), "two states of a sequence are kept in one step"
         assert len({snapshot for _, snapshot in saves.values()}) == len(saves), "two states are kept in one place"
         for entry, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             tokens, end = self.history[slot], start + count

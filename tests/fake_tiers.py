@@ -13,7 +13,7 @@ from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
 from engine.serving.hash_changes import HashChanges
-from engine.wire.kv_offload import (
+from engine.wire.parts.kv_offload import (
     DropBlocks,
     DropHold,
     FoundBlock,

@@ -104,14 +104,6 @@ def _overlap(stats: HandoffStats) -> float | None:
     return stats.bytes_overlapped / total if total else None
 
 
-def _stages(field: str) -> Callable[[EngineStats], list[float]]:
-    return lambda stats: [getattr(stage, field) for stage in stats.stages]
-
-
-def _experts(field: str) -> Callable[[EngineStats], dict[int, Any]]:
-    return lambda stats: {experts.stage: getattr(experts, field) for experts in stats.experts}
-
-
 # of EngineStats
 REQUESTS: list[Row] = [
     (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
@@ -161,64 +153,6 @@ LABELLED: list[Row] = [
         "state",
     ),
     (Gauge, "manta_kv_group_block_bytes", "Bytes of one block of a group on a rank.", "group_block_bytes", "group"),
-    (
-        Counter,
-        "manta_stage_busy_seconds",
-        "Seconds in which a pipeline stage computed, while its engine had steps under way.",
-        _stages("busy_s"),
-        "stage",
-    ),
-    (
-        Counter,
-        "manta_stage_wait_seconds",
-        "Seconds in which a pipeline stage waited, while its engine had steps under way.",
-        _stages("wait_s"),
-        "stage",
-    ),
-    (
-        Gauge,
-        "manta_expert_balancedness",
-        "Mean load of a rank's experts divided by the maximum, in the last window.",
-        _experts("balancedness"),
-        "stage",
-    ),
-    (
-        Counter,
-        "manta_expert_tokens",
-        "Tokens for which a rank computed one of its experts, over all layers.",
-        _experts("rank_tokens"),
-        "stage",
-        "rank",
-    ),
-    (Counter, "manta_experts_moved", "Copies of experts that moved between ranks.", _experts("moved"), "stage"),
-    (
-        Gauge,
-        "manta_expert_moves_stopped",
-        "1 if experts move no more, because a rank failed while it sent or received some.",
-        _experts("stopped"),
-        "stage",
-    ),
-    (
-        Counter,
-        "manta_shared_steps",
-        "Steps with engines that share experts: own ones, and those in which an engine only served others.",
-        "shared.steps",
-        "kind",
-    ),
-    (
-        Counter,
-        "manta_shared_wait_seconds",
-        "Seconds in which an engine waited for engines that share its experts to begin a step.",
-        "shared.wait_s",
-    ),
-    (Gauge, "manta_shared_engines", "Engines that share experts, without those that were lost.", "shared.engines"),
-    (Gauge, "manta_shared_generation", "Engines that were lost, while others went on.", "shared.generation"),
-    (
-        Counter,
-        "manta_shared_pause_seconds",
-        "Seconds in which an engine took no steps because another was lost.",
-        "shared.pause_s",
-    ),
 ]
 # of HandoffStats. vLLM has no names for these: its transfer metrics are NIXL's, and we have other transports too
 HANDOFFS: list[Row] = [

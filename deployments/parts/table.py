@@ -21,6 +21,7 @@ from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.adapters.table import AdapterTable
 from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
+from deployments.parts.experts.metrics import METRICS as experts
 from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.holds.fields import ChatHoldFields, HoldFields
 from deployments.parts.holds.hold_requests import HoldRequests
@@ -37,6 +38,7 @@ from deployments.parts.prediction.metrics import METRICS as speculation
 from deployments.parts.prediction.prediction import Predictions
 from deployments.parts.quotas.quota_part import QuotaChecks, QuotaEdge
 from deployments.parts.sdc_check.sdc_check import SdcCheck
+from deployments.parts.stages.metrics import METRICS as stages
 from deployments.parts.thinking_budget.fields import ThinkingFields
 from deployments.parts.thinking_budget.thinking_budget import ThinkingBudgets
 from deployments.quotas.quotas import Quotas
@@ -151,6 +153,8 @@ PARTS = (
     PartSpec("kv_tiers", metrics=tiers),
     PartSpec("kv_fetching", metrics=fetching),
     PartSpec("handoffs", metrics=handoffs),
+    PartSpec("stages", metrics=stages),
+    PartSpec("experts", metrics=experts),
     PartSpec("operators", edge=_operators),
     PartSpec("console", edge=_console),
 )

@@ -38,6 +38,7 @@ from engine.wire.messages import (
     TakeTape,
     TapeTaken,
 )
+from engine.wire.parts.experts import SharedSteps
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import ErrorInfo
 
@@ -294,7 +295,7 @@ class EngineControl:
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, self._now()
-        shared, pauses = status.stats.shared, self._pauses_until > self._status_at
+        shared, pauses = status.stats.record(SharedSteps), self._pauses_until > self._status_at
         if pauses and shared is not None and shared.generation >= self._generation:
             self._pauses_until = self._went_on_at = self._status_at
         for request_id in status.ended:

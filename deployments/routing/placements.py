@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import PrefixIndex, block_keys
-from engine.wire.messages import EngineLoad, EngineUpdate
+from engine.wire.engine_load import EngineLoad
+from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import Peer
 
 

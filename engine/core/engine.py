@@ -203,7 +203,8 @@ class EngineCore:
     # -- state ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(stats_of(self.scheduler), **self.ledger.stats(), **self.ranks.report())
+        stats = stats_of(self.scheduler)
+        return msgspec.structs.replace(stats, **self.ledger.stats(), parts=stats.parts | self.ranks.report())
 
     @property
     def last_step_age_s(self) -> float:

@@ -13,6 +13,7 @@ from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.part_record import Attached, PartRecord
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
@@ -194,7 +195,7 @@ class Request:
     stops here."""
     images: list[MultiModalFeatureSpec] = field(default_factory=list)
     lora: LoRARequest | None = None
-    adapter_slot: int = -1  #: while it runs; -1 without an adapter
+    attached: Attached = field(default_factory=dict)  #: what parts tell their ends on the ranks when it gets a slot
     pooling: PoolingParams | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     constraint: Constraint | None = None
@@ -223,6 +224,7 @@ class Request:
             remote=RemotePrompt(message.prefill, source=message.kv_source),
             images=message.mm_features,
             pooling=message.pooling,
+            attached={} if message.pooling is None else {PoolingParams.part: message.pooling},
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             cost=RequestCost(
                 known=len(message.prompt) if len(message.prompt) > num_prompt else 0, reported=message.report_cost
@@ -245,6 +247,10 @@ class Request:
             lora=asked_by.lora,
             images=asked_by.mm_features,
         )
+
+    def attach(self, record: PartRecord) -> None:
+        """Tell a part's ends on the ranks this with the sequence, each time that it gets a slot."""
+        self.attached[record.part] = record
 
     @property
     def pending(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.core.request import Request
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StateRestore, StateSave, StepPlan
+from engine.wire.parts.part_record import Attached, PartRecord
+from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
 
 class StepPlanBuilder:
@@ -20,28 +20,24 @@ class StepPlanBuilder:
         self._drafts: dict[int, list[int]] = {}
         #: What parts add, as in StepPlan.
         self.num_drafts = 0
-        self.encoded: list[MultiModalFeatureSpec] = []
-        self.forgotten: list[bytes] = []
-        self.received: list[ReceivedImage] = []
-        self.restored: list[StateRestore] = []
-        self.saved: list[StateSave] = []
+        self.parts: Attached = {}
 
     def add_sequence(self, request: Request) -> None:
         """Add a request that just got a slot to the runner's sequences."""
-        tokens, params = list(request.tokens), request.params
-        images = [image.without_pixels() for image in request.images]
         self._added.append(
             NewSequence(
                 slot=request.slot,
-                tokens=tokens,
+                tokens=list(request.tokens),
                 num_prompt=request.num_prompt,
-                params=params,
+                params=request.params,
                 seed=request.seed,
-                pooling=request.pooling,
-                images=images,
-                adapter=request.adapter_slot,
+                parts=dict(request.attached),
             )
         )
+
+    def attach(self, record: PartRecord) -> None:
+        """Tell a part's ends on the ranks what the step means for it."""
+        self.parts[record.part] = record
 
     def compute(self, request: Request, count: int, drafts: list[int] | None = None) -> None:
         """Compute the next `count` tokens of a request, and sample a new token if they include its last one. The tokens
@@ -79,9 +75,5 @@ class StepPlanBuilder:
             masks=b"".join(masks.values()),
             drafts=self._drafts,
             num_drafts=self.num_drafts,
-            encoded=self.encoded,
-            forgotten=self.forgotten,
-            received=self.received,
-            restored=self.restored,
-            saved=self.saved,
+            parts=self.parts,
         )

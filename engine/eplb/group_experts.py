@@ -12,8 +12,8 @@ from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.eplb.windows import Windows
 from engine.options.experts import EPLBConfig
-from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertReport, ExpertStats
+from engine.wire.plan import StepPlan
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -44,9 +44,9 @@ class GroupExperts:
         self._failed = False
         self._stats: dict[int, ExpertStats] = {}  # by stage
 
-    @property
-    def stats(self) -> list[ExpertStats]:
-        return [replace(stats, stopped=self._failed) for _, stats in sorted(self._stats.items())]
+    def report(self) -> ExpertReport | None:
+        """Return the load of the experts; None if there is nothing to measure."""
+        return ExpertReport([replace(stats, stopped=self._failed) for _, stats in sorted(self._stats.items())])
 
     def mark(self, plan: StepPlan) -> StepPlan:
         """Return the plan of the next step, with what ranks have to do before it."""
@@ -64,7 +64,7 @@ class GroupExperts:
         if commit:
             self._arrived = 0
         order = ExpertOrder(measure, move, commit, stop)
-        return replace(plan, experts=order) if any(order) else plan
+        return replace(plan, parts=plan.parts | {order.part: order}) if order != ExpertOrder() else plan
 
     def _take_answers(self) -> None:
         for answer in [*self._experts.answers(), *self._broadcaster.take_answers(ExpertAnswer)]:
@@ -87,6 +87,9 @@ class NoMoves(GroupExperts):
     def mark(self, plan: StepPlan) -> StepPlan:
         return plan
 
+    def report(self) -> ExpertReport | None:
+        return None
+
 
 class SharedExpertLoad(NoMoves):
     """The load of experts that several engines share. Their ranks decide themselves when experts move."""
@@ -95,6 +98,5 @@ class SharedExpertLoad(NoMoves):
         super().__init__()
         self._shared = experts
 
-    @property
-    def stats(self) -> list[ExpertStats]:
-        return self._shared.stats
+    def report(self) -> ExpertReport | None:
+        return ExpertReport(self._shared.stats)

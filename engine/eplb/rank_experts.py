@@ -38,8 +38,7 @@ from engine.eplb.placement import (
 from engine.model.expert_split import ExpertLoad, MovableSlots, SpreadExperts
 from engine.model.layers.moe import Experts
 from engine.options.experts import EPLBConfig
-from engine.wire.plan import ExpertAnswer, ExpertOrder
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from engine.eplb.placement import Placement
 from engine.eplb.rank_experts import IDLE, RankExperts
 from engine.eplb.windows import Windows
 from engine.model.layers.moe import Experts
-from engine.wire.plan import ExpertAnswer, ExpertOrder
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
 
 logger = logging.getLogger(__name__)
 

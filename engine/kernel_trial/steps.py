@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.model.kv_groups import KVCacheGroup
+from engine.wire.parts.lora import SequenceAdapter
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
@@ -68,7 +69,7 @@ def trial_plans(
             added=[
                 NewSequence(
                     slot, [rng.randrange(vocab_size) for _ in range(PROMPTS[slot])], PROMPTS[slot], SAMPLINGS[slot],
-                    seed=slot, adapter=0 if adapters and slot != 1 else -1,
+                    seed=slot, parts={SequenceAdapter.part: SequenceAdapter(0)} if adapters and slot != 1 else {},
                 )
                 for slot in new
             ],

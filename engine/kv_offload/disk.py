@@ -15,7 +15,7 @@ import msgspec
 from engine.errors import StartupError
 from engine.kv_offload.sealing import OVERHEAD, Sealer, Unsealable
 from engine.user_folder import given_folder, is_own_folder, own_folder, write_private
-from engine.wire.kv_offload import FoundBlock, SavedHold
+from engine.wire.parts.kv_offload import FoundBlock, SavedHold
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.kv_offload.tier_worker import TierWorker
-from engine.wire.kv_offload import StoreListing, TierAnswer, TierCommand
+from engine.wire.parts.kv_offload import StoreListing, TierAnswer, TierCommand
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster

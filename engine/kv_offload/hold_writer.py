@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.store import StoreFolder, Unreachable
-from engine.wire.kv_offload import DropHold, SaveHold
+from engine.wire.parts.kv_offload import DropHold, SaveHold
 
 logger = logging.getLogger(__name__)
 

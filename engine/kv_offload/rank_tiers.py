@@ -19,7 +19,7 @@ from engine.kv_offload.store import StoreFolder
 from engine.kv_offload.store_lister import LIST_S, StoreLister
 from engine.kv_offload.tier_worker import TierWorker
 from engine.user_folder import user_folder
-from engine.wire.kv_offload import FoundBlock, SavedHold
+from engine.wire.parts.kv_offload import FoundBlock, SavedHold
 
 GIB = 2**30
 SIZES = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")

@@ -16,7 +16,7 @@ from engine.errors import ConfigError, StartupError, without_credentials
 from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold
 from engine.kv_offload.sealing import Sealer, Unsealable
 from engine.user_folder import write_private
-from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing
+from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing
 
 logger = logging.getLogger(__name__)
 

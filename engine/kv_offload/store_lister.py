@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from engine.kv_offload.store import StoreFolder
-from engine.wire.kv_offload import StoreListing
+from engine.wire.parts.kv_offload import StoreListing
 
 logger = logging.getLogger(__name__)
 

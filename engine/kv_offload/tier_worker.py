@@ -16,7 +16,7 @@ from engine.kv_offload.hold_writer import HoldWriter
 from engine.kv_offload.sealing import Unsealable
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.kv_offload.store_lister import StoreLister
-from engine.wire.kv_offload import (
+from engine.wire.parts.kv_offload import (
     DropBlocks,
     DropHold,
     LoadBlocks,

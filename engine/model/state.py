@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.model.config_parts.recurrent import RecurrentConfig
-from engine.wire.plan import StateRestore, StateSave, StepPlan
+from engine.wire.parts.states import NO_STATES, StateSave, StateStep
+from engine.wire.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -150,9 +151,9 @@ class StateCache:
         uint8."""
         return self._memory[self.slots :].unflatten(1, (max(1, len(self.layers)), -1))[:, :, None, None, None]
 
-    def restore(self, restored: list[StateRestore]) -> None:
+    def restore(self, plan: StepPlan) -> None:
         """Copy snapshots into the slots of sequences that resume from them."""
-        for slot, snapshot in restored:
+        for slot, snapshot in (plan.record(StateStep) or NO_STATES).restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
 
     def keep(self, plan: StepPlan) -> KeptStates:
@@ -162,8 +163,8 @@ class StateCache:
 
         slots = torch.tensor(plan.slots, device=self._memory.device)
         changed = [(tensor, slots) for layer in self.layers for tensor in layer.values()]
-        if plan.restored:
-            snapshots = [self.slots + snapshot for _, snapshot in plan.restored]
+        if (states := plan.record(StateStep)) is not None and states.restored:
+            snapshots = [self.slots + snapshot for _, snapshot in states.restored]
             changed.append((self._memory, torch.tensor(snapshots, device=self._memory.device)))
         return [(tensor, index, tensor[index]) for tensor, index in changed]
 
@@ -171,12 +172,11 @@ class StateCache:
         for tensor, index, values in kept:
             tensor[index] = values
 
-    def batch(self, slots: np.ndarray, staged: StagedCopy, saved: Sequence[StateSave] = ()) -> StateBatch | None:
-        """Return the states of a step's sequences; None for a model without recurrent layers. slots: [seqs] int64.
-        saved: snapshots that this step makes, at most one per sequence."""
+    def batch(self, slots: np.ndarray, staged: StagedCopy, states: StateStep = NO_STATES) -> StateBatch | None:
+        """Return the states of a step's sequences; None for a model without recurrent layers. slots: [seqs] int64."""
         if not self.layers:
             return None
-        save_at, save_slots = self.saves(slots, saved)
+        save_at, save_slots = self.saves(slots, states.saved)
         return StateBatch(self.layers, staged.add(slots.astype(np.int32)), staged.add(save_at), staged.add(save_slots))
 
     def saves(self, slots: np.ndarray, saved: Sequence[StateSave]) -> np.ndarray:

@@ -21,6 +21,7 @@ from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, Unifor
 from engine.runner.step import NO_TABLE_ROWS, BlockTableRows, NewTokens, PromptLogprobRows, StepInputs
 from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import NewSequence, SampledStep, StepPlan
 
 NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([], None))
@@ -106,6 +107,7 @@ class InputBuilder:
         self, plan: StepPlan, layout: StepLayout, sequences: Sequences, first_rows: np.ndarray
     ) -> UnpaddedStep:
         """Return what a graph of any shape needs. The arguments are those of `_batch`."""
+        states = plan.record(StateStep)
         return UnpaddedStep(
             token_index=layout.token_index,
             positions=layout.rotary,
@@ -114,7 +116,7 @@ class InputBuilder:
             counts=sequences.counts,
             kv_len=sequences.ends,
             query_start=first_rows,
-            saves=self._memory.states.saves(sequences.slots, plan.saved) if plan.saved else None,
+            saves=None if states is None else self._memory.states.saves(sequences.slots, states.saved),
         )
 
     def _batch(
@@ -163,7 +165,7 @@ class InputBuilder:
             chunks=chunks_of(chunks),
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
-            states=self._memory.states.batch(sequences.slots, staged, plan.saved),
+            states=self._memory.states.batch(sequences.slots, staged, plan.record(StateStep) or NO_STATES),
         )
         return batch, graph
 

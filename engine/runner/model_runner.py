@@ -165,7 +165,7 @@ class ModelRunner:
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
-        self.states.restore(inputs.plan.restored)
+        self.states.restore(inputs.plan)
         if inputs.batch is not None:
             inputs.block_tables.give(self._tables, inputs.batch)
         step = Forward(inputs, inputs.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from torch import Tensor
@@ -89,9 +89,9 @@ class RankPart:
         """Return what rank 0 is to be told, since the last call."""
         return ()
 
-    def report(self) -> dict[str, Any]:
-        """Return fields of EngineStats. Called on rank 0."""
-        return {}
+    def report(self) -> PartRecord | None:
+        """Return its figures for EngineStats. Called on rank 0."""
+        return None
 
     def close(self) -> None:
         """End its threads and connections. Called even if the start has failed."""

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.engine_load import EngineLoad
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -59,23 +60,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return the fingerprint that engines of a pool need in order to compute for this engine, and statistics of the
         handoffs with that pool."""
         return (self.encode_fingerprint, self.image_handoffs) if pool == "encode" else (self.fingerprint, self.handoffs)
-
-
-class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Load of one engine, by which routers and control actors choose. All fields are 0 if nothing is known about the
-    engine."""
-
-    sequences: int = 0
-    """Sequences that are running, waiting, or waiting for KV; each needs one of `slots` to run."""
-    queued_tokens: int = 0
-    """Prompt tokens that are still to be computed."""
-    blocks_used: int = 0
-    slots: int = 0
-    blocks_total: int = 0
-    queued_embeds: int = 0
-    """Image embeddings that the vision encoder still has to compute."""
-    adapters: tuple[str, ...] = ()
-    """Digests of the LoRA adapters in slots."""
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.part_record import PartRecord
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.part_record import Attached, R, attached
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.stats.engine_stats import ExpertStats
 from engine.wire.token_delta import TokenLogprob
 
 
@@ -22,12 +19,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     num_prompt: int
     params: SamplingParams
     seed: int
-    pooling: PoolingParams | None = None
-    """If set, hidden states are pooled and nothing is sampled."""
-    images: list[MultiModalFeatureSpec] = []
-    """Images of its prompt, without their pixels."""
-    adapter: int = -1
-    """Slot of its adapter; -1 for none."""
+    parts: Attached = {}
+    """What parts tell their ends on the ranks of it."""
+
+    def record(self, kind: type[R]) -> R | None:
+        return attached(self.parts, kind)
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
@@ -41,58 +37,6 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
     """(block, first token in it) to set to 0 from that token on before the step. Attention may multiply values beyond
     the sequence's end by 0, and a NaN that another sequence left there would persist."""
     group: int = 0
-
-
-class StateRestore(NamedTuple):
-    """Before the step, the sequence in `slot` resumes from a snapshot of its recurrent state."""
-
-    slot: int
-    snapshot: int
-
-
-class StateSave(NamedTuple):
-    """During the step, the recurrent state of the sequence in `slot` before the token at `position` is saved to a
-    snapshot."""
-
-    slot: int
-    position: int
-    snapshot: int
-
-
-class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image that an encode engine has encoded."""
-
-    mm_hash: bytes
-    blocks: list[int]  #: blocks that hold its embeddings
-    num_embeds: int
-
-
-class ExpertOrder(NamedTuple):
-    """What ranks do with their experts before a step (engine/eplb/)."""
-
-    measure: bool = False
-    """Read the load since the last time, and begin to count again."""
-    move: bool = False
-    """Begin to move experts by this load."""
-    commit: bool = False
-    """Use the experts that have arrived on all ranks."""
-    stop: bool = False
-    """Forget the experts that have arrived, because a rank failed. Nothing moves any more."""
-
-
-class ExpertAnswer(PartRecord, frozen=True, array_like=True):
-    """What a rank tells rank 0 about its experts: one of these."""
-
-    part: ClassVar[str] = "experts"
-
-    load: ExpertStats | None = None
-    """From the first rank of each stage, after `measure`."""
-    arrived: bool = False
-    """Experts of a layer have arrived, and wait for `commit`."""
-    done: bool = False
-    """All moves have taken effect."""
-    failed: str = ""
-    """Why this rank can move no experts any more."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -117,16 +61,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     the sequence's newest token, and that the host does not know."""
     num_drafts: int = 0
     """Tokens that a drafter with weights proposes at the end of this step, for each entry that samples."""
-    encoded: list[MultiModalFeatureSpec] = []
-    """Images that the vision encoder computes before the tokens; their embeddings are then cached."""
-    forgotten: list[bytes] = []
-    """Hashes of images whose embeddings are evicted before images are encoded."""
-    received: list[ReceivedImage] = []
-    """Images from encode engines to copy into the encoder cache."""
-    restored: list[StateRestore] = []
-    saved: list[StateSave] = []
-    """At most one per sequence."""
-    experts: ExpertOrder | None = None
+    parts: Attached = {}
+    """What parts tell their ends on the ranks before the step."""
+
+    def record(self, kind: type[R]) -> R | None:
+        return attached(self.parts, kind)
 
     @property
     def num_tokens(self) -> int:

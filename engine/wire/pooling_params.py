@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from engine.errors import InvalidParameter, UnsupportedTask
+from engine.wire.parts.part_record import PartRecord
 from engine.wire.sampling_params import check
 
 Task = Literal["generate", "embed", "score"]
 
 
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
     """Pooling parameters of a request. Raises InvalidParameter for a value out of its range."""
+
+    part: ClassVar[str] = "pooling"
 
     task: Literal["embed", "score"] = "embed"
     """`embed` returns a vector for a text; `score` returns a number for a query and a document."""
@@ -27,7 +30,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Applied by the process that has the tokenizer."""
     token_types_from: int | None = None
     """Position from which tokens belong to the second text of a pair, for models with token types (BERT)."""
-    score_token_ids: list[int] = []
+    score_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens by which a generative reranker answers yes and no; filled in by the process that has the tokenizer."""
 
     def __post_init__(self) -> None:

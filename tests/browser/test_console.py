@@ -12,9 +12,11 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from engine.wire.parts.experts import ExpertReport, ExpertStats
 from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.parts.holds import HoldStats
 from engine.wire.parts.part_record import encoded
-from engine.wire.stats.engine_stats import ExpertStats, HoldStats, StageStats
+from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import SequenceCost
 from tests.browser.staged_cluster import PREFILL, staged_cluster
@@ -189,7 +191,7 @@ def test_a_replica_shows_its_pipeline_stages_with_their_ranks_and_how_much_each_
         StageStats(layers=20, ranks=2, busy_s=6.0, wait_s=2.0),
         StageStats(layers=1, ranks=2, busy_s=2.0, wait_s=6.0),
     ]
-    stage.pool.more_stats = {"stages": stages}
+    stage.pool.more_stats = {"parts": encoded(StageReport(stages))}
     expect(first.locator(".stages > li")).to_have_count(2, timeout=SLOW_MS)
     expect(first.locator(".stages > li").nth(0)).to_contain_text("stage 0: 20 layers")
     expect(first.locator(".stages > li").nth(0).locator(".ranks i")).to_have_count(2)
@@ -201,7 +203,7 @@ def test_a_replica_shows_how_its_experts_are_balanced_over_its_ranks(stage, page
     first = page.locator(".replica").filter(has=page.locator(".id", has_text="a1"))
     expect(first.locator(".experts")).to_be_hidden(timeout=SLOW_MS)
     experts = ExpertStats(stage=0, rank_tokens=[40, 10], balancedness=0.625, top=[(3, 7, 0.5)], moved=12)
-    stage.pool.more_stats = {"experts": [experts]}
+    stage.pool.more_stats = {"parts": encoded(ExpertReport([experts]))}
     expect(first.locator(".experts .ranks i")).to_have_count(2, timeout=SLOW_MS)
     expect(first.locator('.experts [data-fact="balanced"]')).to_have_text("balanced 63 %, 12 moved")
     expect(first.locator(".experts b").nth(1)).to_have_attribute("style", "width: 25%;")

@@ -17,6 +17,7 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
 from engine.wire.parts.speculation import Prediction
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.engine import Channel, Engine
@@ -74,23 +75,24 @@ class ImageRunner(Runner):
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         for sequence in plan.added:
+            sent = sequence.record(SequenceImages)
             self._places[sequence.slot] = [
                 (place, image.mm_hash, index)
-                for image in sequence.images
+                for image in ([] if sent is None else sent.images)
                 for index, place in enumerate(_places(sequence.tokens, image))
             ]
         return super().prepare(plan)
 
     def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
-        cache = self._embeddings
-        if plan.encoded:
-            took = ENCODE_STEPS * self.step_s * len(plan.encoded)
+        cache, images = self._embeddings, plan.record(ImageStep) or NO_IMAGES
+        if images.encoded:
+            took = ENCODE_STEPS * self.step_s * len(images.encoded)
             self._free_at = max(self._free_at, self._clock.world()) + took
-        for key in plan.forgotten:
+        for key in images.forgotten:
             del cache[key]
-        for received in plan.received:
+        for received in images.received:
             cache[received.mm_hash] = self.inbox.rows(received.blocks)[: received.num_embeds]
-        for image in plan.encoded:
+        for image in images.encoded:
             key = mm_hash(image.data)
             cache[image.mm_hash] = [embedding(key, index) for index in range(image.num_embeds)]
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
@@ -99,7 +101,7 @@ class ImageRunner(Runner):
                     assert key in cache, "an image is computed without its embeddings"
                     assert cache[key][index] == embedding(key, index), "an image has the embeddings of another"
         ends_at, result = super().launch(plan)
-        for received in plan.received:
+        for received in images.received:
             self.inbox.copied(received.blocks, ends_at)
         return ends_at, result
 
@@ -156,7 +158,8 @@ class ImageEngine(Engine):
         super().check()
         handoffs = self.core.scheduler.parts[EncoderCacheManager].handoffs
         if isinstance(handoffs, ImageHandoffs):
-            handoffs.check([image for plan, _ in self.core.scheduler.planned for image in plan.received])
+            planned = [plan.record(ImageStep) or NO_IMAGES for plan, _ in self.core.scheduler.planned]
+            handoffs.check([image for step in planned for image in step.received])
 
 
 class EncodeEngine(ImageEngine):

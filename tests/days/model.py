@@ -13,6 +13,7 @@ from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.images import SequenceImages
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
 from engine.wire.token_delta import FinishReason, TokenDelta
@@ -163,7 +164,8 @@ class Runner:
         for sequence in plan.added:
             self._sequences[sequence.slot] = sequence
             self._history[sequence.slot] = []
-            for token in inputs(sequence.tokens, sequence.images):
+            sent = sequence.record(SequenceImages)
+            for token in inputs(sequence.tokens, [] if sent is None else sent.images):
                 self._append(sequence.slot, token)
         for change in plan.blocks:
             self._tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks

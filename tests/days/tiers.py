@@ -14,7 +14,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.kv_offload import (
+from engine.wire.parts.kv_offload import (
     DropBlocks,
     LoadBlocks,
     StopLoad,

@@ -20,7 +20,15 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.kv_offload import DropBlocks, FoundBlock, LoadBlocks, StoreBlocks, StoreListing, TierAnswer, TierBlock
+from engine.wire.parts.kv_offload import (
+    DropBlocks,
+    FoundBlock,
+    LoadBlocks,
+    StoreBlocks,
+    StoreListing,
+    TierAnswer,
+    TierBlock,
+)
 
 LIST_S = 5.0  # until other replicas know what one has written to the store, or deleted from it
 

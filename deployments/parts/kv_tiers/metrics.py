@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from deployments.observability.engine_metrics import PartMetrics, Row
-from engine.wire.kv_offload import KVOffloadStats
+from engine.wire.parts.kv_offload import KVOffloadStats
 
 
 def _tiers(field: str) -> Callable[[KVOffloadStats], dict[str, Any]]:

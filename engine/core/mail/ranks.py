@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
@@ -12,6 +12,7 @@ from engine.eplb.group_experts import GroupExperts
 from engine.runner.launching.launcher import Launcher
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep
+from engine.wire.parts.part_record import Records, encoded
 from engine.wire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
@@ -60,12 +61,10 @@ class Ranks:
             if isinstance(step, Future):
                 self._broadcaster.result(step)
 
-    def report(self) -> dict[str, Any]:
-        """Return fields of EngineStats."""
-        found = {"experts": self._experts.stats, "shared": self.launcher.shared()}
-        for report in self.runner.parts.report:
-            found |= report()
-        return found
+    def report(self) -> Records:
+        """Return what the ends of parts on this rank report."""
+        ends = self._experts.report(), self.launcher.report()
+        return encoded(*ends, *(report() for report in self.runner.parts.report))
 
     def close(self) -> None:
         """Stop this rank's thread, and let the other ranks end."""

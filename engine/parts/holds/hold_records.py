@@ -8,8 +8,8 @@ from engine.parts.holds.hold_table import Hold, HoldTable, refused
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.saved_holds import FoundHold
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.kv_offload import SavedHold
 from engine.wire.parts.holds import HoldEnd, HoldMark
+from engine.wire.parts.kv_offload import SavedHold
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from engine.errors import InvalidParameter
 from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
-from engine.wire.parts.images import ImageStats
-from engine.wire.plan import ReceivedImage, StepPlan
+from engine.wire.parts.images import ImageStats, ImageStep, ReceivedImage, SequenceImages
+from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
 
@@ -130,6 +130,8 @@ class EncoderCacheManager(Part):
                 data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
             found.append(msgspec.structs.replace(image, data=data))
         request.images = found
+        if found:
+            request.attach(SequenceImages([image.without_pixels() for image in found]))
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
         """Return how many embeddings this engine still has to make for images that these requests have yet to compute.
@@ -143,13 +145,15 @@ class EncoderCacheManager(Part):
         return sum(count for mm_hash, count in missing.items() if not self.handoffs.has(mm_hash))
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
-        plan.encoded, plan.forgotten, plan.received = self._encoded, self._forgotten, self._received
-        self._encoded, self._forgotten, self._received = [], [], []
+        if self._encoded or self._forgotten or self._received:
+            plan.attach(ImageStep(self._encoded, self._forgotten, self._received))
+            self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
 
     def step_ended(self, plan: StepPlan) -> None:
         """Free the blocks of images from encode engines, which the step has copied."""
-        self.handoffs.release(plan.received)
+        if (images := plan.record(ImageStep)) is not None:
+            self.handoffs.release(images.received)
 
     def load(self, requests: Iterable[Request]) -> dict[str, Any]:
         return {"queued_embeds": self.queued_embeds(requests)}

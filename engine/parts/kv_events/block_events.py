@@ -9,7 +9,7 @@ from engine.core.block_pool import BlockObserver
 from engine.core.mail.courier import Courier
 from engine.core.request import Request
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from engine.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
+from engine.wire.parts.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIUM = "GPU"  # vLLM's name of the cache itself, on any device
 

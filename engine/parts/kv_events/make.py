@@ -10,6 +10,6 @@ def make(setup: PartSetup) -> Made:
     config = setup.loaded.config.kv_events_config
     if config is None or not config.publishes:
         return Made()
-    from engine.distributed.kv_event_publisher import KVEventSockets  # it needs pyzmq
+    from engine.parts.kv_events.publisher import KVEventSockets  # it needs pyzmq
 
     return Made(couriers=[KVEvents(setup.kv_cache.groups, KVEventSockets(config), config.use_int_block_hashes)])

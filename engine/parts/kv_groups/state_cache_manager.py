@@ -11,7 +11,7 @@ from engine.core.request import NEVER, BlockTable, Request, RequestStates, State
 from engine.core.single_type_kv_cache_manager import Below, SingleTypeKVCacheManager, nowhere
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.wire.handoff import HeldBlocks
-from engine.wire.plan import StateRestore, StateSave
+from engine.wire.parts.states import StateRestore, StateSave, StateStep
 
 
 class StateCacheManager(SingleTypeKVCacheManager):
@@ -167,8 +167,8 @@ class StateCacheManager(SingleTypeKVCacheManager):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def take_states(self, requests: list[Request]) -> tuple[list[StateRestore], list[StateSave]]:
-        """Return the snapshots that the step of these requests restores and saves."""
+    def take_states(self, requests: list[Request]) -> StateStep | None:
+        """Return the snapshots that the step of these requests restores and saves; None if there are none."""
         # Not when the sequence was added: another engine might have been told to write the snapshot before this step
         # has read it. What this step saves, and what later ones do, follows the read.
         for snapshot, request in self._read:
@@ -179,7 +179,7 @@ class StateCacheManager(SingleTypeKVCacheManager):
             for request in requests
             if request.computed >= request.states.next_save and (save := self._save(request))
         ]
-        return restored, saved
+        return StateStep(restored, saved) if restored or saved else None
 
     def _save(self, request: Request) -> StateSave | None:
         """Plan to save the state at the border that a step passes. Returns None if there is no room."""
@@ -236,7 +236,8 @@ class StateSnapshots(Part):
         self.states = states
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
-        plan.restored, plan.saved = self.states.take_states(plan.requests)
+        if (states := self.states.take_states(plan.requests)) is not None:
+            plan.attach(states)
 
     def up_to(self, request: Request, count: int) -> int:
         wanted = request.states.wanted

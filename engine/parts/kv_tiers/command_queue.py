@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.core.door.outputs import Outputs
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.kv_offload import DropBlocks, LoadBlocks, TierCommand
+from engine.wire.parts.kv_offload import DropBlocks, LoadBlocks, TierCommand
 
 
 class CommandQueue:

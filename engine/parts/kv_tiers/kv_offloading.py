@@ -21,7 +21,7 @@ from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_pre
 from engine.parts.kv_tiers.saved_holds import SavedHolds
 from engine.parts.kv_tiers.tier import Tier, TierHashes, tiers_of
 from engine.parts.kv_tiers.tier_writer import Store, TierWriter
-from engine.wire.kv_offload import (
+from engine.wire.parts.kv_offload import (
     FoundBlock,
     KVOffloadStats,
     LoadBlocks,

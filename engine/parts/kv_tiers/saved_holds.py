@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.kv_offload import DropHold, SavedHold, SaveHold, StoreListing, TierCommand
+from engine.wire.parts.kv_offload import DropHold, SavedHold, SaveHold, StoreListing, TierCommand
 
 GROUP = 0xFFFF  # stands for a KV cache group in the name of a hold; no group has this number
 PERIOD_S = 1.0  # between two looks at the ends of holds

@@ -12,7 +12,7 @@ from engine.core.costs.step_cost import LinearCost
 from engine.core.costs.tier_usage import TierUsage
 from engine.core.request_cost import BlockAccount
 from engine.kv_offload.tier_index import TierIndex
-from engine.wire.kv_offload import TierBlock, TierStats
+from engine.wire.parts.kv_offload import TierBlock, TierStats
 
 REST_S = 30.0  # without a tier that has failed or was late
 RATE_MEMORY = 100.0  # loads after which an observation's weight is 1/e

@@ -10,7 +10,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.prefix_pins import pin, unpin
 from engine.parts.kv_tiers.tier import Tier, TierHashes, tiers_of
-from engine.wire.kv_offload import StoreBlocks, TierBlock
+from engine.wire.parts.kv_offload import StoreBlocks, TierBlock
 
 STORE_BYTES = 2**26  # copied by one command; its blocks cannot be evicted meanwhile
 STORE_SHARE = 8  # and at most one of so many blocks of a group

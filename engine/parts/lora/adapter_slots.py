@@ -15,7 +15,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import AdapterError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import AdapterLoad, LoRARequest
-from engine.wire.parts.lora import AdapterStats
+from engine.wire.parts.lora import AdapterStats, SequenceAdapter
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -100,7 +100,7 @@ class AdapterSlots(Part):
         if request.lora is not None:
             slot = self._running[request] = self._by_digest[request.lora.digest]
             slot.kept_for = None
-            request.adapter_slot = self.slots.index(slot)
+            request.attach(SequenceAdapter(self.slots.index(slot)))
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         for request in plan.requests:

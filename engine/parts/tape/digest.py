@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.wire.parts.part_record import Attached
 from engine.wire.plan import BlockChange, StepPlan
 
 NOTHING = 0
@@ -35,6 +36,10 @@ def digest_of_last(num_rows: int, start: int, count: int, blocks: list[BlockChan
 
 
 def _rare(plan: StepPlan) -> object:
-    added = tuple([(new.slot, len(new.tokens), new.num_prompt, new.adapter) for new in plan.added])
+    added = tuple([(new.slot, len(new.tokens), new.num_prompt, _decided(new.parts)) for new in plan.added])
     drafts = tuple([(entry, len(tokens)) for entry, tokens in plan.drafts.items()])
-    return plan.num_drafts, added, drafts, tuple(map(tuple, plan.restored)), tuple(map(tuple, plan.saved))
+    return plan.num_drafts, added, drafts, _decided(plan.parts)
+
+
+def _decided(parts: Attached) -> tuple[int, ...]:
+    return tuple(number for name in sorted(parts) for number in parts[name].decided())

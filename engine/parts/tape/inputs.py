@@ -24,9 +24,9 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
-from engine.wire.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.parts.part_record import encoded
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest

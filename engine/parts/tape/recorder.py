@@ -67,7 +67,7 @@ from engine.parts.tape.ring import (
 from engine.parts.tape.shared_copy import NoCopy, open_copy
 from engine.parts.tape.snapshot import KINDS, dump
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
-from engine.wire.kv_offload import StoreListing, TierAnswer
+from engine.wire.parts.kv_offload import StoreListing, TierAnswer
 from engine.wire.plan import ON_DEVICE, BlockChange, StepPlan, StepResult
 from engine.wire.token_delta import FinishReason
 

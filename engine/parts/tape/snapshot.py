@@ -98,7 +98,12 @@ from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, Ver
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
-from engine.wire.kv_offload import (
+from engine.wire.lora import AdapterLoad, LoRARequest
+from engine.wire.messages import PrefillReplica
+from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.holds import HoldMark
+from engine.wire.parts.images import ImageStep, ReceivedImage, SequenceImages
+from engine.wire.parts.kv_offload import (
     DropBlocks,
     DropHold,
     LoadBlocks,
@@ -108,11 +113,9 @@ from engine.wire.kv_offload import (
     StoreBlocks,
     TierBlock,
 )
-from engine.wire.lora import AdapterLoad, LoRARequest
-from engine.wire.messages import PrefillReplica
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.holds import HoldMark
-from engine.wire.plan import ON_DEVICE, ReceivedImage, StateRestore, StateSave, StepPlan
+from engine.wire.parts.lora import SequenceAdapter
+from engine.wire.parts.states import StateRestore, StateSave, StateStep
+from engine.wire.plan import ON_DEVICE, StepPlan
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -139,7 +142,8 @@ KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
     AdapterLoad, DropBlocks, DropHold, EngineConfig, HandoffConfig, Histogram, HoldMark, HoldOutcome, KVCacheSpec,
     KVHolder, KVSource, LoRARequest, LoadBlocks, MultiModalFeatureSpec, Peer, PoolingParams, PrefillReplica, PromptCost,
-    ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SpeculativeConfig, StepPlan,
+    ImageStep, ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SequenceAdapter, SequenceImages,
+    SpeculativeConfig, StateStep, StepPlan,
     StopLoad, StoreBlocks,
 ]  # fmt: skip
 KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
@@ -206,7 +210,8 @@ CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
 
 def plan_without_text(plan: StepPlan) -> StepPlan:
     drafts = {entry: [ORDINARY] * len(tokens) for entry, tokens in plan.drafts.items()}
-    return msgspec.structs.replace(plan, added=[], blocks=[], masks=b"", drafts=drafts, encoded=[])
+    parts = {name: record.without_text() for name, record in plan.parts.items()}
+    return msgspec.structs.replace(plan, added=[], blocks=[], masks=b"", drafts=drafts, parts=parts)
 
 
 def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:

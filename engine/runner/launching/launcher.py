@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep, StepInputs
-from engine.wire.stats.engine_stats import SharedSteps
+from engine.wire.parts.part_record import PartRecord
 
 
 class Launcher:
@@ -24,8 +24,8 @@ class Launcher:
         """Say that there is nothing to launch until the next call of `launch`. Raises EngineUnavailable if nothing can
         be launched any more."""
 
-    def shared(self) -> SharedSteps | None:
-        """Return the steps taken together with engines that share experts; None if there are none."""
+    def report(self) -> PartRecord | None:
+        """Return figures for EngineStats."""
         return None
 
     def close(self) -> None:

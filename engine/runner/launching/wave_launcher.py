@@ -37,7 +37,7 @@ from engine.runner.launching.recovery import NoRecovery, Recovery
 from engine.runner.model_runner import ModelRunner
 from engine.runner.parts.experts import Experts
 from engine.runner.step import LaunchedStep, StepInputs
-from engine.wire.stats.engine_stats import SharedSteps
+from engine.wire.parts.experts import SharedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class WaveLauncher(Launcher):
             raise EngineUnavailable(self._broken)
         self._queue.put(Rest())
 
-    def shared(self) -> SharedSteps:
+    def report(self) -> SharedSteps:
         recovery = self._recovery
         return SharedSteps(
             steps={"own": self._num_own, "served": self._num_served},

@@ -18,6 +18,7 @@ from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.runner.step_layout import StepLayout
 from engine.wire.lora import AdapterAnswer, AdapterLoad
+from engine.wire.parts.lora import SequenceAdapter
 from engine.wire.plan import StepPlan
 
 
@@ -52,7 +53,8 @@ class Adapters(RankPart):
     def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> Tensor | None:
         """Return the table of `row_table`; None if no token has an adapter."""
         for new in plan.added:
-            self._of_sequences[new.slot] = new.adapter
+            adapter = new.record(SequenceAdapter)
+            self._of_sequences[new.slot] = -1 if adapter is None else adapter.slot
         of_sequences = self._of_sequences[layout.sequences.slots]
         if of_sequences.max(initial=-1) < 0:
             return None

@@ -12,7 +12,7 @@ from engine.model.config import ModelConfig
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import StepPlan
+from engine.wire.parts.images import ImageStep
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,17 @@ class EncoderCache:
         self._together = together
         self._embeddings: dict[bytes, Tensor] = {}
 
-    def update(self, plan: StepPlan, inbox: Tensor | None, blocks: list[Tensor]) -> None:
-        """Drop, receive and compute embeddings as the plan says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
+    def update(self, step: ImageStep, inbox: Tensor | None, blocks: list[Tensor]) -> None:
+        """Drop, receive and compute embeddings as a step says. inbox: [blocks, layers, 2, 1, block_size, hidden / 2],
         memory into which embeddings from encode engines are read. blocks: for each received image, [n] int64, its
         blocks in `inbox`."""
-        for mm_hash in plan.forgotten:
+        for mm_hash in step.forgotten:
             self._embeddings.pop(mm_hash, None)  # the step may be launched again (launching/recovery.py)
-        for received, index in zip(plan.received, blocks, strict=True):
+        for received, index in zip(step.received, blocks, strict=True):
             assert inbox is not None
             rows = inbox[index].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
             self._embeddings[received.mm_hash] = rows[: received.num_embeds]
-        for images in self._calls(plan.encoded):
+        for images in self._calls(step.encoded):
             self._embeddings |= self._encode(images)
 
     def _calls(self, images: list[MultiModalFeatureSpec]) -> list[list[MultiModalFeatureSpec]]:

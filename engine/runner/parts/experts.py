@@ -18,7 +18,7 @@ from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.rank_part import RankPart, Run
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
-from engine.wire.plan import ExpertAnswer
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Experts(RankPart):
         self.rank.reset()
 
     def before(self, step: Forward) -> None:
-        self.rank.begin(step.inputs.plan.experts, step.inputs.plan.num_tokens)
+        self.rank.begin(step.inputs.plan.record(ExpertOrder), step.inputs.plan.num_tokens)
 
     def answers(self) -> Iterable[ExpertAnswer]:
         return self.rank.answers()

@@ -30,6 +30,7 @@ from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
 from engine.wire.plan import NewSequence, StepPlan
 
 if TYPE_CHECKING:  # it needs pyzmq
@@ -46,23 +47,23 @@ class ImageInputs:
     image_ends: Tensor | None  #: see Batch
     rotary: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
-    received: list[Tensor]  #: [n] int64 each, blocks of the inbox, of each image in `plan.received`
+    received: list[Tensor]  #: [n] int64 each, blocks of the inbox, of each image in `ImageStep.received`
 
 
 class PromptImages:
     """The images of one sequence."""
 
-    def __init__(self, sequence: NewSequence, cfg: VisionConfig):
-        self.end = max(image.mm_position.end for image in sequence.images)
+    def __init__(self, tokens: list[int], images: list[MultiModalFeatureSpec], cfg: VisionConfig):
+        self.end = max(image.mm_position.end for image in images)
         #: Hash of each image, and the positions of its embeddings in the sequence, ascending.
         self.images: list[tuple[bytes, np.ndarray]] = []
-        tokens = np.array(sequence.tokens[: self.end])
-        for image in sequence.images:
+        read = np.array(tokens[: self.end])
+        for image in images:
             place = image.mm_position
-            found = np.flatnonzero(tokens[place.offset : place.end] == cfg.image_token_id)
+            found = np.flatnonzero(read[place.offset : place.end] == cfg.image_token_id)
             self.images.append((image.mm_hash, place.offset + found))
         #: [3, end], rotary positions in time, height and width; None if they equal the positions in the sequence.
-        self.positions = rotary_positions(sequence.images, cfg.merge_size) if cfg.rope_axes else None
+        self.positions = rotary_positions(images, cfg.merge_size) if cfg.rope_axes else None
 
     @property
     def shift(self) -> int:
@@ -181,7 +182,8 @@ class Images(RankPart):
                 rotary[:, first : first + own.shape[1]] = own
             if stop >= images.end:
                 del self._sequences[slot]
-        received = [staged.add(np.array(image.blocks, dtype=np.int64)) for image in plan.received]
+        images_step = plan.record(ImageStep) or NO_IMAGES
+        received = [staged.add(np.array(image.blocks, dtype=np.int64)) for image in images_step.received]
         if rotary.ndim == 1:
             layout.rotary = rotary
         layout.fits_graph = not rows and rotary.ndim == 1
@@ -197,14 +199,15 @@ class Images(RankPart):
     def _add(self, sequence: NewSequence) -> None:
         self._sequences.pop(sequence.slot, None)
         self._shifts[sequence.slot] = 0
-        if sequence.images:
-            images = self._sequences[sequence.slot] = PromptImages(sequence, self._cfg)
+        if (sent := sequence.record(SequenceImages)) is not None:
+            images = self._sequences[sequence.slot] = PromptImages(sequence.tokens, sent.images, self._cfg)
             self._shifts[sequence.slot] = images.shift
 
     def before(self, step: Forward) -> None:
         needed: ImageInputs | None = step.inputs.of.get(self.name)
         if self.cache is not None:
-            self.cache.update(step.inputs.plan, self.inbox, [] if needed is None else needed.received)
+            images = step.inputs.plan.record(ImageStep) or NO_IMAGES
+            self.cache.update(images, self.inbox, [] if needed is None else needed.received)
         if needed is None or step.batch is None or step.inputs.graph is not None:
             return
         step.batch = self._place(step.batch, needed)
@@ -244,7 +247,8 @@ def image_plans(image: MultiModalFeatureSpec, token_id: int, setup: RankSetup, m
     if count > min(config.max_num_batched_tokens, config.encoder_cache_size, max_model_len - 1):
         return []
     encodes, forgets = plan([count], [count], SAMPLINGS[0], 0), plan([1], [1], SAMPLINGS[0], 0)
-    encodes.added[0] = NewSequence(0, [token_id] * count, count, SAMPLINGS[0], seed=0, images=[image])
-    encodes.encoded.append(image)
-    forgets.forgotten.append(image.mm_hash)
+    prompt = SequenceImages([image])
+    encodes.added[0] = NewSequence(0, [token_id] * count, count, SAMPLINGS[0], seed=0, parts={prompt.part: prompt})
+    encodes.parts[ImageStep.part] = ImageStep([image], [], [])
+    forgets.parts[ImageStep.part] = ImageStep([], [image.mm_hash], [])
     return [encodes, forgets]

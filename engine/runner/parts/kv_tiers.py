@@ -15,7 +15,7 @@ from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.rank_part import RankPart, Run
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step_memory import StepMemory
-from engine.wire.kv_offload import TierAnswer, TierCommand
+from engine.wire.parts.kv_offload import TierAnswer, TierCommand
 
 KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
 DECODER = msgspec.msgpack.Decoder(TierCommand)

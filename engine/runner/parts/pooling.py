@@ -80,8 +80,8 @@ class Pooling(RankPart):
         of_sequences = self._of_sequences
         for new in plan.added:
             of_sequences.pop(new.slot, None)
-            if new.pooling is not None:
-                of_sequences[new.slot] = new.pooling
+            if (pooling := new.record(PoolingParams)) is not None:
+                of_sequences[new.slot] = pooling
         if not of_sequences:
             return None
         layout.unsampled = of_sequences

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from engine.runner.step import Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.spec_decode.open_drafter import target_layers
+from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
-from engine.wire.stats.engine_stats import StageStats
 
 T = TypeVar("T")
 
@@ -160,13 +160,13 @@ class PipelineStage(RankPart):
             results.send(result)
         return result
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> StageReport:
         assert isinstance(self._results, ResultReceiver)
         found = []
         for i, (layers, busy_s) in enumerate(zip(self._setup.stage_layers, self._results.busy_s, strict=True)):
             self._waited_s[i] = max(self._waited_s[i], self._working.total_s - busy_s)  # a total never decreases
             found.append(StageStats(layers=layers, ranks=self._group.size, busy_s=busy_s, wait_s=self._waited_s[i]))
-        return {"stages": found}
+        return StageReport(found)
 
     def close(self) -> None:
         if self._results is not None:

@@ -19,3 +19,14 @@ class AdapterStats(PartRecord, frozen=True):
     running: list[str]
     """Names of the adapters of running requests, in order."""
     waiting: list[str]
+
+
+class SequenceAdapter(PartRecord, frozen=True, array_like=True):
+    """The adapter of a sequence."""
+
+    part: ClassVar[str] = "lora"
+
+    slot: int
+
+    def decided(self) -> tuple[int, ...]:
+        return (self.slot,)

@@ -4,12 +4,15 @@ part need to know its form."""
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 Records = dict[str, msgspec.Raw]
 """Records in msgpack, by the names of their parts."""
+Attached = dict[str, Any]
+"""Records by the names of their parts, in a message that mostly stays in its process: there as they are, elsewhere as
+msgpack has decoded them."""
 
 
 class PartRecord(msgspec.Struct, frozen=True):
@@ -20,6 +23,10 @@ class PartRecord(msgspec.Struct, frozen=True):
     def without_text(self) -> Self:
         """Return what a tape keeps of it, from which the part decides the same."""
         return self
+
+    def decided(self) -> tuple[int, ...]:
+        """Return what of it a replay must decide alike."""
+        return ()
 
 
 R = TypeVar("R", bound=PartRecord)
@@ -34,6 +41,12 @@ def record_in(records: Records, kind: type[R]) -> R | None:
     """Return the record of this kind, or None if there is none. Raises msgspec.ValidationError."""
     raw = records.get(kind.part)
     return None if raw is None else _decoder(kind).decode(raw)
+
+
+def attached(records: Attached, kind: type[R]) -> R | None:
+    """Return the record of this kind, or None if there is none. Raises msgspec.ValidationError."""
+    found = records.get(kind.part)
+    return found if found is None or isinstance(found, kind) else msgspec.convert(found, kind)
 
 
 @cache

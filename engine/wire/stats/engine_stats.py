@@ -8,49 +8,6 @@ from engine.wire.parts.part_record import R, Records, record_in
 from engine.wire.stats.histogram import Histogram
 
 
-class StageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline stage since its start, while its engine had steps under way."""
-
-    layers: int
-    ranks: int
-    busy_s: float
-    """Seconds in which it computed."""
-    wait_s: float
-    """Seconds in which it did not: it waited for hidden states, for a step, or for its link."""
-
-
-class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a pipeline stage whose ranks share whole experts."""
-
-    stage: int
-    rank_tokens: list[int]
-    """Tokens for which each rank has computed an expert since the start, over all layers. The copies of an expert count
-    as if they had equal shares."""
-    balancedness: float
-    """Mean load of a rank divided by the maximum, in the last window: 1 if ranks have equal loads."""
-    top: list[tuple[int, int, float]]
-    """The most loaded experts of the last window: layer, expert, and its share of the layer's load."""
-    moved: int = 0
-    """Copies of experts that have moved since the start."""
-    stopped: bool = False
-    """Whether experts move no more, because a rank failed while it sent or received some."""
-
-
-class SharedSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that an engine has taken together with engines that share its experts, since its start."""
-
-    steps: dict[str, int]
-    """Steps by whether they were its `own`, or it only `served` the other engines."""
-    wait_s: float
-    """Seconds in which it waited for the other engines to begin a step."""
-    generation: int = 0
-    """Number of engines' losses after which the others went on."""
-    engines: int = 0
-    """Number of engines that have not been lost, this one included."""
-    pause_s: float = 0.0
-    """Seconds in which it took no steps because another engine was lost."""
-
-
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 
@@ -99,12 +56,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that this engine computed."""
     prefills: int = 0
     """Prompts that this engine computed to their end."""
-    stages: list[StageStats] = []
-    """Pipeline stages in order; empty in an engine with one."""
-    experts: list[ExpertStats] = []
-    """Of each stage, once a window has been measured; empty unless ranks share whole experts."""
-    shared: SharedSteps | None = None
-    """None in an engine that shares no experts."""
     cost_s: dict[str, float] = {}
     """Seconds since the start, by what they were spent on (CostLine)."""
     kv_gib_s: float = 0.0

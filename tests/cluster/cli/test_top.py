@@ -13,7 +13,8 @@ from deployments.parts.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.wire.messages import EngineStatus
-from engine.wire.stats.engine_stats import ExpertStats, SharedSteps
+from engine.wire.parts.experts import ExpertReport, ExpertStats, SharedSteps
+from engine.wire.parts.part_record import encoded
 from tests.engine_stats import engine_stats
 
 
@@ -78,7 +79,7 @@ def test_ranks_that_share_experts_are_shown_with_their_load_and_the_hottest_expe
         ExpertStats(stage=1, rank_tokens=[0, 0], balancedness=1.0, top=[]),
     ]
     replica = now.models[0].decode[0]
-    stats = msgspec.structs.replace(replica.stats, experts=experts)
+    stats = msgspec.structs.replace(replica.stats, parts=encoded(ExpertReport(experts)))
     now.models[0].decode[0] = msgspec.structs.replace(replica, stats=stats)
     text = printed(now, None)
     assert "experts of decode-m-a1: balanced 67%, load of ranks 75% 25%, layer 3 expert 7 has 50%, 4 moved" in text
@@ -90,7 +91,7 @@ def test_an_engine_that_goes_on_without_others_says_how_many_are_left():
     now = state(12.0, 300)
     replica = now.models[0].decode[0]
     shared = SharedSteps(steps={}, wait_s=0.0, generation=1, engines=3)
-    stats = msgspec.structs.replace(replica.stats, shared=shared)
+    stats = msgspec.structs.replace(replica.stats, parts=encoded(shared))
     now.models[0].decode[0] = msgspec.structs.replace(replica, stats=stats)
     assert "decode-m-a1 goes on with 3 of 4 engines" in printed(now, None)
 

@@ -10,17 +10,20 @@ from prometheus_client.core import Metric
 
 from deployments.http.debug import live_handoffs
 from deployments.observability.engine_metrics import handoff_metrics, part_metrics
+from deployments.parts.experts.metrics import METRICS as experts
 from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.prediction.metrics import METRICS as speculation
+from deployments.parts.stages.metrics import METRICS as stages
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.parts.speculation.draft_totals import DraftTotals
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.parts.experts import ExpertReport, ExpertStats, SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import SpecDecodeStats
-from engine.wire.stats.engine_stats import ExpertStats, SharedSteps, StageStats
+from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
 from tests.deployments.replicas.fake_prefill import status
 
@@ -38,7 +41,7 @@ STATS = HandoffStats(
 def series(*statuses: EngineStatus) -> dict[tuple[str, ...], float]:
     """The values of series by name and labels, without model and engine."""
     engines = [(["m", status.engine_id], status) for status in statuses]
-    metrics: list[Metric] = list(handoff_metrics(engines))
+    metrics: list[Metric] = [*handoff_metrics(engines), *part_metrics((*stages, *experts), [], engines)]
     return {
         (sample.name, *[v for k, v in sample.labels.items() if k not in ("model_name", "engine")]): sample.value
         for metric in metrics
@@ -94,11 +97,15 @@ def test_blocks_of_each_of_several_kv_cache_groups_have_a_series():
 
 def test_each_pipeline_stage_has_a_series_of_the_time_in_which_it_computed_and_waited():
     told = status("decode-m-1")
-    stages = [
+    told_stages = [
         StageStats(layers=2, ranks=1, busy_s=3.0, wait_s=1.0),
         StageStats(layers=1, ranks=1, busy_s=2.5, wait_s=1.5),
     ]
-    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, stages=stages)))
+    found = series(
+        msgspec.structs.replace(
+            told, stats=msgspec.structs.replace(told.stats, parts=encoded(StageReport(told_stages)))
+        )
+    )
     assert (found["manta_stage_busy_seconds_total", "0"], found["manta_stage_wait_seconds_total", "0"]) == (3.0, 1.0)
     assert (found["manta_stage_busy_seconds_total", "1"], found["manta_stage_wait_seconds_total", "1"]) == (2.5, 1.5)
     assert not any(name[0].startswith("manta_stage") for name in series(told))
@@ -106,11 +113,13 @@ def test_each_pipeline_stage_has_a_series_of_the_time_in_which_it_computed_and_w
 
 def test_ranks_that_share_experts_have_series_of_their_load():
     told = status("decode-m-1")
-    experts = [
+    loads = [
         ExpertStats(stage=0, rank_tokens=[30, 10], balancedness=0.8, top=[(3, 7, 0.4)], moved=2, stopped=True),
         ExpertStats(stage=1, rank_tokens=[20, 20], balancedness=1.0, top=[]),
     ]
-    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, experts=experts)))
+    found = series(
+        msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, parts=encoded(ExpertReport(loads))))
+    )
     assert [found["manta_expert_balancedness", stage] for stage in ("0", "1")] == [0.8, 1.0]
     assert [found["manta_expert_tokens_total", "0", rank] for rank in ("0", "1")] == [30, 10]
     assert found["manta_experts_moved_total", "0"] == 2
@@ -121,7 +130,8 @@ def test_ranks_that_share_experts_have_series_of_their_load():
 def test_engines_that_share_experts_have_series_of_their_steps_and_waits():
     told = status("decode-m-1.dp1")
     shared = SharedSteps(steps={"own": 3, "served": 5}, wait_s=0.5, generation=1, engines=3, pause_s=0.25)
-    found = series(msgspec.structs.replace(told, stats=msgspec.structs.replace(told.stats, shared=shared)))
+    stats = msgspec.structs.replace(told.stats, parts=encoded(shared))
+    found = series(msgspec.structs.replace(told, stats=stats))
     assert found["manta_shared_steps_total", "own"] == 3.0 and found["manta_shared_steps_total", "served"] == 5.0
     assert found["manta_shared_wait_seconds_total",] == 0.5
     assert found["manta_shared_engines",] == 3 and found["manta_shared_generation",] == 1

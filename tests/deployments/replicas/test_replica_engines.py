@@ -16,7 +16,8 @@ from deployments.replicas.replica_engines import ReplicaEngines
 from engine.errors import EngineLost, EngineUnavailable, Overloaded
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import AdapterLoaded, EngineStatus
-from engine.wire.stats.engine_stats import SharedSteps
+from engine.wire.parts.experts import SharedSteps
+from engine.wire.parts.part_record import encoded
 from engine.wire.token_delta import ErrorInfo
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
@@ -39,7 +40,7 @@ class NotedEngine(EngineControl):
 
     def report(self, name: str, step_age_s: float = 0.0, generation: int = 0) -> None:
         shared = SharedSteps(steps={}, wait_s=0.0, generation=generation)
-        stats = msgspec.structs.replace(engine_stats(), shared=shared)
+        stats = msgspec.structs.replace(engine_stats(), parts=encoded(shared))
         self.handle(EngineStatus(engine_id=name, ended=[], stats=stats, last_step_age_s=step_age_s))
 
 

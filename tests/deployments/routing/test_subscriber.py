@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 
 from deployments.routing.subscriber import KVEventSubscriber
-from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
+from engine.wire.engine_load import EngineLoad
+from engine.wire.messages import Command, EngineUpdate, Subscribe
 from tests.refused import Refused
 
 LIMIT_S = 60.0

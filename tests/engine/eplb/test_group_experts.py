@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.group_experts import GroupExperts
 from engine.options.experts import EPLBConfig
-from engine.wire.plan import ExpertAnswer, ExpertOrder, StepPlan
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
+from engine.wire.plan import StepPlan
 
 MEASURE, COMMIT = ExpertOrder(measure=True), ExpertOrder(commit=True)
 MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)
@@ -33,7 +33,7 @@ class Group(GroupExperts):
     def orders(self, count: int, *answers: ExpertAnswer) -> list[ExpertOrder | None]:
         """The orders of the next steps. answers: what has been answered before them."""
         self.ranks.queue += answers
-        return [self.mark(PLAN).experts for _ in range(count)]
+        return [self.mark(PLAN).record(ExpertOrder) for _ in range(count)]
 
 
 def load(stage: int = 0) -> ExpertAnswer:
@@ -79,10 +79,10 @@ def test_moves_that_are_not_done_are_not_joined_by_others():
 def test_when_a_rank_fails_all_are_told_once_and_nothing_moves_any_more(caplog):
     group = Group()
     group.orders(4)
-    assert not any(stats.stopped for stats in group.stats)
+    assert group.report().stages == []
     assert group.orders(1, load(), ARRIVED, ARRIVED, ExpertAnswer(failed="rank 1: no memory")) == [STOP]
     assert group.orders(8) == [None, MEASURE, None, None, MEASURE, None, None, MEASURE]
-    assert [stats.stopped for stats in group.stats] == [True]
+    assert [stats.stopped for stats in group.report().stages] == [True]
     assert caplog.messages == ["experts move no more on any rank: rank 1: no memory"]
 
 
@@ -90,4 +90,4 @@ def test_the_newest_load_of_each_stage_is_reported():
     group = Group(stages=2)
     group.orders(4)
     group.orders(1, load(1), load(0))
-    assert [stats.stage for stats in group.stats] == [0, 1]
+    assert [stats.stage for stats in group.report().stages] == [0, 1]

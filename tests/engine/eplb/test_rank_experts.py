@@ -16,8 +16,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts, RankExperts
 from engine.model.expert_split import SpreadExperts
-from engine.wire.plan import ExpertOrder
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertOrder, ExpertStats
 
 EXPERTS, LAYER = 6, 3
 MEASURE = ExpertOrder(measure=True)

@@ -15,8 +15,7 @@ from engine.eplb import shared_rank_experts
 from engine.eplb.rank_experts import IDLE
 from engine.eplb.shared_rank_experts import ARRIVED, FAILED, MOVING, SharedRankExperts
 from engine.options.experts import EPLBConfig
-from engine.wire.plan import ExpertAnswer, ExpertOrder
-from engine.wire.stats.engine_stats import ExpertStats
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
 
 NOTHING, MEASURE, COMMIT = ExpertOrder(), ExpertOrder(measure=True), ExpertOrder(commit=True)
 MOVE, STOP = ExpertOrder(measure=True, move=True), ExpertOrder(stop=True)

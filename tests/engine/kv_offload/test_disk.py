@@ -16,7 +16,7 @@ import pytest
 from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import HOLDS, TEMPORARY_KEY, DiskFolder, delete_stale, on_disk
 from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, Unsealable, read_key_file
-from engine.wire.kv_offload import SavedHold
+from engine.wire.parts.kv_offload import SavedHold
 
 SECRET, NAME, TEXT = b"k" * 32, bytes(range(16)), b"what the user has written " * 40
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.kv_offload import hold_writer
 from engine.kv_offload.hold_writer import HoldWriter
 from engine.kv_offload.store import Unreachable
-from engine.wire.kv_offload import DropHold, SavedHold, SaveHold
+from engine.wire.parts.kv_offload import DropHold, SavedHold, SaveHold
 
 
 class Folder:

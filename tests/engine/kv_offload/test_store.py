@@ -16,7 +16,7 @@ from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import TEMPORARY_KEY
 from engine.kv_offload.sealing import OVERHEAD, Sealer, Unsealable
 from engine.kv_offload.store import DEAD_S, UNFINISHED_S, StoreFolder, Unreachable
-from engine.wire.kv_offload import SavedHold, StoreListing
+from engine.wire.parts.kv_offload import SavedHold, StoreListing
 
 SECRET, TEXT = b"k" * 32, b"what the user has written " * 40
 HOLD = SavedHold("alice", "talk", "response", [bytes(16)], [[bytes(16)]], 10.0, 1000000000.5)

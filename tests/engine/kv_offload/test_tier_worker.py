@@ -12,7 +12,7 @@ from engine.kv_offload.sealing import Sealer
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.kv_offload.store_lister import StoreLister
 from engine.kv_offload.tier_worker import TierWorker
-from engine.wire.kv_offload import (
+from engine.wire.parts.kv_offload import (
     DropBlocks,
     LoadBlocks,
     StopLoad,

@@ -13,10 +13,10 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.kv_offload import KVOffloadStats
 from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.kv_fetching import FetchStats
+from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams

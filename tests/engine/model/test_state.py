@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.model.state import StateCache, StateSpec
-from engine.wire.plan import StateRestore, StateSave, StepPlan
+from engine.wire.parts.states import StateRestore, StateSave, StateStep
+from engine.wire.plan import StepPlan
 
 
 def test_a_step_is_undone_even_if_it_saves_into_the_snapshot_that_it_has_restored():
@@ -16,9 +17,11 @@ def test_a_step_is_undone_even_if_it_saves_into_the_snapshot_that_it_has_restore
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
     before = [tensor.clone() for tensor in tensors]
     restored, saved = [StateRestore(1, 0)], [StateSave(1, 32, 0)]
-    plan = StepPlan(0, [], [], slots=[1], starts=[0], counts=[1], samples=[True], restored=restored, saved=saved)
+    plan = StepPlan(
+        0, [], [], slots=[1], starts=[0], counts=[1], samples=[True], parts={"states": StateStep(restored, saved)}
+    )
     kept = cache.keep(plan)
-    cache.restore(plan.restored)
+    cache.restore(plan)
     for tensor in tensors:
         tensor[1] = 99.0  # the step, until it was interrupted
     for layer in cache.layers:

@@ -18,6 +18,7 @@ from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
 from engine.runner.launching import recovery
 from engine.runner.parts.experts import Experts
+from engine.wire.parts.experts import ExpertReport, SharedSteps
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.spec_decode.draft_checkpoints import (
@@ -112,12 +113,13 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
         assert group_of(llm)._core.ranks.runner.parts[Experts].rank.spare_bytes > 0
-        assert stats.shared is not None and stats.shared.pause_s > 0
-        assert (stats.shared.generation, stats.shared.engines) == (1, 2)
+        shared = stats.record(SharedSteps)
+        assert shared is not None and shared.pause_s > 0
+        assert (shared.generation, shared.engines) == (1, 2)
         assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())
-        moved = [load.moved for load in stats.experts]
+        moved = [load.moved for load in stats.record(ExpertReport).stages]
         again = answers(llm, params)
-        for load, before in zip(group_of(llm).stats().experts, moved, strict=True):
+        for load, before in zip(group_of(llm).stats().record(ExpertReport).stages, moved, strict=True):
             assert case != "copies" or (not load.stopped and load.moved > before), "they move on"
     for tokens, all_of_them in zip(found, expected, strict=True):
         assert tokens == all_of_them[: len(tokens)]

@@ -10,6 +10,7 @@ from engine.errors import AdapterError, RequestError
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead
 from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import SequenceAdapter
 from tests.fake_runner import Harness
 
 
@@ -39,7 +40,8 @@ class Adapted(Harness):
             running = {request.slot: request for request in self.scheduler.queue.running}
             for new in plan.added:
                 request = running[new.slot]
-                self.of_sequences[new.slot] = (new.adapter, request.prefix.adapter)
+                adapter = new.record(SequenceAdapter)
+                self.of_sequences[new.slot] = (-1 if adapter is None else adapter.slot, request.prefix.adapter)
                 self.started.append(request.request_id)
             self.read.append([self.of_sequences[slot] for slot in plan.slots])
             self.check_reads(self.read[-1])

@@ -10,7 +10,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.parts.kv_events.block_events import KVEvents
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.wire.block_hash import block_hashes
-from engine.wire.kv_events import KVEventBatch
+from engine.wire.parts.kv_events import KVEventBatch
 from tests.engine.core.test_scheduler_machine import DecodeMachine, SchedulerMachine
 from tests.engine.parts.test_kv_offloading import TierMachine
 from tests.examples import examples

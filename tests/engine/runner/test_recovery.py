@@ -110,7 +110,7 @@ def test_a_step_that_a_loss_interrupts_is_launched_again_by_the_engines_that_are
             assert step.result(TIMEOUT_S) == "during"
         for engine in left:
             engine.run("after")
-            shared = engine.launcher.shared()
+            shared = engine.launcher.report()
             assert (shared.generation, shared.engines) == (1, 3) and shared.pause_s > 0
         assert [engine.steps[-2:] for engine in left] == [["during", "after"]] * 3
 
@@ -124,7 +124,7 @@ def test_a_step_that_fails_within_an_exchange_is_launched_again_with_the_states_
         roster.lose(1, "engine 1 died")
         assert launched.result(TIMEOUT_S) == "a"
         assert found[0].steps == ["a"] and found[0].put_back == [STATES]
-        assert found[0].launcher.shared().engines == 1
+        assert found[0].launcher.report().engines == 1
 
 
 def test_engines_without_requests_notice_a_loss_and_go_on():
@@ -145,7 +145,7 @@ def test_a_second_engine_that_dies_while_the_others_meet_is_left_behind_too():
         wait_until(lambda: found[0].recovery._survivors._ranks.size == 3)  # type: ignore[attr-defined]
         roster.lose(2, "engine 2 died")
         assert [step.result(TIMEOUT_S) for step in launched] == ["a", "a"]
-        assert found[3].launcher.shared().engines == 2 and found[3].recovery.generation == 2
+        assert found[3].launcher.report().engines == 2 and found[3].recovery.generation == 2
 
 
 def test_a_first_member_that_has_died_since_it_told_where_to_meet_is_not_waited_for(monkeypatch):
@@ -160,7 +160,7 @@ def test_a_first_member_that_has_died_since_it_told_where_to_meet_is_not_waited_
         wait_until(lambda: found[2].recovery._survivors.generation == 1)  # type: ignore[attr-defined]
         roster.lose(1, "engine 1 died")
         assert launched.result(TIMEOUT_S) == "a"
-        assert found[2].launcher.shared().engines == 1
+        assert found[2].launcher.report().engines == 1
 
 
 def test_an_engine_whose_step_fails_tells_the_others_at_once_and_they_go_on_without_it():
@@ -204,7 +204,7 @@ def test_no_step_begins_once_another_engine_is_lost_whatever_sizes_were_told():
         found[1].die()
         roster.lose(1, "engine 1 died")
         assert launched.result(TIMEOUT_S) == "a"
-        assert engine.launcher.shared().generation == 1, "not before"
+        assert engine.launcher.report().generation == 1, "not before"
 
 
 def test_gpus_of_engines_that_go_on_share_no_memory_since_nothing_ends_their_waits_in_it():
@@ -235,7 +235,7 @@ def test_an_engine_with_several_ranks_is_lost_with_any_of_them(victim, shared_me
         assert [step.result(TIMEOUT_S) for step in launched] == ["during"] * 4
         after = [rank.launch("after") for rank in left]
         assert [step.result(TIMEOUT_S) for step in after] == ["after"] * 4
-        shared = left[0].launcher.shared()
+        shared = left[0].launcher.report()
         assert (shared.generation, shared.engines) == (1, 2)
         other = found[victim ^ 1]
         wait_until(lambda: other.launcher._broken is not None)

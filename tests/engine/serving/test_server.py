@@ -13,6 +13,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.options.handoff import HandoffConfig
 from engine.serving.server import EngineServer
 from engine.wire.block_hash import block_hashes
+from engine.wire.engine_load import EngineLoad
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Abort,
@@ -20,7 +21,6 @@ from engine.wire.messages import (
     CancelPrefill,
     DispatchRemote,
     Drain,
-    EngineLoad,
     EngineStatus,
     EngineUpdate,
     Notice,

@@ -145,7 +145,8 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
   set("holds", kept?.holds ? `${count(kept.holds)} of ${count(kept.blocks)} blocks` : "–");
   const moved = (...outcomes) => count(sum(outcomes, (outcome) => moves[outcome] ?? 0));
   set("moved", Object.keys(moves).length ? `${moved("received", "failed")}, ${moved("released", "cancelled", "expired")}` : "–");
-  const { generation: lost = 0, engines = 0 } = stats.shared ?? {};
+  const { shared_experts: together, stages: { stages: stageStats = [] } = {}, experts: { stages: expertStats = [] } = {} } = stats.parts;
+  const { generation: lost = 0, engines = 0 } = together ?? {};
   const left = lost ? `${count(engines)} of ${count(engines + lost)} engines left` : "";
   set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : left);
   setText(card.querySelector('[data-fact="cost"]').previousSibling, decodes ? "step costs" : "token costs");
@@ -154,20 +155,20 @@ function updateReplica(card, { stats, last_step_age_s }, rates, role) {
     card.querySelector(`.blocks .${name}`)?.style.setProperty("width", `${(100 * blocks) / stats.blocks_total}%`);
   }
   const shared = card.querySelector(".shared");
-  shared.hidden = !stats.shared;
-  if (stats.shared) {
-    const { own, served } = stats.shared.steps;
+  shared.hidden = !together;
+  if (together) {
+    const { own, served } = together.steps;
     const share = rates.own ?? own / (own + served || 1);
     set("own", `${percent(share)} its own`);
     shared.querySelector("b").style.setProperty("width", `${100 * share}%`);
   }
   const stages = card.querySelector(".stages");
-  stages.hidden = !stats.stages.length;
-  keep(stages, stats.stages.map((stage, number) => ({ ...stage, number })), (stage) => String(stage.number), makeStage,
+  stages.hidden = !stageStats.length;
+  keep(stages, stageStats.map((stage, number) => ({ ...stage, number })), (stage) => String(stage.number), makeStage,
     (element, stage) => updateStage(element, stage, rates.stages[stage.number]));
   const experts = card.querySelector(".experts");
-  experts.hidden = !stats.experts.length;
-  keep(experts, stats.experts, ({ stage }) => String(stage), makeExperts, updateExperts);
+  experts.hidden = !expertStats.length;
+  keep(experts, expertStats, ({ stage }) => String(stage), makeExperts, updateExperts);
   card.querySelector(".blocks").setAttribute("aria-label",
     `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
   const holds = kept?.holds ? [`${count(kept.holds)} holds keep ${count(kept.blocks)} blocks, ${count(kept.device_blocks)} of them here`] : [];

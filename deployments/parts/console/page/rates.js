@@ -47,13 +47,13 @@ function between(old, replica, elapsed) {
   const risen = (of) => (old && elapsed ? Math.max(0, of(replica) - of(old)) : 0);
   const perSecond = (of) => (elapsed ? risen(of) / elapsed : 0);
   const queried = risen((r) => r.stats.prefix_queried_tokens);
-  const stages = replica.stats.stages.map((_, i) => {
-    const busy = risen((r) => r.stats.stages[i]?.busy_s ?? 0);
-    const working = busy + risen((r) => r.stats.stages[i]?.wait_s ?? 0);
+  const stages = (replica.stats.parts.stages?.stages ?? []).map((_, i) => {
+    const busy = risen((r) => r.stats.parts.stages?.stages[i]?.busy_s ?? 0);
+    const working = busy + risen((r) => r.stats.parts.stages?.stages[i]?.wait_s ?? 0);
     return working ? busy / working : null; // the share of the time with steps under way in which it computed
   });
-  const own = risen((r) => r.stats.shared?.steps.own ?? 0);
-  const together = own + risen((r) => r.stats.shared?.steps.served ?? 0);
+  const own = risen((r) => r.stats.parts.shared_experts?.steps.own ?? 0);
+  const together = own + risen((r) => r.stats.parts.shared_experts?.steps.served ?? 0);
   return {
     own: together ? own / together : null, // share of the steps with engines that share experts
     output: perSecond((r) => r.stats.generation_tokens),

@@ -7,6 +7,7 @@ from engine.errors import InvalidParameter
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.images import NO_IMAGES
 from engine.wire.sampling_params import SamplingParams
 
 IMAGE = 9
@@ -26,7 +27,8 @@ def step(manager: EncoderCacheManager, *images: MultiModalFeatureSpec) -> tuple[
     taken = [manager.take(one, print) for one in images]
     manager.audit([])
     manager.planned(plan := StepPlanBuilder(), 1)
-    return taken, [one.mm_hash.decode() for one in plan.encoded], [name.decode() for name in plan.forgotten]
+    step = plan.parts.get("images", NO_IMAGES)
+    return taken, [one.mm_hash.decode() for one in step.encoded], [name.decode() for name in step.forgotten]
 
 
 def test_an_image_is_encoded_once_as_long_as_there_is_room():

@@ -29,8 +29,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from engine.wire.parts.images import ImageStats
-from engine.wire.plan import ReceivedImage
+from engine.wire.parts.images import ImageStats, ReceivedImage
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent

@@ -10,6 +10,7 @@ from engine.core.request import Request, StateSnapshot
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.parts.kv_groups.state_cache_manager import StateCacheManager
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import Harness
 
@@ -26,7 +27,7 @@ def tokens(count: int, first: int = 0) -> list[int]:
 
 def saved(h: Harness) -> list[int]:
     """Positions at which states were kept, in order."""
-    return [save.position for plan in h.plans for save in plan.saved]
+    return [save.position for plan in h.plans for save in (plan.record(StateStep) or NO_STATES).saved]
 
 
 def cached(h: Harness, name: str) -> int:
@@ -103,7 +104,7 @@ def test_a_preempted_sequence_goes_on_from_its_newest_border():
     h.add("b", tokens(6, 1), max_tokens=20)
     h.run()
     assert h.scheduler.totals.preemptions
-    assert any(plan.restored for plan in h.plans)
+    assert any((plan.record(StateStep) or NO_STATES).restored for plan in h.plans)
 
 
 def test_without_room_fewer_states_are_kept_and_the_tokens_are_the_same():
@@ -144,5 +145,5 @@ def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_rest
     states.add_sequence(request)
     assert snapshots.reserve([], 1) != [snapshot]
     assert not snapshots.can_reserve([], 1)
-    assert states.take_states([]) == ([(0, snapshot)], [])
+    assert states.take_states([]) == StateStep([(0, snapshot)], [])
     assert snapshots.can_reserve([], 1), "a later step may be planned with it"

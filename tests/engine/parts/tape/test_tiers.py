@@ -10,7 +10,7 @@ from engine.core.door.inputs import Aborted
 from engine.errors import EngineError, RequestTimeout
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
-from engine.wire.kv_offload import KVOffloadStats
+from engine.wire.parts.kv_offload import KVOffloadStats
 from tests.engine.parts.tape.taped import attach, replay
 from tests.engine.parts.test_kv_fetching import PROMPT, in_a_tier
 from tests.engine.parts.test_kv_offloading import evicted, make, stored, with_store

@@ -12,7 +12,7 @@ import zmq
 
 from engine.errors import ConfigError
 from engine.options.kv_events import KVEventsConfig
-from engine.wire.kv_events import KVCacheEvent, KVEventBatch
+from engine.wire.parts.kv_events import KVCacheEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import zmq
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
-from engine.distributed.kv_event_publisher import KVEventSockets, shifted
 from engine.errors import ConfigError
 from engine.options.kv_events import KVEventsConfig
+from engine.parts.kv_events.publisher import KVEventSockets, shifted
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.kv_events import AllBlocksCleared
+from engine.wire.parts.kv_events import AllBlocksCleared
 from engine.wire.sampling_params import SamplingParams
 from tests import kv_event_reader
 from tests.kv_event_reader import PATIENCE_MS, Subscriber

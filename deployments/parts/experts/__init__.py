@@ -1,0 +1,1 @@
+"""Experts that are divided among ranks."""
