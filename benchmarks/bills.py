@@ -1,8 +1,8 @@
 """Microseconds that bills and limits add to a decode step and to a request: `python -m benchmarks.bills`.
 
-There is no switch that turns bills off. So the engine is compared with one whose ledger does nothing and whose blocks
-nobody observes, on a device that computes nothing, and the ingress with one that counts no costs, before an engine that
-only answers. They take turns. CPU time of the thread, so that other processes do not count.
+There is no switch that turns bills off. So the engine is compared with one without the part of costs, on a device that
+computes nothing, and the ingress with one that counts no costs, before an engine that only answers. They take turns.
+CPU time of the thread, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from deployments.frontend.costs.sequence_costs import SequenceCosts
 from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.http.middleware import AuthConfig
 from deployments.quotas.limits import BudgetLimit, KeyLimits
-from engine.core.costs.block_usage import BlockUsage
-from engine.core.costs.cost_ledger import CostLedger
+from engine.assembly import build
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -64,21 +63,11 @@ def nothing(*_: Any, **__: Any) -> int:
     return 0
 
 
-class NoLedger(CostLedger):
-    """A ledger that accounts for nothing."""
-
-    spent = step = nothing  # type: ignore[assignment]
-
-    def report(self, events: list[Any]) -> list[Any]:
-        return events
-
-
 def cores(sequences: int, stack: ExitStack) -> tuple[EngineCore, EngineCore]:
     """Return two engines with so many sequences, without bills and with them."""
-    off, on = (decoding_core("greedy", sequences) for _ in range(2))
-    off.ledger = NoLedger(off.ledger.times, [], [], 0.0)
-    for pool in off.scheduler.kv_cache.pools:
-        pool.observers = [observer for observer in pool.observers if not isinstance(observer, BlockUsage)]
+    with mock.patch.object(build, "PARTS", tuple(part for part in build.PARTS if part != "costs")):
+        off = decoding_core("greedy", sequences)
+    on = decoding_core("greedy", sequences)
     for core in (off, on):
         stack.enter_context(idle_compute(core))
         stack.callback(core.close)

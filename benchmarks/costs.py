@@ -27,6 +27,7 @@ from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -65,7 +66,7 @@ class CostReport:
 
 
 def busy_s(core: EngineCore) -> float:
-    lines = core.ledger.seconds
+    lines = core.observers[CostLedger].seconds
     return lines["requests"] + lines["preemption"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.costs.step_cost import StepCost
+from engine.costs.request_cost import cost_of
+from engine.costs.step_cost import StepCost
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
 from engine.parts.grammar.inputs import GrammarSet
@@ -242,7 +243,8 @@ class PrefillHarness(Harness):
         if report.at_ns == self.ledger.wall_ns:  # the start of this engine is 0
             held = [table.held for table in request.tables] + [request.states.held]
             exact = sum(
-                usage.block_time(request.cost.blocks[i], held[i]) for i, usage in enumerate(self.ledger.block_usages)
+                usage.block_time(cost_of(request).blocks[i], held[i])
+                for i, usage in enumerate(self.ledger.block_usages)
             )
             fractions = sum(map(len, held))  # of a nanosecond, which a block owes to whom it leaves last
             assert abs(report.cost.byte_ns / 2**30 - exact) <= fractions, report.cost.byte_ns / 2**30 - exact

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.costs.block_usage import observe_usage
-from engine.core.costs.cost_ledger import CostLedger
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Aborted, Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
@@ -20,8 +17,13 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.costs.block_usage import observe_usage
+from engine.costs.request_cost import cost_of
+from engine.costs.step_cost import StepTimes, StepWork
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.costs.cost_accounts import CostAccounts
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.grammar.grammars import Grammars
 from engine.parts.grammar.inputs import GrammarSet
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
@@ -347,7 +349,14 @@ class Harness:
                 max_share_per_client=held_share_per_client,
                 max_ttl_s=max_hold_s,
             )
-        parts = [Grammars(), holds, offloading, self.make_fetching(kv_cache, handoffs, offloading), *limits]
+        parts = [
+            Grammars(),
+            CostAccounts(),
+            holds,
+            offloading,
+            self.make_fetching(kv_cache, handoffs, offloading),
+            *limits,
+        ]
         parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters, handoffs]
         self.scheduler = Scheduler(
             self.config,
@@ -481,13 +490,15 @@ class Harness:
         self.scheduler.check()
         self.seen.update(self.scheduler.queue.live.values())
         self.ledger.check(self.seen)
-        wasted = sum(request.cost.wasted_ns for request in self.seen)
+        wasted = sum(cost_of(request).wasted_ns for request in self.seen)
         assert wasted == sum(self.ledger.ns[line] for line in ("preemption", "replay", "handoff"))
         for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
             usage = self.ledger.block_usages[group]
             tables = {r: r.tables[group].held if len(r.tables) > group else r.states.held for r in self.seen}
             charged = [
-                usage.block_time(r.cost.blocks[group], tables.get(r, ())) for r in self.seen if group in r.cost.blocks
+                usage.block_time(cost_of(r).blocks[group], tables.get(r, ()))
+                for r in self.seen
+                if group in cost_of(r).blocks
             ]
             copied = pool.pinned
             if (holds := self.scheduler.parts.get(Holds)) is not None:
@@ -507,7 +518,8 @@ class Harness:
 
     def _check_tier(self, tier: Tier) -> None:
         holds = self.scheduler.parts.get(Holds)
-        charged = [r.cost.tiers[tier.name].block_ns for r in self.seen if tier.name in r.cost.tiers]
+        tiers = [cost_of(r).tiers for r in self.seen]
+        charged = [accounts[tier.name].block_ns for accounts in tiers if tier.name in accounts]
         if holds is not None:
             charged.append(holds.table.unused.tiers[tier.name].block_ns)
             for hold in holds.table.by_end.values():

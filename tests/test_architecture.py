@@ -26,6 +26,7 @@ ENGINE_ORDER = [
     {"kv_transfer", "kv_offload", "spec_decode", "lora", "eplb", "kernel_trial"},
     {"runner"},
     {"core"},
+    {"costs"},
     {"parts"},
     {"assembly"},
     {"serving"},

@@ -22,7 +22,7 @@ WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less in other eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
-    """Costs of an engine's steps, as fitted by the engine itself (engine/core/costs/step_cost.py); 0 while unknown."""
+    """Costs of an engine's steps, as fitted by the engine itself (engine/costs/step_cost.py); 0 while unknown."""
 
     decode_step_s: float = 0.0  #: fixed seconds of a decode step
     decode_sequence_s: float = 0.0  #: further seconds of a decode step per sequence

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.costs.block_usage import observe_usage
-from engine.core.costs.cost_ledger import CostLedger
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
@@ -21,6 +18,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
+from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
@@ -48,8 +46,8 @@ if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handof
 
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
-    "grammar", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora", "handoffs",
-    "kv_events", "tape",
+    "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora",
+    "handoffs", "kv_events", "tape",
 )  # fmt: skip
 """Folders of engine/parts. What an engine lacks is imported, and makes nothing."""
 
@@ -83,7 +81,6 @@ def build_engine(
         table=PARTS,
         loaded=loaded,
         kv_cache=kv_cache,
-        usages=observe_usage(kv_cache),
         step_times=step_times,
         clock=clock,
         group=group,
@@ -114,7 +111,7 @@ def build_engine(
             experts=make_experts(loaded, broadcaster),
         ),
         scheduler=scheduler,
-        ledger=CostLedger(step_times, setup.usages, loaded.block_bytes, clock.monotonic(), setup.tier_usages),
+        observers=[step_times, *(observer for feature in features for observer in feature.observers)],
         mail=Mail(scheduler, [courier for feature in features for courier in feature.couriers]),
         clock=clock,
         tape=next(iter(journals), NOBODY_LISTENS),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from engine.core.request import Request
-    from engine.core.request_cost import RequestCost
 
 
 class BlockHolder(Protocol):
-    """Something with references to blocks that is charged for them: a request, or a hold."""
+    """Something with references to blocks: a request, or what a part keeps."""
 
-    cost: RequestCost
+    of: dict[str, Any]
+    """What parts keep of it, by their names."""
 
 
 class BlockObserver:

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from engine.clock import SYSTEM_CLOCK, Clock
-from engine.core.costs.cost_ledger import CostLedger, CostLine
-from engine.core.costs.step_cost import StepWork
 from engine.core.door import inputs
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.engine_stats import stats_of
+from engine.core.loop_observer import EndedStep, LoopObserver
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.engine_options import EngineOptions
 from engine.errors import EngineUnavailable
+from engine.hooks.by_class import ByClass
+from engine.hooks.overriding import overriding
 from engine.model.config import ModelConfig
 from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan
 from engine.wire.stats.engine_stats import EngineStats
 
-if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
-    pass
-
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.005  # while every request waits for something that is on its way
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    submitted_at: float
-    work: StepWork
 
 
 class EngineCore:
@@ -58,21 +50,24 @@ class EngineCore:
         ranks: Ranks,
         scheduler: Scheduler,
         mail: Mail,
-        ledger: CostLedger,
+        observers: Sequence[LoopObserver] = (),
         clock: Clock = SYSTEM_CLOCK,
         tape: Journal = NOBODY_LISTENS,
     ):
         self._now = clock.monotonic
         self.tape = tape
         self.config, self.model_config = config, model_config
-        self.ranks, self.scheduler, self.mail, self.ledger = ranks, scheduler, mail, ledger
+        self.ranks, self.scheduler, self.mail, self.observers = ranks, scheduler, mail, ByClass(observers)
+        self._rested = overriding(observers, LoopObserver.rested)
+        self._stepped = overriding(observers, LoopObserver.stepped)
+        self._report = overriding(observers, LoopObserver.report)
         self.max_model_len = scheduler.limits.max_model_len
         #: True if the last step had nothing to compute; nor will the next until a command comes or `wake` is called.
         self.idle = True
-        self._waits: CostLine = "idle"  # what the time while it is idle is spent on
         self.last_step_at = self._now()
         self._broken: str | None = None
-        self._in_flight: deque[StepInFlight] = deque()
+        self._submitted_at: deque[float] = deque()  # of the steps in flight
+        self._stalled = False  # whether there were requests when it became idle
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -105,15 +100,18 @@ class EngineCore:
         self.mail.deliver()
         if self.idle:
             self.idle, self.last_step_at = False, now
-            self.ledger.spent(self._waits, now)
+            self._tell_rest(now)
 
     def apply(self, given: inputs.Input) -> Any:
         """Pass an input on to the scheduler, whose answer it returns."""
         return self.scheduler.apply(given, self._now())
 
     def take_events(self) -> list[Event]:
-        """Return what requests have got since the last call, billed."""
-        return self.ledger.report(self.scheduler.out.take_events())
+        """Return what requests have got since the last call."""
+        events = self.scheduler.out.take_events()
+        for report in self._report:
+            events = report(events)
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -150,9 +148,9 @@ class EngineCore:
     def _overlapped_step(self) -> None:
         if (plan := self._plan()) is not None:
             self._launch(plan)
-            if len(self._in_flight) < self.ranks.runner.max_steps:
+            if len(self._submitted_at) < self.ranks.runner.max_steps:
                 return  # there may be more to plan while it computes
-        if self._in_flight:
+        if self._submitted_at:
             self._finish_step()
         elif not self.scheduler.out.events:
             self._wait()
@@ -161,7 +159,7 @@ class EngineCore:
         self.ranks.check()
         now = self._now()
         if self.idle:
-            self.ledger.spent(self._waits, now)
+            self._tell_rest(now)
         self.idle = False
         for given in self.mail.arrived(now):
             self.scheduler.apply(given, now)
@@ -170,20 +168,20 @@ class EngineCore:
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        self._in_flight.append(StepInFlight(self._now(), StepWork.of(plan)))
+        self._submitted_at.append(self._now())
         self.ranks.launch(plan)
 
     def _finish_step(self) -> None:
         """Wait for the oldest step in flight, and record its result."""
-        step = self._in_flight.popleft()
+        submitted_at = self._submitted_at.popleft()
         self.tape.settle()  # while the step computes
         result = self.ranks.collect()
         went_on_at = self.ranks.launcher.went_on_at
-        began_at = max(went_on_at, self.last_step_at, 0.0 if result.drafts_first else step.submitted_at)
+        began_at = max(went_on_at, self.last_step_at, 0.0 if result.drafts_first else submitted_at)
         self.last_step_at = self._now()
-        self.ledger.spent("recovery", went_on_at)
-        self.ledger.times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
-        self.ledger.step(step.work, *self.scheduler.planned[0], began_at, self.last_step_at)
+        ended = EndedStep(*self.scheduler.planned[0], result, went_on_at, began_at, self.last_step_at)
+        for stepped in self._stepped:
+            stepped(ended)
         self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)
         self.mail.deliver()
         self.ranks.committed(result)
@@ -197,14 +195,20 @@ class EngineCore:
         else:
             self.idle = True
         self.last_step_at = self._now()  # no step is late
-        self._waits = "stalled" if self.has_work else "idle"
-        self.ledger.spent(self._waits, self.last_step_at)
+        self._stalled = self.has_work
+        self._tell_rest(self.last_step_at)
+
+    def _tell_rest(self, until: float) -> None:
+        for rested in self._rested:
+            rested(until, stalled=self._stalled)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        stats = stats_of(self.scheduler)
-        return msgspec.structs.replace(stats, **self.ledger.stats(), parts=stats.parts | self.ranks.report())
+        stats, fields = stats_of(self.scheduler), dict[str, Any]()
+        for observer in self.observers.all:
+            fields |= observer.stats()
+        return msgspec.structs.replace(stats, **fields, parts=stats.parts | self.ranks.report())
 
     @property
     def last_step_age_s(self) -> float:
@@ -214,7 +218,7 @@ class EngineCore:
     def close(self) -> None:
         """Wait for the steps in flight, stop the thread, and let the other ranks end."""
         with suppress(EngineUnavailable):  # a rank may be gone
-            if self._broken is None and not self._in_flight:
+            if self._broken is None and not self._submitted_at:
                 self.mail.flush(self._now)
             if self._broken is None:
                 self.ranks.drain()

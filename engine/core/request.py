@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engine.core.request_cost import RequestCost
 from engine.spec_decode.draft_length import SequenceDrafts
 from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
 from engine.wire.generate_request import GenerateRequest
@@ -201,7 +200,6 @@ class Request:
     constraint: Constraint | None = None
     """What its output is constrained by; None until a part knows."""
     drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
-    cost: RequestCost = field(default_factory=RequestCost)
     leaving: int = 0
     """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
@@ -226,9 +224,6 @@ class Request:
             pooling=message.pooling,
             attached={} if message.pooling is None else {PoolingParams.part: message.pooling},
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            cost=RequestCost(
-                known=len(message.prompt) if len(message.prompt) > num_prompt else 0, reported=message.report_cost
-            ),
         )
 
     @classmethod

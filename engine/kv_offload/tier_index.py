@@ -25,7 +25,7 @@ class TierEntry:
 
 
 class NoUsage:
-    """Does not measure for how long a tier keeps blocks. TierUsage (engine/core/costs) does."""
+    """Does not measure for how long a tier keeps blocks. TierUsage (engine/costs) does."""
 
     def added(self, name: bytes, size: int) -> None:
         """Record that there is a new block."""

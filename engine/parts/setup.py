@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.clock import Clock
 from engine.config import EngineConfig
-from engine.core.costs.block_usage import BlockUsage
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.journal import Journal
 from engine.core.door.offers import ComputeSeconds
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.loop_observer import LoopObserver
 from engine.core.mail.courier import Courier
 from engine.core.scheduler import Scheduler
+from engine.costs.block_usage import BlockUsage
+from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
@@ -27,7 +28,7 @@ from engine.runner.memory import snapshot_bytes
 from engine.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from engine.core.costs.tier_usage import TierUsage
+    from engine.costs.tier_usage import TierUsage
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
 P = TypeVar("P", bound=Part)
@@ -61,6 +62,7 @@ class Made:
 
     parts: Sequence[Part] = ()
     couriers: Sequence[Courier] = ()
+    observers: Sequence[LoopObserver] = ()
     journal: Callable[[Scheduler], Journal] | None = None
     """Makes what listens to the scheduler, once it is there."""
 
@@ -73,7 +75,6 @@ class PartSetup:
     """Folders of engine/parts, in the order in which their parts are asked."""
     loaded: Loaded
     kv_cache: KVCacheManager
-    usages: list[BlockUsage]
     step_times: StepTimes
     clock: Clock
     group: TPGroup
@@ -84,6 +85,8 @@ class PartSetup:
     """Called from another thread when an idle engine has something to do again."""
     compute_s: ComputeSeconds
     """What offers are compared with. A part may replace it."""
+    usages: list[BlockUsage] = field(default_factory=list)
+    """Of the pool of each KV cache group, by which holds are paid for; empty if nobody pays."""
     tier_usages: list[TierUsage] = field(default_factory=list)
     """Use of tiers below the KV cache, for which requests pay."""
     made: dict[str, Made] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.lab.tape.replay import Replay
 from engine.options.handoff import HandoffConfig
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.handoffs import HandoffTotals
@@ -160,7 +161,7 @@ def mirror(session: Session) -> None:
 def balance(session: Session) -> None:
     """Every second of an engine is on one line of its ledger."""
     for core in session.cores:
-        assert sum(core.ledger.ns.values()) == core.ledger.wall_ns
+        assert sum(core.observers[CostLedger].ns.values()) == core.observers[CostLedger].wall_ns
 
 
 def hold(draft: Draft) -> None:

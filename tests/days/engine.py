@@ -14,9 +14,6 @@ import msgspec
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockObserver, BlockPool
-from engine.core.costs.block_usage import observe_usage
-from engine.core.costs.cost_ledger import CostLedger
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Part
 from engine.core.engine import EngineCore
@@ -24,6 +21,8 @@ from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.costs.block_usage import observe_usage
+from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import NoMoves
@@ -42,6 +41,8 @@ from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.model.kv_groups import KVCacheSpec
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.costs.cost_accounts import CostAccounts
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.grammar.grammar_courier import GrammarCourier
 from engine.parts.grammar.grammars import Grammars
 from engine.parts.handoffs.handoff_courier import HandoffCourier
@@ -185,6 +186,7 @@ class Engine:
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             parts=[
                 (grammars := Grammars()),
+                CostAccounts(),
                 *(part for part in (offloading, fetching) if part is not None),
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
@@ -205,13 +207,16 @@ class Engine:
                 experts=NoMoves(),
             ),
             scheduler=scheduler,
-            ledger=CostLedger(
+            observers=[
                 times,
-                observe_usage(kv_cache),
-                [size * 1000],
-                clock.monotonic(),
-                [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
-            ),
+                CostLedger(
+                    times,
+                    observe_usage(kv_cache),
+                    [size * 1000],
+                    clock.monotonic(),
+                    [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
+                ),
+            ],
             mail=Mail(
                 scheduler,
                 [
@@ -323,7 +328,7 @@ class Engine:
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""
-        return self.core.scheduler.totals.steps, len(self.core._in_flight), self.core.scheduler.out.num_posted
+        return self.core.scheduler.totals.steps, len(self.core._submitted_at), self.core.scheduler.out.num_posted
 
     def _release(self) -> None:
         """The world has caught up."""

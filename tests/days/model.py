@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.core.costs.step_cost import StepWork
+from engine.costs.step_cost import StepWork
 from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest

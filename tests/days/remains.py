@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deployments.routing.prefix_index import block_keys
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
@@ -39,7 +40,7 @@ def check_that_nothing_is_left(cluster: Cluster, forgotten: bool) -> None:
             if not replica.engine.alive or replica.engine.paused:
                 continue
             core.scheduler.check()
-            assert sum(core.ledger.ns.values()) == core.ledger.wall_ns, "time is lost"
+            assert sum(core.observers[CostLedger].ns.values()) == core.observers[CostLedger].wall_ns, "time is lost"
             nothing(f"{name}: work", core.scheduler.has_work)
             nothing(f"{name}: live requests", core.scheduler.queue.live)
             nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.clock import Clock
-from engine.core.costs.step_cost import StepTimes
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.costs.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier

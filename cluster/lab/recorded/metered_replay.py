@@ -8,8 +8,8 @@ from cluster.lab.simulator.billing.costs import Costs
 from cluster.lab.simulator.billing.meter import EngineMeter
 from cluster.lab.tape.replay import Moment, Replay
 from deployments.billing.prices import Prices
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.output import Event
+from engine.costs.step_cost import StepTimes, StepWork
 from engine.parts.tape.ring import EngineTape
 from engine.wire.token_delta import TokenDelta
 

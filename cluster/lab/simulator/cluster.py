@@ -21,7 +21,7 @@ from cluster.lab.simulator.tiers import TierTraffic, make_tiers
 from cluster.lab.simulator.trace import Trace
 from deployments.billing.prices import FREE
 from deployments.routing.config import Role
-from engine.core.costs.step_cost import StepTimes
+from engine.costs.step_cost import StepTimes
 from engine.errors import PromptTooLong
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.options.handoff import HandoffConfig

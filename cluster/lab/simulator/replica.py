@@ -14,7 +14,6 @@ from cluster.lab.simulator.trace import VOCABULARY
 from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Added
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part_input import TimePassed
@@ -24,6 +23,8 @@ from engine.core.output import Event
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from engine.costs.step_cost import StepTimes, StepWork
+from engine.parts.costs.cost_accounts import CostAccounts
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn, MovesAsked
 from engine.parts.kv_tiers.inputs import TiersAnswered
@@ -73,7 +74,12 @@ class Replica:
             config,
             kv_cache,
             limits=ModelLimits(spec.max_model_len, VOCABULARY),
-            parts=[*([] if make_tier is None else [make_tier(kv_cache, times or StepTimes())]), *limits, handoffs],
+            parts=[
+                CostAccounts(),
+                *([] if make_tier is None else [make_tier(kv_cache, times or StepTimes())]),
+                *limits,
+                handoffs,
+            ],
         )
         self.meter: NoMeter | EngineMeter = NoMeter()
         if spec.prices != FREE:

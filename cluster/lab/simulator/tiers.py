@@ -15,8 +15,8 @@ from cluster.lab.simulator.events import EventLoop
 from cluster.lab.simulator.replica import Replica
 from cluster.lab.simulator.results import TierUse
 from cluster.lab.simulator.spec import ClusterSpec
-from engine.core.costs.step_cost import StepTimes
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.costs.step_cost import StepTimes
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.lab.tape.replay_limits import watched
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import Input
 from engine.core.door.journal import Journal
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.costs.step_cost import StepTimes, StepWork
 from engine.parts.kv_fetching.kv_fetching import split_names
 from engine.parts.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
 from engine.parts.tape.digest import UNFINISHED, digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import Kernel
 from engine.core.door.offer import Offer
 from engine.core.door.offers import ComputeSeconds
@@ -15,6 +14,8 @@ from engine.core.kv_cache_manager import Shorten
 from engine.core.output import Event, last_delta
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
+from engine.costs.request_cost import cost_of
+from engine.costs.step_cost import StepTimes
 from engine.errors import Moved, Overloaded, ServingError
 from engine.parts.handoffs import moves
 from engine.parts.handoffs.handoff_requests import HandoffRequests
@@ -211,7 +212,7 @@ class Handoffs(Part):
         match event:
             case Spent(handoff_id, cost):
                 if handoff_id in self.remote.receiving:
-                    self.remote.receiving[handoff_id].cost.coming = cost
+                    cost_of(self.remote.receiving[handoff_id]).coming = cost
             case Noted():
                 if noted := self._kernel.queue.live.get(event.request_id):
                     noted.timeline.append(event.what)
@@ -232,7 +233,7 @@ class Handoffs(Part):
         if not self._keep(request, verified):
             return
         request.timeline += first.timeline
-        request.cost.received(event.byte_ns)
+        cost_of(request).received(event.byte_ns)
         request.computed, request.in_flight = verified, 1
         request.prefix.num_cached = max(request.prefix.num_cached, first.cached)
         kernel.arrived(request, first.token, first.logprob, now)
@@ -241,7 +242,7 @@ class Handoffs(Part):
         request, kernel = self.remote.failed(event, now), self._kernel
         if not self._keep(request, event.verified):
             return
-        request.cost.failed()
+        cost_of(request).failed()
         kernel.kv_cache.invalidate(request, request.tables[0].num_cached)  # the other's logits may not be finite
         kernel.kv_cache.release(request)
         if (error := self.remote.final_error(request, event)) is not None:

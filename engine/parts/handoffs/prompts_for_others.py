@@ -8,6 +8,7 @@ import msgspec
 
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
+from engine.costs.request_cost import cost_of
 from engine.errors import InvalidParameter
 from engine.parts.handoffs.handoff_requests import HandoffRequests, handed_over
 from engine.wire.handoff import (
@@ -59,7 +60,7 @@ class PromptsForOthers:
         groups = handed_over(request, asked_by.skip, block_size)
         blocks = [block for group in groups for block in group] if whole else groups[0]
         upto_blocks = None if whole else (upto - asked_by.skip) // block_size
-        told = request.cost.told()
+        told = cost_of(request).told()
         self._requests.send(ReportProgress(asked_by.handoff_id, upto, blocks[:upto_blocks], *told))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
@@ -103,7 +104,7 @@ class PromptsForOthers:
         if request.asked_by.decode == NOBODY:
             self._moves[event.reason] += 1
             return "abort"  # it ends elsewhere
-        request.cost.paid_ns = event.paid_ns
+        cost_of(request).paid_ns = event.paid_ns
         return "length" if event.reason == "released" else "abort"
 
     def stuck(self, queue: RequestQueue, *, waits: bool, now: float) -> list[Request]:

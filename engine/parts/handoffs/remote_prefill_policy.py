@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.core.costs.step_cost import LinearCost, StepCost
+from engine.costs.step_cost import LinearCost, StepCost
 from engine.options.handoff import HandoffConfig
 from engine.wire.messages import PrefillReplica
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engine.core.request import Request
+from engine.costs.request_cost import cost_of
 from engine.errors import EngineUnavailable
 from engine.parts.handoffs.handoff_requests import HandoffRequests, handed_over
 from engine.parts.handoffs.remote_prefill_policy import (
@@ -117,7 +118,7 @@ class RemotePrompts:
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
         written."""
-        self._requests.send(CancelHandoff(request.remote.handoff_id, request.cost.coming.compute_ns))
+        self._requests.send(CancelHandoff(request.remote.handoff_id, cost_of(request).coming.compute_ns))
         if request.remote.source is None:
             self._requests.out.post("control", CancelDispatch(request.remote.handoff_id))
 

@@ -7,11 +7,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from engine.core.costs.block_usage import BlockUsage
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request_cost import BlockAccount, RequestCost
+from engine.costs.block_usage import BlockUsage
+from engine.costs.request_cost import BlockAccount, RequestCost, cost_of
 from engine.parts.kv_tiers.prefix_pins import longest_prefix, pin, unpin
 from engine.parts.kv_tiers.tier import Tier
 from engine.wire.lora import LoRARequest
@@ -63,8 +63,13 @@ class Hold:
     saved_at: float = float("-inf")
     """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True
-    cost: RequestCost = field(default_factory=RequestCost)
-    """What its blocks, on the device and in tiers, have cost since a request last paid for them."""
+    of: dict[str, Any] = field(default_factory=dict)
+    """As Request.of."""
+
+    @property
+    def cost(self) -> RequestCost:
+        """What its blocks, on the device and in tiers, have cost since a request last paid for them."""
+        return cost_of(self)
 
     @property
     def end(self) -> tuple[str, bytes]:

@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.core.costs.block_usage import BlockUsage
 from engine.core.door.part import Part
 from engine.core.engine_stats import block_load
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
-from engine.core.request_cost import RequestCost
+from engine.costs.block_usage import BlockUsage
+from engine.costs.request_cost import RequestCost, cost_of
 from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.parts.holds.request_holds import RequestHolds, holds_of
@@ -113,7 +113,7 @@ class Holds(Part):
             return refused(mark, "not_cached", "this engine has not kept all KV or state of these tokens")
         asked, expires_at = holds_of(request), now + (mark.ttl_s if mark.left_s is None else mark.left_s)
         if (same := self.table.by_end.get((asked.client, hashes[-1]))) is not None:
-            self.table.pay(same, request.cost)
+            self.table.pay(same, cost_of(request))
             same.renew(mark.ttl_s, expires_at)
             self._records.changed(same)
             if same.name != asked.name:
@@ -142,7 +142,7 @@ class Holds(Part):
         if self._below.tiers:
             self._to_move[hold] = request
         for earlier in replaced:
-            self._end(earlier, cost=request.cost)
+            self._end(earlier, cost=cost_of(request))
         return HoldOutcome(tokens=len(hashes) * size, ttl_s=mark.ttl_s)
 
     def _replaces(self, hold: Hold, earlier: Hold) -> bool:
@@ -158,7 +158,7 @@ class Holds(Part):
             self.update(now)
             for hold in self.table.prefixes(asked.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
-                self.table.pay(hold, request.cost)
+                self.table.pay(hold, cost_of(request))
                 self._records.changed(hold)
                 if hold.prompt is None and not request.images:  # of an earlier start, so its tokens were not known
                     hold.prompt = prompt_of(request, len(hold.hashes) * self._block_size)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.kernel import Kernel
 from engine.core.door.offer import Offer
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
+from engine.costs.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_prefix

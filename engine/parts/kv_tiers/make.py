@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.costs.cost_ledger import nanoseconds
+from engine.costs.units import nanoseconds
 from engine.kv_offload.group_tiers import GroupTiers
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.kv_offloading import KVOffloading

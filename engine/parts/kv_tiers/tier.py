@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.block_pool import BlockPool
-from engine.core.costs.cost_ledger import GIB_NS
-from engine.core.costs.step_cost import LinearCost
-from engine.core.costs.tier_usage import TierUsage
-from engine.core.request_cost import BlockAccount
+from engine.costs.request_cost import BlockAccount
+from engine.costs.step_cost import LinearCost
+from engine.costs.tier_usage import TierUsage
+from engine.costs.units import GIB_NS
 from engine.kv_offload.tier_index import TierIndex
 from engine.wire.parts.kv_offload import TierBlock, TierStats
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 
 from engine.clock import Clock
-from engine.core.costs.step_cost import StepTimes
 from engine.core.door.inputs import Aborted, Added, Input
 from engine.core.door.journal import NOBODY_LISTENS, Journal
 from engine.core.output import Event
 from engine.core.request import Request, State
 from engine.core.scheduler import Scheduler
+from engine.costs.step_cost import StepTimes
 from engine.errors import EngineUnavailable
 from engine.parts.grammar.grammars import Grammars
 from engine.parts.grammar.inputs import GrammarSet

@@ -16,8 +16,6 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.block_allocator import BlockAllocator
 from engine.core.block_pool import BlockPool
-from engine.core.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
-from engine.core.costs.tier_usage import HeldBlock, TierUsage
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.offers import Offers, unknown
@@ -36,18 +34,21 @@ from engine.core.request import (
     State,
     StateSnapshot,
 )
-from engine.core.request_cost import BlockAccount, KVCost, RequestCost
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.costs.request_cost import COSTS, BlockAccount, KVCost, RequestCost
+from engine.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
+from engine.costs.tier_usage import HeldBlock, TierUsage
 from engine.hooks.overriding import overrides
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.costs.cost_accounts import CostAccounts
 from engine.parts.grammar.grammars import Grammars
 from engine.parts.handoffs.handoff_requests import HandoffRequests
 from engine.parts.handoffs.handoffs import Handoffs
@@ -125,8 +126,8 @@ from engine.wire.token_delta import HoldOutcome
 KINDS = Kinds()
 KINDS.add_objects(
     AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
-    CommandQueue, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold, Grammars,
-    HandoffRequests, Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
+    CommandQueue, CostAccounts, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold,
+    Grammars, HandoffRequests, Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
     KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, PromptsForOthers,
     NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
     Offers, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
@@ -173,7 +174,7 @@ def of_request(request: Request) -> dict[str, Any]:
         "reply_to": "",
         "timeline": [],
         "prompt_logprobs": None if request.prompt_logprobs is None else [None],
-        "cost": RequestCost(),
+        "of": {name: kept for name, kept in request.of.items() if name != COSTS},
     }
 
 
@@ -195,7 +196,7 @@ CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
     Scheduler: lambda _: {"journal": NOBODY_LISTENS},
     Request: of_request,
     SequenceDrafts: of_drafts,
-    Hold: lambda _: {"cost": RequestCost()},
+    Hold: lambda _: {"of": {}},
     PromptOfHold: of_prompt,
     HoldTable: lambda _: {"_usages": []},
     BlockPool: lambda _: {"observers": []},

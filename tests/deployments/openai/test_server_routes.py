@@ -10,7 +10,7 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.debug import VERSION
 from deployments.http.middleware import AuthConfig
-from engine.core.costs.step_cost import StepTimes
+from engine.costs.step_cost import StepTimes
 from engine.parts.tape.file import TapeFile
 from engine.parts.tape.object_graph import GraphWriter
 from engine.parts.tape.ring import EngineTape, Segment, hashes_entry

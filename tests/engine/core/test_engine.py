@@ -8,6 +8,7 @@ from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.engine_options import BLOCK_SIZES
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
+from engine.parts.costs.cost_ledger import CostLedger
 from tests.engine.core.real_engine import Engine, FakeClock
 from tests.models import make_model
 
@@ -275,5 +276,5 @@ def test_a_pause_without_a_lost_engine_is_neither_a_steps_time_nor_a_requests_co
     assert stats.cost_s["requests"] == cost.compute_s == pytest.approx(0.5 * stats.steps)
     assert 0.4 < stats.decode_seconds_per_step + stats.decode_seconds_per_sequence < 0.6
     assert cost.kv_gib_s == pytest.approx(stats.kv_gib_s)
-    blocks = 5 * engine.core.ledger.block_bytes[0] / 2**30
+    blocks = 5 * engine.core.observers[CostLedger].block_bytes[0] / 2**30
     assert cost.kv_gib_s < blocks * 0.5 * stats.steps, "nobody pays for KV meanwhile"

@@ -16,6 +16,7 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import stats_of
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
 from engine.wire.parts.handoffs import HandoffTotals
@@ -230,7 +231,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_log_probabilities(fresh):
 
 def test_answers_cost_together_what_both_engines_have_spent(fresh):
     """Also the prompt of a client that leaves while the other engine computes it."""
-    ledgers = [engine.server._core.ledger for engine in (fresh.decode, fresh.prefill)]
+    ledgers = [engine.server._core.observers[CostLedger] for engine in (fresh.decode, fresh.prefill)]
     spent = [-ledger.ns["requests"] for ledger in ledgers]
     kv = [-ledger.kv_gib_s for ledger in ledgers]
     names = ["costs 300", "costs 64", "leaves"]

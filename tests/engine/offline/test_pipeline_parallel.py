@@ -22,6 +22,7 @@ from engine.model.models.registry import build_model
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.runner.parts.stages import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
@@ -154,7 +155,7 @@ def test_a_hybrid_models_cached_state_is_found_in_every_stage(pool, folder_of, s
     outcomes, block_bytes = [], []
     for count in (1, stages):
         with pool.engine(staged(folder_of("qwen3_next"), count, determinism="strict")) as core:
-            block_bytes.append(core.ledger.block_bytes)
+            block_bytes.append(core.observers[CostLedger].block_bytes)
             prompt, outcome = random_prompt(core, 150, 5), Outcome()
             run(core, {"first": (prompt, {"logprobs": 1})}, outcome)
             assert not outcome.cached

@@ -20,7 +20,7 @@ RANKS = "engine.runner.parts."
 OTHER_MODULES = {
     "handoffs": ("engine.kv_transfer", f"{RANKS}kv_workers"),
     "images": ("engine.multimodal", f"{RANKS}images", f"{RANKS}encoder_cache"),
-    "kv_tiers": ("engine.kv_offload", "engine.core.costs.tier_usage", f"{RANKS}kv_tiers"),
+    "kv_tiers": ("engine.kv_offload", "engine.costs.tier_usage", f"{RANKS}kv_tiers"),
     "lora": ("engine.lora", f"{RANKS}adapters"),
     "speculation": ("engine.spec_decode", f"{RANKS}drafting"),
     "stages": (f"{RANKS}stages", f"{RANKS}stage_times"),

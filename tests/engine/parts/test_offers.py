@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.costs.step_cost import StepCost, StepTimes, StepWork
 from engine.core.request import State
+from engine.costs.step_cost import StepCost, StepTimes, StepWork
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy

@@ -1,6 +1,6 @@
 import pytest
 
-from engine.core.costs.step_cost import StepCost
+from engine.costs.step_cost import StepCost
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.remote_prefill_policy import (
     MIN_TOKENS,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.costs.step_cost import StepTimes
 from engine.core.engine import EngineCore
+from engine.costs.step_cost import StepTimes
 from engine.devices.cuda_device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows

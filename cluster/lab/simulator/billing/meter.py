@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.costs.block_usage import observe_usage
-from engine.core.costs.cost_ledger import CostLedger, CostLine
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event
 from engine.core.request import Request
+from engine.costs.block_usage import observe_usage
+from engine.costs.step_cost import StepTimes, StepWork
+from engine.parts.costs.cost_ledger import CostLedger, CostLine
 from engine.wire.plan import StepPlan
 
 ONE_TOKEN_EACH = StepPlan(step=0, added=[], blocks=[], slots=[], starts=[], counts=[], samples=[])

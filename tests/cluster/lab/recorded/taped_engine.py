@@ -13,6 +13,7 @@ from deployments.routing.cost import RoutingCost
 from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
+from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.file import pack_tapes, read_file
 from engine.parts.tape.ring import tape_with_key
 from engine.wire.generate_request import GenerateRequest
@@ -44,7 +45,7 @@ def record(folder: Path, engine_id: str) -> Path:
     assert core.scheduler.totals.prefix_hit_tokens
     file = folder / f"{engine_id}.tape"
     file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
-    file.with_suffix(".json").write_text(json.dumps(core.ledger.seconds), encoding="utf-8")
+    file.with_suffix(".json").write_text(json.dumps(core.observers[CostLedger].seconds), encoding="utf-8")
     core.close()
     return file
 

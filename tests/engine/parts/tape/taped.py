@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.lab.tape.replay import Replay
 from engine.clock import Clock
-from engine.core.costs.step_cost import StepTimes
+from engine.costs.step_cost import StepTimes
 from engine.parts.speculation.speculator import Speculator
 from engine.parts.tape.kept_tapes import KeptTapes
 from engine.parts.tape.object_graph import Kinds

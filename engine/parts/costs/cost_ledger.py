@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from engine.core.costs.block_usage import BlockUsage
-from engine.core.costs.step_cost import StepTimes, StepWork
+from engine.core.loop_observer import EndedStep, LoopObserver
 from engine.core.output import Event
 from engine.core.request import Request
-from engine.core.request_cost import KVCost
+from engine.costs.block_usage import BlockUsage
+from engine.costs.request_cost import KVCost, cost_of
+from engine.costs.step_cost import StepTimes, StepWork
+from engine.costs.units import GIB_NS, nanoseconds
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import NOBODY
 from engine.wire.token_delta import SequenceCost
 
 if TYPE_CHECKING:
-    from engine.core.costs.tier_usage import TierUsage
+    from engine.costs.tier_usage import TierUsage
 
-GIB_NS = 2**30 * 1e9
 SUMS = 8  # blocks whose time is summed for each token of a request that reports its cost
 
 CostLine = Literal["requests", "preemption", "replay", "handoff", "overhead", "recovery", "stalled", "idle"]
@@ -34,7 +35,7 @@ stalled     requests waited for a grammar, an adapter, or KV from elsewhere, or 
 idle        there were no requests"""
 
 
-class CostLedger:
+class CostLedger(LoopObserver):
     """Accounts for every nanosecond since the start of an engine. Each belongs to one CostLine, and each nanosecond of
     a step also to one request.
 
@@ -80,6 +81,13 @@ class CostLedger:
             usage.now_ns = self._kv_ns
         return elapsed
 
+    def rested(self, until: float, *, stalled: bool) -> None:
+        self.spent("stalled" if stalled else "idle", until)
+
+    def stepped(self, step: EndedStep) -> None:
+        self.spent("recovery", step.interrupted_until)
+        self.step(StepWork.of(step.plan), step.plan, step.requests, step.began_at, step.ended_at)
+
     def step(self, work: StepWork, plan: StepPlan, requests: list[Request], began_at: float, ended_at: float) -> None:
         """Account for a step, and divide it among its requests. requests: those of the plan's entries."""
         self.spent("overhead", began_at)
@@ -113,24 +121,13 @@ class CostLedger:
 
     def of(self, request: Request) -> int:
         """Return the steps' time that a request has been charged with, in nanoseconds."""
-        unpaid = 0 if request.cost.closed else self._per_decode_ns - self._joined.get(request, self._per_decode_ns)
-        return request.cost.compute_ns + unpaid
+        cost = cost_of(request)
+        unpaid = 0 if cost.closed else self._per_decode_ns - self._joined.get(request, self._per_decode_ns)
+        return cost.compute_ns + unpaid
 
     def stats(self) -> dict[str, Any]:
-        """Return fields of EngineStats: learned step times, and what the time and the blocks were spent on."""
-        per_step, per_token = self.times.by_tokens.coefficients
-        decode_per_step, decode_per_sequence = self.times.by_sequences.coefficients
-        return {
-            "seconds_per_step": per_step,
-            "seconds_per_token": per_token,
-            "decode_seconds_per_step": decode_per_step,
-            "decode_seconds_per_sequence": decode_per_sequence,
-            "prompt_seconds_per_token": self.times.prompt_token_s,
-            "prefill_tokens": self.times.prefill_tokens,
-            "prefills": self.times.prefills,
-            "cost_s": self.seconds,
-            "kv_gib_s": self.kv_gib_s,
-        }
+        """Return fields of EngineStats: what the time and the blocks were spent on."""
+        return {"cost_s": self.seconds, "kv_gib_s": self.kv_gib_s}
 
     def report(self, events: list[Event]) -> list[Event]:
         """Return the events with the costs of requests that end, and of those that report them. Closes the accounts of
@@ -145,7 +142,7 @@ class CostLedger:
         return events
 
     def _close(self, event: Event) -> None:
-        request, cost = event.request, event.request.cost
+        request, cost = event.request, cost_of(event.request)
         self._reporting.discard(request)
         if request in self._joined:
             self._leave(request)
@@ -158,7 +155,7 @@ class CostLedger:
         cost.closed = True
 
     def _with_cost(self, event: Event) -> Event:
-        request, cost = event.request, event.request.cost
+        request, cost = event.request, cost_of(event.request)
         if event.delta.finish_reason or len(request.tokens) >= cost.kv.next_sum:
             self._sum_kv(request)
         byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._kv_ns - cost.kv.at_ns)
@@ -173,14 +170,15 @@ class CostLedger:
         1 / SUMS as many tokens; until then, the request is assumed to hold the same blocks."""
         byte_ns = num_bytes = 0.0
         num_blocks = 0
-        for group, account in request.cost.blocks.items():
+        cost = cost_of(request)
+        for group, account in cost.blocks.items():
             held = request.tables[group].held if group < len(request.tables) else request.states.held
             usage = self.block_usages[group]
             byte_ns += self.block_bytes[group] * usage.block_time(account, held)
             num_bytes += self.block_bytes[group] * usage.share(held)
             num_blocks += len(held)
         next_sum = len(request.tokens) + 1 + num_blocks // SUMS
-        request.cost.kv = KVCost(byte_ns, num_bytes, self._kv_ns, next_sum)
+        cost.kv = KVCost(byte_ns, num_bytes, self._kv_ns, next_sum)
 
     # -- shares --------------------------------------------------------------------------------------------
 
@@ -207,7 +205,7 @@ class CostLedger:
 
     def _charge(self, request: Request, start: int, count: int, share: int) -> None:
         """Charge a request with the computation of `count` tokens. What was known before is not its fault."""
-        cost = request.cost
+        cost = cost_of(request)
         if cost.closed:
             self._move("overhead", share)
             return
@@ -242,12 +240,12 @@ class CostLedger:
             self._leave(request)
         new = rows - self._joined.keys()
         self._joined.update(dict.fromkeys(new, self._per_decode_ns))
-        self._reporting |= {request for request in new if request.cost.reported}
+        self._reporting |= {request for request in new if cost_of(request).reported}
         return new
 
     def _leave(self, request: Request) -> None:
         """Charge a request with its decodes."""
-        paid, cost = self._per_decode_ns - self._joined.pop(request, self._per_decode_ns), request.cost
+        paid, cost = self._per_decode_ns - self._joined.pop(request, self._per_decode_ns), cost_of(request)
         if cost.closed:
             self._move("overhead", paid)
         else:
@@ -263,10 +261,8 @@ class CostLedger:
         requests: all that there have been."""
         assert sum(self.ns.values()) == self.wall_ns, f"{self.ns} is not {self.wall_ns}"
         assert min(self.ns.values()) >= 0, "a line is negative"
-        unpaid = sum(self._per_decode_ns - joined for request, joined in self._joined.items() if request.cost.closed)
+        unpaid = sum(
+            self._per_decode_ns - joined for request, joined in self._joined.items() if cost_of(request).closed
+        )
         paid = sum(map(self.of, requests))
         assert paid + unpaid + self._carried_ns == self.ns["requests"], "a step is not paid for"
-
-
-def nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)

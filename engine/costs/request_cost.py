@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from engine.core.block_pool import BlockHolder
 from engine.wire.handoff import NO_COST, PromptCost
+
+COSTS = "costs"  # in `BlockHolder.of`
 
 
 @dataclass(slots=True)
@@ -32,7 +35,7 @@ class KVCost:
 
 @dataclass(slots=True)
 class RequestCost:
-    """What one request, or one hold, has cost this engine (CostLedger, BlockUsage)."""
+    """What one request, or one hold, has cost its engine (CostLedger, BlockUsage)."""
 
     compute_ns: int = 0
     """Its share of the steps' time."""
@@ -72,3 +75,11 @@ class RequestCost:
     def failed(self) -> None:
         """Charge nothing for a prompt that another engine has computed in vain."""
         self.coming = NO_COST
+
+
+def cost_of(holder: BlockHolder) -> RequestCost:
+    """Return the account of a request or a hold, opened when it is first asked for."""
+    cost: RequestCost | None = holder.of.get(COSTS)
+    if cost is None:
+        cost = holder.of[COSTS] = RequestCost()
+    return cost

@@ -8,8 +8,8 @@ from fractions import Fraction
 import hypothesis.strategies as st
 from hypothesis import given
 
-from engine.core.costs.tier_usage import TierUsage
-from engine.core.request_cost import BlockAccount
+from engine.costs.request_cost import BlockAccount
+from engine.costs.tier_usage import TierUsage
 from engine.kv_offload.tier_index import TierIndex
 
 UNIT = 7

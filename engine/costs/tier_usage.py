@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.request_cost import BlockAccount
+from engine.costs.request_cost import BlockAccount
 from engine.kv_offload.tier_index import NoUsage
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from engine.core.loop_observer import EndedStep, LoopObserver
 from engine.spec_decode.draft_cost import DraftCost, StepMean, line_through
 from engine.wire.plan import StepPlan
 
@@ -122,7 +124,7 @@ class StepWork:
         return cls(decodes, tokens - decodes - drafts, ended - decodes, drafts, plan.num_drafts)
 
 
-class StepTimes:
+class StepTimes(LoopObserver):
     """Learned costs of an engine's steps, and totals of its prefills (see StepWork)."""
 
     def __init__(self) -> None:
@@ -148,6 +150,22 @@ class StepTimes:
         """Return what computing so many tokens of prompts is expected to take, in seconds; None while unknown."""
         rate = self.prompt_token_s
         return rate * tokens if rate else None
+
+    def stepped(self, step: EndedStep) -> None:
+        self.observe_step(StepWork.of(step.plan), step.ended_at - step.began_at, step.result.draft_s)
+
+    def stats(self) -> dict[str, Any]:
+        per_step, per_token = self.by_tokens.coefficients
+        decode_per_step, decode_per_sequence = self.by_sequences.coefficients
+        return {
+            "seconds_per_step": per_step,
+            "seconds_per_token": per_token,
+            "decode_seconds_per_step": decode_per_step,
+            "decode_seconds_per_sequence": decode_per_sequence,
+            "prompt_seconds_per_token": self.prompt_token_s,
+            "prefill_tokens": self.prefill_tokens,
+            "prefills": self.prefills,
+        }
 
     def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
         """Record a step that took `seconds`, of which the drafter with weights took `draft_s`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.core.block_pool import BlockHolder, BlockObserver
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request_cost import BlockAccount
+from engine.costs.request_cost import BlockAccount, cost_of
 
 
 class BlockUsage(BlockObserver):
@@ -78,7 +78,7 @@ class BlockUsage(BlockObserver):
         return sum(1 / self._references[block] for block in held)
 
     def _account(self, holder: BlockHolder | None) -> BlockAccount:
-        return self.shared if holder is None else holder.cost.blocks[self._group]
+        return self.shared if holder is None else cost_of(holder).blocks[self._group]
 
     def _divide(self, block: int) -> None:
         """Charge the holders of a block until now."""

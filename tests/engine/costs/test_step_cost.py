@@ -1,6 +1,6 @@
 import pytest
 
-from engine.core.costs.step_cost import WARM_UP_STEPS, DecodeCost, LinearCost, StepCost, StepTimes, StepWork
+from engine.costs.step_cost import WARM_UP_STEPS, DecodeCost, LinearCost, StepCost, StepTimes, StepWork
 from engine.wire.plan import StepPlan
 
 

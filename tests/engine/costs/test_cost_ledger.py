@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.costs.block_usage import BlockUsage, observe_usage
-from engine.core.costs.cost_ledger import SUMS, CostLedger
-from engine.core.costs.step_cost import StepTimes, StepWork
 from engine.core.door.inputs import CacheCleared
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics
+from engine.costs.block_usage import BlockUsage, observe_usage
+from engine.costs.request_cost import cost_of
+from engine.costs.step_cost import StepTimes, StepWork
 from engine.kv_transfer.protocol.messages import Envelope, Release, Released
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.options.handoff import HandoffConfig
+from engine.parts.costs.cost_ledger import SUMS, CostLedger
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import MovesAsked
 from engine.parts.kv_tiers.prefix_pins import pin, unpin
@@ -74,7 +75,7 @@ def test_what_a_preempted_request_computes_again_is_not_charged_to_it():
     wasted = {name for name, cost in costs(harness).items() if cost.wasted_s}
     assert wasted, "blocks ran out"
     assert wasted <= preempted  # the others found all but one of their tokens in the cache
-    assert harness.ledger.ns["preemption"] == sum(request.cost.wasted_ns for request in harness.seen)
+    assert harness.ledger.ns["preemption"] == sum(cost_of(request).wasted_ns for request in harness.seen)
 
 
 def test_nor_what_an_engine_computes_again_because_another_was_lost():
@@ -120,7 +121,7 @@ def test_a_block_in_use_is_divided_among_those_who_hold_it_to_the_nanosecond():
     usage.now_ns = 31
     pool.release([block], third)
     pool.release([block], first)
-    paid = [request.cost.blocks[0].block_ns for request in (first, second, third)]
+    paid = [cost_of(request).blocks[0].block_ns for request in (first, second, third)]
     assert paid[1] == 3
     assert sorted([paid[0], paid[2]]) == [9, 19]
     assert sum(paid) == usage.used_ns == 31
@@ -135,7 +136,7 @@ def test_a_reference_that_nobody_has_is_paid_by_nobody():
     usage.now_ns = 30
     unpin(pool, block)
     assert usage.shared.block_ns == 20
-    assert usage.block_time(request.cost.blocks[0], [block]) == 10
+    assert usage.block_time(cost_of(request).blocks[0], [block]) == 10
 
 
 def test_a_prompt_that_is_cached_costs_what_is_left_of_it():
@@ -204,7 +205,7 @@ def test_a_client_that_leaves_pays_for_what_the_other_engine_has_told():
     harness.close("left", "cancelled", told)
     (request,) = harness.seen
     assert harness.ledger.of(request) == told > 0
-    assert harness.ledger.ns["handoff"] == request.cost.wasted_ns > 0
+    assert harness.ledger.ns["handoff"] == cost_of(request).wasted_ns > 0
 
 
 def test_the_engine_that_answers_bills_what_other_engines_have_spent_on_the_prompt_unless_that_was_in_vain():
@@ -225,7 +226,7 @@ def test_the_engine_that_answers_bills_what_other_engines_have_spent_on_the_prom
     harness.fail(left)
     for name, kv_gib_s in (("answered", 7.0), ("left", 5.0)):
         assert costs(harness)[name].compute_s == 0.003
-        own = sum(account.block_ns for account in harness.finished[name].request.cost.blocks.values()) / 1e9
+        own = sum(account.block_ns for account in cost_of(harness.finished[name].request).blocks.values()) / 1e9
         assert costs(harness)[name].kv_gib_s == pytest.approx(kv_gib_s + own, abs=0.01)
     assert harness.cancelled == {left: 3_000_000}
 
@@ -274,7 +275,7 @@ def test_telling_the_cost_with_every_token_does_not_sum_all_blocks_with_every_to
     harness = Harness(num_blocks=128, max_model_len=512, max_num_batched_tokens=512)
     harness.add("told", [i % 40 + 1 for i in range(300)], max_tokens=100)
     (request,) = harness.scheduler.queue.live.values()
-    request.cost.reported = True
+    cost_of(request).reported = True
     while not harness.outputs["told"]:
         harness.step()
     summed.clear()
@@ -291,7 +292,7 @@ def test_the_cost_that_is_told_with_a_token_is_that_of_all_blocks_so_far(prompt,
     harness = Harness(num_blocks=128, max_model_len=512, max_num_batched_tokens=512)
     harness.add("told", [i % 40 + 1 for i in range(prompt)], max_tokens=100)
     (request,) = harness.scheduler.queue.live.values()
-    request.cost.reported = True
+    cost_of(request).reported = True
     while harness.scheduler.has_work:
         harness.step()
     assert len(told) == 100

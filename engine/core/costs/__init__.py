@@ -1,1 +1,0 @@
-"""What steps cost, and to whom that is charged."""

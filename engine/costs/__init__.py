@@ -1,0 +1,1 @@
+"""What requests, steps and blocks cost an engine."""

@@ -1,0 +1,1 @@
+"""Charges requests with what they cost."""
