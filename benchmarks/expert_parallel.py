@@ -33,6 +33,7 @@ from engine.model.loader import fill_with_noise
 from engine.options.experts import EPLBConfig
 from engine.runner import load as loading
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.experts import ExpertReport
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rank_pool import RankPool
@@ -124,7 +125,7 @@ def measure_skew() -> None:
                     wall = time.perf_counter() - started
                     used = [b - a for a, b in zip(before, cpu_seconds(pids), strict=True)]
                     waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
-                    (stats,) = core.stats().experts
+                    (stats,) = core.stats().record(ExpertReport).stages
                     print(
                         f"{name:32} {round} {load:20} {tokens / wall:7.0f} tokens/s, ranks wait {waits}, balanced "
                         f"{stats.balancedness:.0%}, {stats.moved} moved", flush=True,

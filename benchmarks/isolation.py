@@ -37,7 +37,7 @@ from engine.multimodal.image import decode
 from engine.multimodal.processor import ImageProcessor
 from engine.offline.prompts import ImagePrompt
 from engine.options.handoff import HandoffConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
 from engine.wire.parts.handoffs import HandoffTotals
@@ -66,7 +66,7 @@ class Traffic:
         rng, count = random.Random(f"long {seed}"), max(1, round(self.duration_s / self.interval_s))
         if not self.image_side:
             return [ImagePrompt(random_ids(rng, self.prompt_len, self.vocab_size), []) for _ in range(count)]
-        model, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+        model, tokenizer = ModelConfig.from_folder(folder), ChatTokenizer.from_folder(folder)
         if model.vision is None:
             raise InvalidParameter("model", folder.name, "a model that reads images")
         processor = ImageProcessor.from_folder(folder, json.loads(model.vision.transformers), tokenizer)

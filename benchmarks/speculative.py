@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.folder import resolve
 from engine.options.speculation import SpeculativeConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ class Report:
     cpu_speedup: float
 
 
-def loads(tokenizer: Tokenizer, rng: random.Random, output_tokens: int) -> Iterator[Load]:
+def loads(tokenizer: ChatTokenizer, rng: random.Random, output_tokens: int) -> Iterator[Load]:
     code, page = CODE.read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8")
     edited = code
     for old, new in RENAMED.items():
@@ -226,7 +226,7 @@ def main(
     )  # fmt: skip
     folder = resolve(model)
     bench = Bench(config, SpeculativeConfig.parse(json_object(speculative_config)))
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = ChatTokenizer.from_folder(folder)
     chosen = [load for load in loads(tokenizer, random.Random(seed), output_tokens) if only in load.name]
     try:
         reports = [bench.measure(load, repetitions) for load in chosen]

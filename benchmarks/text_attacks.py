@@ -24,7 +24,7 @@ from engine import pocket
 from engine.grammars.compiler import Compilation, GrammarCompiler
 from engine.model.config import ModelConfig
 from engine.pooling.prompts import PoolingPrompts
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import fake_api, says
@@ -100,7 +100,7 @@ def schemas(connections: int, seconds: float) -> None:
 def rerank(documents: int, query_chars: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         TOKENIZERS["wordpiece"]().save_pretrained(folder)
-        tokenizer = Tokenizer.from_folder(Path(folder))
+        tokenizer = ChatTokenizer.from_folder(Path(folder))
     prompts = PoolingPrompts(tokenizer, SupportedTasks(names=("score",)), 512)
     params = PoolingParams(task="score", truncate_prompt_tokens=-1)
     query = ("fox dog " * (query_chars // 8 + 1))[:query_chars]

@@ -23,7 +23,7 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import SamplingParams
 
@@ -35,7 +35,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
     config = ModelConfig.from_folder(folder, engine.quantization, language_model_only=engine.language_model_only)
     _check_pools(model, config)
-    Tokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
+    ChatTokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
     identity = ModelIdentity.of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
     limit = _max_new_tokens(model, sampling)

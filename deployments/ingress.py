@@ -44,7 +44,7 @@ from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
 from deployments.storage.config import StoreConfig
 from engine.errors import ServingError, StartupError
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.messages import PeerPool
 from placement.console_log import LogConfig, log_to_console
 
@@ -207,7 +207,7 @@ class Ingress:
         return table
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
-        tokenizer = Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
+        tokenizer = ChatTokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
         loader = None
         if info.image_folder is not None:
             from deployments.parts.images.image_loader import ImageLoader  # needs torch

@@ -42,8 +42,8 @@ from deployments.poison.poison import Poison
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
 from engine.offline.llm import LLM
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
-from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 
 Json = dict[str, Any]
@@ -125,7 +125,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     assert info.fingerprint is not None
     if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
         return Verdict(parts, [])
-    tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
+    tokenizer = ChatTokenizer.from_folder(Path(info.folder), template=info.chat_template)
     no_engine: Any = SimpleNamespace(address="")
     served = ServedModel(info, tokenizer, no_engine, no_engine, Telemetry("verify"), parts=model_parts)
     with LLM(**_engine_options(section)) as llm:
@@ -140,7 +140,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
         raise incomplete from None
 
 
-def differences(answer: Json, again: Json, tokenizer: Tokenizer) -> list[str]:
+def differences(answer: Json, again: Json, tokenizer: ChatTokenizer) -> list[str]:
     """Return the first difference in each choice and in each other field. again: the recomputed answer, with the same
     number of choices."""
     pairs = enumerate(zip(answer["choices"], again["choices"], strict=True))
@@ -174,7 +174,7 @@ def _as_sent(response: msgspec.Struct) -> Json:
     return sent
 
 
-def _difference(index: int, choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
+def _difference(index: int, choice: Json, again: Json, tokenizer: ChatTokenizer) -> str | None:
     """Return where two choices first differ. Tokens and log-probabilities that the answer has are compared first, then
     the other fields."""
     given, found = _steps(choice), _steps(again)
@@ -216,7 +216,7 @@ def _steps(choice: Json) -> list[Step]:
     return list(zip(*columns, strict=True))
 
 
-def _shown(step: Step | None, tokenizer: Tokenizer) -> str:
+def _shown(step: Step | None, tokenizer: ChatTokenizer) -> str:
     if step is None:
         return "the answer has ended,"
     token_id, name, logprob = step

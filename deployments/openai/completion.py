@@ -20,9 +20,9 @@ from deployments.openai.response_bodies import (
     CompletionLogprobs,
     UsageBody,
 )
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.detokenizer import Detokenizer
 from engine.text.text_stream import TextChunk
-from engine.text.tokenizer import Tokenizer
 from engine.wire.token_delta import TokenLogprob
 
 
@@ -35,7 +35,7 @@ class CompletionResponse:
     model: str
     fingerprint: str | None
     generation: Generation
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     prompts: list[list[int]]
     """Token ids."""
     texts: list[str]

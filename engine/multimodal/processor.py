@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from engine.errors import Described, InvalidImage, ModelFolderError, PromptTooLong, RequestError
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
 Fields = Mapping[str, Any]
@@ -53,7 +53,7 @@ class ProcessedImage:
 class ImageProcessor:
     """The image processor of one model. Several threads may use it at once."""
 
-    def __init__(self, family: ImageFamily, config: Fields, processor: Any, tokenizer: Tokenizer, folder: Path):
+    def __init__(self, family: ImageFamily, config: Fields, processor: Any, tokenizer: ChatTokenizer, folder: Path):
         """config: the contents of config.json. processor: transformers' image processor. Raises ModelFolderError."""
         self._family, self._config, self._processor, self._tokenizer = family, config, processor, tokenizer
         self._options = {**family.options(config), "do_rescale": False, "do_normalize": False}
@@ -66,7 +66,7 @@ class ImageProcessor:
         self._token_id, self._token = int(token_id), token
 
     @classmethod
-    def from_folder(cls, folder: Path, config: Fields, tokenizer: Tokenizer) -> ImageProcessor:
+    def from_folder(cls, folder: Path, config: Fields, tokenizer: ChatTokenizer) -> ImageProcessor:
         """Load a model's image processor. Imports torch, through transformers. Raises ModelFolderError."""
         from transformers import AutoImageProcessor
 

@@ -46,8 +46,8 @@ from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ImagePrompt, ParsedPrompt, PromptType, parse_prompt, parse_prompts, with_images
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.offline.sampling_params import SamplingParams, engine_params
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
-from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -116,7 +116,7 @@ class LLM:
         self._model_config.kv_heads_per_rank(self.config.tensor_parallel_size)  # raises before processes are started
         check_stages(self.config, self._model_config)
         check_experts(self.config, self._model_config)
-        self.tokenizer = Tokenizer.from_folder(
+        self.tokenizer = ChatTokenizer.from_folder(
             folder, decodes="generate" in self._model_config.supported_tasks, template=template_text(chat_template)
         )
         self._default_sampling = default_sampling(folder, generation_config, override_generation_config or {})
@@ -163,7 +163,7 @@ class LLM:
     def max_model_len(self) -> int:
         return self._core.max_model_len
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> ChatTokenizer:
         """Return the model's tokenizer, with `encode`, `decode` and `apply_chat_template`."""
         return self.tokenizer
 
@@ -281,7 +281,7 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, lora_request, priority)
 
     def _chat_prompt(
-        self, tokenizer: Tokenizer, messages: list[Message], template_arguments: dict[str, Any]
+        self, tokenizer: ChatTokenizer, messages: list[Message], template_arguments: dict[str, Any]
     ) -> ImagePrompt | list[int]:
         messages, images = with_images(messages)
         if not images:

@@ -18,7 +18,7 @@ from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, Scor
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ParsedPrompt
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
@@ -35,7 +35,7 @@ class OfflinePooling:
         self,
         core: EngineCore | EngineGroup,
         config: EngineConfig,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         tasks: SupportedTasks,
         numbers: Iterator[int],
     ):

@@ -9,7 +9,8 @@ import msgspec
 
 from engine.errors import InvalidParameter, RequestError
 from engine.pooling.score_prompt import score_prompt
-from engine.text.tokenizer import Tokenizer
+from engine.pooling.text_encoder import TextEncoder
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
 
 YES, NO = ("yes", "no")
@@ -34,8 +35,9 @@ def refuse_instruction(instruction: str | None) -> None:
 class PoolingPrompts:
     """Makes the prompts of embeddings and scores for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, supported: SupportedTasks, max_model_len: int):
+    def __init__(self, tokenizer: ChatTokenizer, supported: SupportedTasks, max_model_len: int):
         self._tokenizer, self._supported, self._max_model_len = tokenizer, supported, max_model_len
+        self._encoder = TextEncoder(tokenizer)
         self._query: tuple[str, int | None, list[int]] | None = None  # the last query, its limit in tokens, its tokens
 
     def embed(
@@ -54,7 +56,7 @@ class PoolingPrompts:
         """
         kept, before = self._kept(params), self._prompt(prompt_name, usual_prompts)
         texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._tokenizer.encode_for_pooling(texts, kept, add_special_tokens))
+        encoded = iter(self._encoder.encode(texts, kept, add_special_tokens))
         own = [next(encoded) if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
         params = msgspec.structs.replace(params, task="embed")
         return [PoolingPrompt(token_ids, params) for token_ids in own]
@@ -80,10 +82,10 @@ class PoolingPrompts:
             params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
             return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
         refuse_instruction(instruction)
-        documents = self._tokenizer.encode_parts([document for _, document in pairs], kept)
+        documents = self._encoder.encode_parts([document for _, document in pairs], kept)
         prompts = []
         for (query, _), document in zip(pairs, documents, strict=True):
-            token_ids, second = self._tokenizer.join_pair(self._query_tokens(query, kept), document, kept)
+            token_ids, second = self._encoder.join_pair(self._query_tokens(query, kept), document, kept)
             prompts.append(
                 PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
             )
@@ -91,7 +93,7 @@ class PoolingPrompts:
 
     def _query_tokens(self, query: str, kept: int | None) -> list[int]:
         if self._query is None or self._query[:2] != (query, kept):
-            self._query = query, kept, self._tokenizer.encode_parts([query], kept)[0]
+            self._query = query, kept, self._encoder.encode_parts([query], kept)[0]
         return self._query[2]
 
     def _prompt(self, name: str | None, usual: Sequence[str]) -> str:

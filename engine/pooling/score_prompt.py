@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 
 # Qwen3-Reranker, arXiv:2506.05176; its card on the Hub has the same text
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -14,7 +14,7 @@ AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def score_prompt(
-    tokenizer: Tokenizer, query: str, document: str, instruction: str | None = None, *, has_template: bool
+    tokenizer: ChatTokenizer, query: str, document: str, instruction: str | None = None, *, has_template: bool
 ) -> tuple[str, str]:
     """Return the prompt, and its part after the document.
 

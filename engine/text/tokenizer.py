@@ -8,64 +8,37 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tokenizers
 
-from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
-from engine.text.chat_renderer import render_all, render_as_is
+from engine.errors import ModelFolderError, PromptTooLong, RequestError
 from engine.text.tokenizer_bounds import is_of_tokenizers
-from engine.text.tokenizer_files import chat_templates, decoder_steps, read_config, read_tokenizer, special_tokens
+from engine.text.tokenizer_files import decoder_steps, read_tokenizer
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
 CUT_TOKENS = 64  # extra tokens kept when a text is cut before tokenizing, since tokens near the cut may differ
 
 
-@dataclass(frozen=True, slots=True)
-class _PairFrame:
-    """Special tokens around the two texts of a pair."""
-
-    before: list[int]
-    between: list[int]
-    after: list[int]
-    typed_from: int | None
-    """Number of tokens from the end of the first text to the first token of type 1; None if there is none."""
-
-
 class Tokenizer:
-    """A `tokenizers` tokenizer, the bytes of each of its tokens, and the model's chat template."""
+    """A `tokenizers` tokenizer, and the bytes of each of its tokens."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special_tokens: dict[str, str],
-        chat_template: str | None,
-        tool_template: str | None = None,
-    ):
-        """special_tokens: special tokens by their name in a chat template, such as `bos_token`. chat_template: Jinja
-        source. tool_template: that of conversations with tools, if it is another one."""
-        self._backend = backend
-        self._special_tokens = special_tokens
-        self.chat_template, self.tool_template = chat_template, tool_template
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self.backend = backend
         self._bytes: dict[int, bytes] = {}
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
-    def from_folder(cls, folder: Path, decodes: bool = True, template: str | None = None) -> Tokenizer:
+    def from_folder(cls, folder: Path, decodes: bool = True) -> Self:
         """Read a model folder. Raises ModelFolderError if it has no readable tokenizer.
 
         decodes: whether tokens will be decoded to text one by one, which a few decoders do not support.
-        template: chat template to use instead of the folder's.
         """
-        backend, config = read_tokenizer(folder), read_config(folder)
-        named = chat_templates(folder, config) if template is None else {"default": template}
-        tool_template = named.get("tool_use")
-        tokenizer = cls(backend, special_tokens(config), named.get("default", tool_template), tool_template)
+        tokenizer = cls(read_tokenizer(folder))
         if decodes:
-            tokenizer._check_decoder(folder)
+            tokenizer.check_decoder(folder)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -83,7 +56,7 @@ class Tokenizer:
     def count_before(self, text: str, offsets: Sequence[int], add_special_tokens: bool) -> list[int]:
         """Return how many tokens of a text end at or before each of these characters."""
         with _failing():
-            encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            encoding = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ends = [end for _, end in encoding.offsets]
         return [bisect_right(ends, offset) for offset in offsets]
 
@@ -92,7 +65,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the last `max_tokens` tokens of a text, or the first for side `right`. With a known `max_token_bytes`
         the time depends on `max_tokens`, not on the length of the text."""
-        token_ids = self.encode(self._cut(text, max_tokens, side), add_special_tokens)
+        token_ids = self.encode(self.cut(text, max_tokens, side), add_special_tokens)
         return token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]
 
     def check_length(self, text: str, max_model_len: int, *, answer: bool = True, field: str = "prompt") -> None:
@@ -105,52 +78,7 @@ class Tokenizer:
             if at_least + answer > max_model_len:
                 raise PromptTooLong(at_least, max_model_len, True, answer, field)
 
-    def encode_for_pooling(
-        self, texts: Sequence[str], max_tokens: int | None = None, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Tokenize texts, by default with the model's special tokens around each.
-
-        max_tokens: length to which each is cut at its end, special tokens included. Raises InvalidParameter if no text
-        would be left.
-        """
-        if max_tokens is None:
-            return [encoding.ids for encoding in self._encode_all(texts, add_special_tokens)]
-        added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encodings = self._encode_all([self._cut(text, max_tokens) for text in texts], add_special_tokens=False)
-        for encoding in encodings:
-            if len(encoding) + added > max_tokens:
-                encoding.truncate(_left_for_texts(max_tokens, 1, added))
-        whole = [self._backend.post_process(each, add_special_tokens=add_special_tokens) for each in encodings]
-        return [encoding.ids for encoding in whole]
-
-    def encode_parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
-        """Tokenize texts for `join_pair`. max_tokens: limit of a pair; much longer texts are already cut here."""
-        cut = texts if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
-        return [encoding.ids for encoding in self._encode_all(cut, add_special_tokens=False)]
-
-    def join_pair(
-        self, first: list[int], second: list[int], max_tokens: int | None = None
-    ) -> tuple[list[int], int | None]:
-        """Join two tokenized texts with the model's special tokens. Returns the token ids and the position at which the
-        second text begins, or None if the model has no token types.
-
-        max_tokens: length to which the pair is cut, special tokens included, taking from the longer text first. Raises
-        InvalidParameter if no text would be left.
-        """
-        frame = self._pair_frame
-        added = len(frame.before) + len(frame.between) + len(frame.after)
-        if max_tokens is not None and len(first) + len(second) + added > max_tokens:
-            kept = _left_for_texts(max_tokens, 2, added)
-            short = min(len(first), len(second), kept // 2)
-            longer = len(first) > len(second)
-            first, second = first[: kept - short if longer else short], second[: short if longer else kept - short]
-        token_ids = frame.before + first + frame.between + second + frame.after
-        if frame.typed_from is None:
-            return token_ids, None
-        begin = len(frame.before) + len(first) + frame.typed_from
-        return token_ids, begin if begin < len(token_ids) else None
-
-    def _cut(self, text: str, max_tokens: int, side: Literal["left", "right"] = "right") -> str:
+    def cut(self, text: str, max_tokens: int, side: Literal["left", "right"] = "right") -> str:
         """Return a part of a text that contains its first `max_tokens` tokens, or its last ones for side `left`.
         Returns all of it if the length of a token has no bound."""
         if self.max_token_bytes is None:
@@ -158,67 +86,23 @@ class Tokenizer:
         num_chars = (max_tokens + CUT_TOKENS) * self.max_token_bytes
         return text[:num_chars] if side == "right" else text[-num_chars:]
 
-    @cached_property
-    def _pair_frame(self) -> _PairFrame:
-        empty, first, second = self._encode_all(["", "a", "b"], add_special_tokens=False)
-        special = self._backend.post_process(empty, empty).ids
-
-        def num_before(encoding: tokenizers.Encoding, joined: list[int]) -> int:
-            """Return how many special tokens precede a text."""
-            counts = range(len(special) + 1)
-            return next(i for i in counts if joined == special[:i] + encoding.ids + special[i:])
-
-        begin = num_before(first, self._backend.post_process(first, empty).ids)
-        end = num_before(second, self._backend.post_process(empty, second).ids)
-        types = self._backend.encode_batch_fast([("a", "b")])[0].type_ids
-        typed_from = types.index(1) - begin - len(first) if 1 in types else None
-        return _PairFrame(special[:begin], special[begin:end], special[end:], typed_from)
-
     def token_id(self, token: str) -> int | None:
         """Return the id of a token in the vocabulary's spelling; None if there is none."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         # a batch, because only batch calls release the GIL
         with _failing():
-            return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Return the token ids of a conversation. Takes the arguments of render_chat_template."""
-        return self.encode(self.render_chat_template(messages, tools, **kwargs), add_special_tokens=False)
-
-    def render_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
-    ) -> str:
-        """Return the text of a conversation, up to where the assistant's answer begins.
-
-        tools: functions that the model may call, in OpenAI's form. kwargs: variables of the template, such as
-        `add_generation_prompt` and `continue_final_message`.
-        Raises RequestError if there is no template, or if it refuses the messages or leaves out any of their texts.
-        """
-        if (source := self.template_for(tools)) is None:
-            raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        return render_all(source, messages, tools, self._special_tokens, {"add_generation_prompt": True, **kwargs})
-
-    def example(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """Return what the chat template itself writes of a conversation; empty if it refuses, or if there is none."""
-        source = self.template_for(tools)
-        return "" if source is None else render_as_is(source, messages, tools, self._special_tokens)
-
-    def template_for(self, tools: Sequence[Any] | None) -> str | None:
-        """Return the chat template of conversations with these tools."""
-        return (self.tool_template if tools else None) or self.chat_template
+            return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token(self, token_id: int) -> str | None:
         """Return a token in the vocabulary's spelling; None for an unknown id."""
-        return self._backend.id_to_token(token_id)
+        return self.backend.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
         """Tokenize each word as at the start of a text, and also as after a space if that differs."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
-        encodings = self._encode_all(texts, add_special_tokens=False)
+        encodings = self.encode_all(texts, add_special_tokens=False)
         return [list(token_ids) for token_ids in dict.fromkeys(tuple(encoding.ids) for encoding in encodings)]
 
     def is_special(self, token_id: int) -> bool:
@@ -241,28 +125,29 @@ class Tokenizer:
 
         Takes about a second to compute for a large vocabulary.
         """
-        state = json.loads(self._backend.to_str())
+        state = json.loads(self.backend.to_str())
         normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
         fallback = "ByteLevel" in self._decoder_steps or state["model"].get("byte_fallback")
         swallows_spaces = any(token.lstrip or token.rstrip for token in self._added.values())
         if not fallback or swallows_spaces or not all(_keeps_text(step) for step in normalizers + splits):
             return None
-        longest = max(len(self._compute_bytes(token_id)) for token_id in self._backend.get_vocab().values())
+        longest = max(len(self._compute_bytes(token_id)) for token_id in self.backend.get_vocab().values())
         return longest * (NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        return self._encode_all([text], add_special_tokens)[0]
+        return self.encode_all([text], add_special_tokens)[0]
 
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Tokenize texts. Raises RequestError where the model's tokenizer fails."""
         # a batch, because only batch calls release the GIL: `encode` holds it for seconds if the text is long
         with _failing():
-            return self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
 
     @cached_property
     def _decoder_steps(self) -> list[str]:
-        return decoder_steps(self._backend)
+        return decoder_steps(self.backend)
 
-    def _check_decoder(self, folder: Path) -> None:
+    def check_decoder(self, folder: Path) -> None:
         """Raise ModelFolderError if a token's text depends on its neighbours, other than at the start or end of
         a text."""
         steps = self._decoder_steps
@@ -272,7 +157,7 @@ class Tokenizer:
             raise ModelFolderError(str(folder), problem)
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if "ByteLevel" in self._decoder_steps:
@@ -288,7 +173,7 @@ class Tokenizer:
     @cached_property
     def _between(self) -> tuple[Callable[[list[str]], str], str, str]:
         """The decoding function, and the text that the token `a` has as the first token and as the last."""
-        decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
+        decode = " ".join if self.backend.decoder is None else self.backend.decoder.decode
         before = decode(["a"])
         return decode, before, decode(["a", "a"]).removeprefix(before)
 
@@ -305,14 +190,6 @@ def _failing() -> Iterator[None]:
     else:
         return
     raise RequestError(f"the model's tokenizer fails with this text: {reason}", "prompt")
-
-
-def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:
-    """Return how many tokens remain for the texts besides special ones. Raises InvalidParameter if there is less than
-    one for each."""
-    if max_tokens - num_special < num_texts:
-        raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {num_special + num_texts} here")
-    return max_tokens - num_special
 
 
 def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:

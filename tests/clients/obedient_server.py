@@ -21,7 +21,7 @@ import uvicorn
 
 from engine.grammars.compiler import GrammarCompiler
 from engine.model.checkpoint.folder import resolve
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from tests.clients.answers import Call, dumps, find
 from tests.deployments.fake_api import fake_api
@@ -60,7 +60,7 @@ def answer(prompt: str) -> list[str]:
 class Model:
     """The script of a FakeEngine."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(folder, VOCAB_SIZE, frozenset({EOS}))
 
@@ -80,7 +80,7 @@ class Model:
 
 async def main() -> None:
     folder = resolve("pocket")
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = ChatTokenizer.from_folder(folder)
     model = Model(folder, tokenizer)
     async with fake_api(model, names=NAMES, text_model=tokenizer, **LIMITS) as api:
         web = uvicorn.Server(uvicorn.Config(api.app, port=0, log_level="warning", lifespan="off"))

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.offline.vllm_flags import RENAMED
 from engine.options.handoff import HandoffConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.pooling_models import EMBEDDINGS, make
 
 MODEL = {"name": "pocket", "model": "pocket"}
@@ -453,6 +453,6 @@ def test_chat_template_and_defaults_of_sampling_are_those_of_the_configuration(t
     override = {"override_generation_config": {"max_new_tokens": 200}}
     limited = model_info(ModelSection(**keys, **override), IngressSection())
     assert limited.max_new_tokens == limited.default_sampling["max_tokens"] == 200
-    tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
+    tokenizer = ChatTokenizer.from_folder(Path(info.folder), template=info.chat_template)
     variables = info.chat_template_kwargs
     assert tokenizer.render_chat_template([{"role": "user", "content": "hi"}], **variables) == "brief: hi"

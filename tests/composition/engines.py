@@ -14,8 +14,8 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
-from engine.text.tokenizer import Tokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, ResetPrefixCache
 from engine.wire.parts.holds import HoldStats
@@ -56,7 +56,7 @@ class Answer:
 class Stream:
     """Takes the deltas of a sequence as a frontend does."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer):
+    def __init__(self, asked: Asked, tokenizer: ChatTokenizer):
         self.answer, self.costs = Answer(), list[float]()
         self._leaves_after = asked.abort_after
         self._text = TextStream(asked.message.params, tokenizer) if asked.message.params.stop else None
@@ -96,7 +96,7 @@ class Session:
 
     cores: list[EngineCore]
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
 
     def ask(self, asked: Sequence[Asked]) -> dict[str, Stream]:
@@ -129,7 +129,7 @@ class Session:
 class OneEngine(Session):
     """In this process, with its other ranks in others."""
 
-    def __init__(self, engine: EngineCore | Engines, tokenizer: Tokenizer):
+    def __init__(self, engine: EngineCore | Engines, tokenizer: ChatTokenizer):
         super().__init__(tokenizer)
         self._engine = engine
         self._own = engine.group if isinstance(engine, Engines) else engine
@@ -154,7 +154,7 @@ class OneEngine(Session):
 class BehindPrefill(Session):
     """A decode engine, and the prefill engine that computes prompts for it."""
 
-    def __init__(self, pair: Pair, tokenizer: Tokenizer):
+    def __init__(self, pair: Pair, tokenizer: ChatTokenizer):
         super().__init__(tokenizer)
         self._pair = pair
         self.cores = [engine.server._core for engine in (pair.decode, pair.prefill)]
@@ -178,7 +178,7 @@ class BehindPrefill(Session):
 class SharedBehindPrefill(Session):
     """Decode engines that share experts, and prefill engines that do."""
 
-    def __init__(self, pools: Pools, tokenizer: Tokenizer):
+    def __init__(self, pools: Pools, tokenizer: ChatTokenizer):
         super().__init__(tokenizer)
         self._pools = pools
         self.cores = [group.thread.server._core for group in (pools.decode, pools.prefill)]
@@ -237,7 +237,7 @@ class Openers:
 
     @contextmanager
     def open(self, config: EngineConfig) -> Iterator[Session]:
-        tokenizer = Tokenizer.from_folder(Path(config.model))
+        tokenizer = ChatTokenizer.from_folder(Path(config.model))
         engine: AbstractContextManager[Any]
         with self._pool() as pool:
             if config.handoff is not None:

@@ -31,7 +31,7 @@ from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import PeerPool
@@ -45,10 +45,10 @@ ALL_TASKS = SupportedTasks(names=("generate", "embed", "score"), embedding_size=
 
 
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer() -> ChatTokenizer:
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer().save_pretrained(folder)
-        return Tokenizer.from_folder(Path(folder))
+        return ChatTokenizer.from_folder(Path(folder))
 
 
 class LocalPool:
@@ -143,7 +143,7 @@ async def fake_api(
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
-    text_model: Tokenizer | None = None,
+    text_model: ChatTokenizer | None = None,
     keeps_texts: bool = False,
     images: ImageLoader | None = None,
     usage_files: NoUsageFiles | None = None,

@@ -40,7 +40,7 @@ from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
 from engine.options.handoff import HandoffConfig
 from engine.serving.server import EngineServer
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.messages import PeerPool
 from engine.wire.remote_request import RemoteRequest
 from tests.deployments.fake_api import LocalPool, until
@@ -211,7 +211,7 @@ async def serving(
         admission=LIMITS,
         supported_tasks=ModelConfig.from_folder(folder).supported_tasks,
     )
-    tokenizer = Tokenizer.from_folder(folder, template=info.chat_template)
+    tokenizer = ChatTokenizer.from_folder(folder, template=info.chat_template)
     images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
     model = ServedModel(info, tokenizer, pool, channel, telemetry, partial(model_parts, images=images))
     app = http_app({info.name: model}, telemetry, auth)

@@ -17,7 +17,7 @@ from deployments.openai.formats.families import CALL_FORMATS, FORMATS, HARMONY, 
 from deployments.openai.formats.tool_grammar import Thinking, ToolGrammar
 from deployments.openai.parsers.reasoning.think import ReasoningTags
 from engine.errors import RequestError
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -53,7 +53,7 @@ class ChatFormat:
     @classmethod
     def of(
         cls,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         *,
@@ -158,7 +158,7 @@ class ChatFormat:
         return grammar.params()
 
 
-def _format_with_tokens(tokenizer: Tokenizer) -> str:
+def _format_with_tokens(tokenizer: ChatTokenizer) -> str:
     """Return the only format whose first marker is a token of the model, for templates that write no calls of earlier
     turns (LFM2's)."""
     formats = [each for each in FORMATS if each.markup is not None]
@@ -173,7 +173,7 @@ class VisibleMarkers:
     ids: token ids of the markers that are single tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, markers: Iterable[str]):
+    def __init__(self, tokenizer: ChatTokenizer, markers: Iterable[str]):
         self.token_bytes = tokenizer.token_bytes
         self._is_special = tokenizer.is_special
         encoded = {marker: tokenizer.encode(marker, add_special_tokens=False) for marker in markers}

@@ -47,7 +47,7 @@ from engine.errors import (
     RequestTimeout,
 )
 from engine.hooks.overriding import overriding
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.pooling_params import SupportedTasks
@@ -129,7 +129,7 @@ class ServedModel:
     def __init__(
         self,
         info: ModelInfo,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         pool: EnginePool,
         channel: TokenChannel,
         telemetry: Telemetry,

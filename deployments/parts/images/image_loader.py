@@ -16,7 +16,7 @@ from engine.errors import InvalidParameter
 from engine.model.checkpoint.folder import read_json
 from engine.multimodal import image
 from engine.multimodal.processor import ImageProcessor, ProcessedImage
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 
 
 class ImageLoader:
@@ -32,7 +32,7 @@ class ImageLoader:
         self._threads = ThreadPoolExecutor(config.max_processing, "images")
 
     @classmethod
-    def from_folder(cls, folder: Path, config: ImageConfig, tokenizer: Tokenizer) -> ImageLoader:
+    def from_folder(cls, folder: Path, config: ImageConfig, tokenizer: ChatTokenizer) -> ImageLoader:
         """Raises ModelFolderError."""
         return cls(config, ImageProcessor.from_folder(folder, read_json(folder, "config.json"), tokenizer))
 

@@ -19,7 +19,7 @@ from cluster.config.model_section import ModelSection
 from cluster.lab.verify import _engine_options, differences
 from cluster.model_info import model_info
 from engine.config import EngineConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.deployments.real_api import real_api
 from tests.models import make_model
 
@@ -104,7 +104,7 @@ def fields_of(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple
 
 
 def test_a_change_of_any_field_is_found_save_of_those_that_are_named_as_not_compared(model, answers):
-    tokenizer, answer = Tokenizer.from_folder(model), answers[0]
+    tokenizer, answer = ChatTokenizer.from_folder(model), answers[0]
     assert differences(answer, answer, tokenizer) == []
     kept = set()
     for path in fields_of(answer):

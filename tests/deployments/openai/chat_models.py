@@ -10,7 +10,7 @@ import transformers
 from tokenizers import AddedToken
 
 from deployments.openai.parsers import harmony
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.fake_engine import EOS, Script
 from tests.models import make_tokenizer
 
@@ -95,12 +95,12 @@ def hf_tokenizer(template: str, markers: str = "tokens") -> transformers.PreTrai
 
 
 @cache
-def chat_tokenizer(template: str, markers: str = "tokens") -> Tokenizer:
+def chat_tokenizer(template: str, markers: str = "tokens") -> ChatTokenizer:
     with tempfile.TemporaryDirectory() as folder:
         hf_tokenizer(template, markers).save_pretrained(folder)
-        return Tokenizer.from_folder(Path(folder))
+        return ChatTokenizer.from_folder(Path(folder))
 
 
-def answers(tokenizer: Tokenizer, text: str, *, ended: bool = True) -> Script:
+def answers(tokenizer: ChatTokenizer, text: str, *, ended: bool = True) -> Script:
     """Return a script that answers every request with `text`; unless it `ended`, max_tokens cut it off."""
     return lambda request: tokenizer.encode(text, add_special_tokens=False) + ([EOS] if ended else [])

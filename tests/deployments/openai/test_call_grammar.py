@@ -19,7 +19,7 @@ from deployments.openai.formats.families import CALL_FORMATS
 from deployments.openai.formats.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
 from engine.grammars.compiler import source
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.openai.parsers.families import ARGS, FAMILIES, TOOLS, Family
 from tests.fake_engine import EOS
@@ -41,7 +41,7 @@ def _skip_the_other_format_of_mistral(request: pytest.FixtureRequest) -> None:
 
 
 @cache
-def tokenizers(parser: str, kind: str) -> tuple[VisibleMarkers, Tokenizer, LLTokenizer]:
+def tokenizers(parser: str, kind: str) -> tuple[VisibleMarkers, ChatTokenizer, LLTokenizer]:
     """kind: the markers are `special` tokens, or plain `text`."""
     markers = markers_of(parser)
     tokenizer = make_tokenizer()
@@ -49,7 +49,7 @@ def tokenizers(parser: str, kind: str) -> tuple[VisibleMarkers, Tokenizer, LLTok
         tokenizer.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers], True)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        ours = Tokenizer.from_folder(Path(folder))
+        ours = ChatTokenizer.from_folder(Path(folder))
     return VisibleMarkers(ours, markers), ours, LLTokenizer(tokenizer.backend_tokenizer.to_str(), eos_token=[EOS])
 
 

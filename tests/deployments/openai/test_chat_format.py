@@ -5,7 +5,7 @@ from tokenizers import AddedToken
 
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.formats.chat_format import ChatFormat
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.deployments.fake_api import fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, chat_tokenizer, hf_tokenizer
 from tests.models import CHAT_TEMPLATE
@@ -85,7 +85,7 @@ def test_format_of_a_template_that_writes_no_calls_is_that_of_its_only_marker(tm
     tokenizer = hf_tokenizer(LLAMA.replace("'tool_calls' in message", "false"), "text")
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     tokenizer.save_pretrained(tmp_path)
-    assert ChatFormat.of(Tokenizer.from_folder(tmp_path)) == ChatFormat(expected, "none", shows_tools=True)
+    assert ChatFormat.of(ChatTokenizer.from_folder(tmp_path)) == ChatFormat(expected, "none", shows_tools=True)
 
 
 @pytest.mark.parametrize("name", ["think", "qwen3", "deepseek_r1"])

@@ -11,7 +11,7 @@ import pytest
 from deployments.http.body import parse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.parts.speculation import Prediction
 from tests.deployments.fake_api import MAX_MODEL_LEN, FakeApi, fake_api, says, tokenizer
 
@@ -113,9 +113,9 @@ async def test_prompt_that_is_too_long_is_cut_if_the_request_says_so(route):
 def test_a_prompt_of_any_length_can_be_cut_and_costs_no_more_than_what_is_kept(route, side, monkeypatch):
     words = " ".join(f"word{i}" for i in range(40_000))
     body = {"messages": [{"role": "user", "content": words}]} if "chat" in route else {"prompt": words}
-    encode, sizes = Tokenizer._encode, list[int]()
+    encode, sizes = ChatTokenizer._encode, list[int]()
 
-    def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+    def counted(self: ChatTokenizer, text: str, add_special_tokens: bool) -> Any:
         sizes.append(len(text))
         return encode(self, text, add_special_tokens)
 
@@ -133,7 +133,7 @@ def test_a_prompt_of_any_length_can_be_cut_and_costs_no_more_than_what_is_kept(r
                     assert prompt == (whole[-num_kept:] if side == "left" else whole[:num_kept])
                 assert ("word39999" if side == "left" else "word0 word1 ") in text
 
-    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    monkeypatch.setattr(ChatTokenizer, "_encode", counted)
     asyncio.run(scenario())
     assert sum(size > 100_000 for size in sizes) == (0 if "chat" in route else 2)
 

@@ -15,8 +15,8 @@ from deployments.openai.formats.choice_parser import ChoiceParser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart
 from engine import LLM, SamplingParams
 from engine.model.checkpoint.folder import resolve
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextChunk
-from engine.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is an ocean?"}]
 PARAMETERS = {
@@ -46,7 +46,7 @@ def llm() -> Iterator[LLM]:
     ],
 )
 def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dict[str, Any]):
-    tokenizer = Tokenizer.from_folder(resolve("pocket"))
+    tokenizer = ChatTokenizer.from_folder(resolve("pocket"))
     chat_format = ChatFormat.of(tokenizer)
     body = ChatBody.model_validate({"messages": QUESTION, "tools": TOOLS, **fields})
     assert chat_format == ChatFormat("hermes", "none", shows_tools=True)
@@ -67,7 +67,7 @@ def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dic
 
 
 def test_template_shows_tools_to_the_model_and_changes_nothing_without_them():
-    tokenizer = Tokenizer.from_folder(resolve("pocket"))
+    tokenizer = ChatTokenizer.from_folder(resolve("pocket"))
     turns = [
         {"role": "system", "content": "Be short."},
         *QUESTION,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.sampling_params import ThinkingBudget
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
@@ -141,7 +141,7 @@ async def test_choices_of_one_stream_count_their_calls_for_themselves():
             assert len({call["id"] for call in calls if "id" in call}) == 2
 
 
-def prompt_of(api: FakeApi, tokenizer: Tokenizer) -> str:
+def prompt_of(api: FakeApi, tokenizer: ChatTokenizer) -> str:
     return tokenizer.decode(api.engine.added[-1].prompt, skip_special_tokens=False)
 
 

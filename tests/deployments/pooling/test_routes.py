@@ -229,8 +229,8 @@ class Counted:
 
 @pytest.mark.parametrize("cut", [{}, {"truncate_prompt_tokens": -1}])
 def test_the_query_of_a_ranking_is_tokenized_once_however_many_documents_there_are(cut, monkeypatch):
-    counted = Counted(tokenizer()._backend)
-    monkeypatch.setattr(tokenizer(), "_backend", counted)
+    counted = Counted(tokenizer().backend)
+    monkeypatch.setattr(tokenizer(), "backend", counted)
     query, documents = "fox " * (2_000 if cut else 100), [f"dog {i}" for i in range(200)]
 
     async def scenario() -> None:

@@ -20,7 +20,7 @@ from engine.grammars import grammar
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.grammar import one_line
 from engine.model.config import ModelConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -268,7 +268,7 @@ def test_equal_texts_of_different_kinds_are_different_grammars(make_core):
     run.add("json", json=text)
     run.add("choice", choice=[text])
     run.go()
-    tokenizer = Tokenizer.from_folder(Path(run.core.config.model))
+    tokenizer = ChatTokenizer.from_folder(Path(run.core.config.model))
     assert tokenizer.decode(run.tokens("choice")) == text != tokenizer.decode(run.tokens("json"))
 
 
@@ -324,7 +324,7 @@ def test_a_mask_that_cannot_be_computed_ends_its_own_request_only(make_core, mas
 
 def test_masks_name_the_tokens_by_the_bytes_that_become_text(folder):
     for path in (folder, pocket.PATH):
-        config, ours = ModelConfig.from_folder(path), Tokenizer.from_folder(path)
+        config, ours = ModelConfig.from_folder(path), ChatTokenizer.from_folder(path)
         compiler = GrammarCompiler(path, config.vocab_size, frozenset(config.eos_token_ids))
         for token in range(config.vocab_size):
             text = ours.token_bytes(token)

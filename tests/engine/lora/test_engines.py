@@ -19,7 +19,7 @@ from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter_files import open_adapter
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.lora.adapter_courier import AdapterCourier
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.speculation import SpecDecodeStats
@@ -238,7 +238,7 @@ def test_grammars_and_adapters_of_one_batch_do_not_meet(tmp_path, opened):
     folder = make_model(tmp_path / "model", "llama", tokenizer=True)
     one, two = (make_adapter(tmp_path / str(seed), folder, seed) for seed in (1, 2))
     opened.append(core := build_engine(config(folder)))
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = ChatTokenizer.from_folder(folder)
     form = {"structured_outputs": StructuredOutputsParams(regex="[a-z]{12}"), "ignore_eos": False, "max_tokens": 20}
     requests = {str(i): (prompt(9), lora) for i, lora in enumerate((None, one, two))}
     together = ask(core, requests, **form).tokens

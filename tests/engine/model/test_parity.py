@@ -13,7 +13,7 @@ from torch import Tensor
 from engine import pocket
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
@@ -38,7 +38,7 @@ class Reference:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None  # every generation is as long as asked for
         self.context: int = self._model.config.max_position_embeddings
-        self._text = None if text is None else Tokenizer.from_folder(folder).encode(text)
+        self._text = None if text is None else ChatTokenizer.from_folder(folder).encode(text)
         self._outputs: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def prompt(self, length: int, seed: int) -> list[int]:

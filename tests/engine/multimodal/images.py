@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from engine.multimodal.processor import ImageProcessor
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 
 SPECIAL = [
     "<|image_pad|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<image_soft_token>", "<end_of_image>",
@@ -67,13 +67,13 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> Tokenizer:
+def tokenizer() -> ChatTokenizer:
     """One token per word, and per placeholder."""
     words = ["<unk>", "look", "at", "this", "and", "Here", "is", "the", "original", "image"]
     backend = tokenizers.Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in SPECIAL])
-    return Tokenizer(backend, {}, TEMPLATE)
+    return ChatTokenizer(backend, {}, TEMPLATE)
 
 
 def processor(folder: Path, model_type: str, **settings: Any) -> ImageProcessor:

@@ -23,6 +23,7 @@ from engine.errors import (
 from engine.model.config import ModelConfig
 from engine.model.models.bert import BertModel
 from engine.pooling.score_prompt import AFTER, score_prompt
+from engine.pooling.text_encoder import TextEncoder
 from tests.models import make_model
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, Reference, make, write_json
 from tests.transformers_models import make_transformers_model
@@ -73,7 +74,7 @@ def scores(llm: LLM, query, documents, params=None, **options) -> list[float]:
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_embeddings_are_those_of_transformers_alone_and_in_a_batch(name, folders, open_llm):
     llm, reference = open_llm(folders(name)), Reference(folders(name), EMBEDDINGS[name])
-    ids = [llm.tokenizer.encode_for_pooling([text], llm.max_model_len)[0] for text in TEXTS]
+    ids = [TextEncoder(llm.tokenizer).encode([text], llm.max_model_len)[0] for text in TEXTS]
     expected = np.stack([reference.embed(own).numpy() for own in ids])
     scale = np.abs(expected).max()
     np.testing.assert_allclose(vectors(llm, TEXTS, KEEP), expected, atol=1e-5 * scale, rtol=0)

@@ -5,7 +5,7 @@ import pytest
 from engine import pocket
 from engine.errors import RequestError
 from engine.text.chat_renderer import TOOL, reading, render_all
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.engine.text.template_forms import FORMS, LOSES
 
 
@@ -139,4 +139,4 @@ def test_image_stays_beside_the_instruction_that_is_merged_with_it():
 @pytest.mark.parametrize("message", ["hi", {"content": "hi"}, {"role": 5, "content": "hi"}])
 def test_what_is_no_message_is_refused_by_its_place(message):
     with pytest.raises(RequestError, match=r"messages\[1\] must be an object with a role"):
-        Tokenizer.from_folder(pocket.PATH).render_chat_template([USER, message])
+        ChatTokenizer.from_folder(pocket.PATH).render_chat_template([USER, message])

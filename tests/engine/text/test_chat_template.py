@@ -12,7 +12,7 @@ from engine import pocket
 from engine.errors import RequestError
 from engine.text import chat_template
 from engine.text.chat_template import render
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b>."},
@@ -105,7 +105,7 @@ OTHERS = {
 
 
 def refusal(source: str) -> str:
-    tokenizer = Tokenizer.from_folder(pocket.PATH, template=source)
+    tokenizer = ChatTokenizer.from_folder(pocket.PATH, template=source)
     with pytest.raises(RequestError, match="the model's chat template refuses the messages") as refused:
         tokenizer.render_chat_template(MESSAGES)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
@@ -162,4 +162,4 @@ def test_messages_that_are_nested_deeply_are_the_requests_error():
     for _ in range(5000):
         content = [content]
     with pytest.raises(RequestError):
-        Tokenizer.from_folder(pocket.PATH).render_chat_template([{"role": "user", "content": content}])
+        ChatTokenizer.from_folder(pocket.PATH).render_chat_template([{"role": "user", "content": content}])

@@ -18,6 +18,8 @@ from transformers import AutoTokenizer
 
 import engine.pocket
 from engine.errors import ModelFolderError, PromptTooLong, RequestError
+from engine.pooling.text_encoder import TextEncoder
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer
 
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    return Tokenizer.from_folder(folder)
+    return ChatTokenizer.from_folder(folder)
 
 
 def test_chat_template_gives_the_ids_that_transformers_gives(folder, tokenizer):
@@ -63,7 +65,7 @@ def test_byte_fallback_tokens_have_the_bytes_they_stand_for(tmp_path):
     backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert b"".join(tokenizer.token_bytes(i) for i in (1, 2, 3, 4)).decode() == " the€"
 
 
@@ -71,7 +73,7 @@ def test_a_token_with_characters_outside_the_byte_alphabet_stands_for_its_own_te
     backend = Backend(models.BPE({"a": 0, "Ġb": 1, "▁the": 2, "日本": 3}, []))
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert [tokenizer.token_text(i) for i in range(4)] == ["a", " b", "▁the", "日本"]
     assert tokenizer.token_text(3) == tokenizer.decode([3]), "as `tokenizers` has it"
 
@@ -83,7 +85,7 @@ def test_bad_word_is_banned_with_and_without_a_space_before_it(tokenizer):
 def test_folder_without_a_chat_template_refuses_chats(folder, tmp_path):
     shutil.copy(folder / "tokenizer.json", tmp_path)
     with pytest.raises(RequestError, match="has no chat template"):
-        Tokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
+        ChatTokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
 
 
 def test_refusal_by_the_chat_template_is_the_users_error(folder, tmp_path):
@@ -91,7 +93,7 @@ def test_refusal_by_the_chat_template_is_the_users_error(folder, tmp_path):
     template = "{{ raise_exception('no system turns') if messages[0].role == 'system' }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(RequestError, match="no system turns") as caught:
-        Tokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
+        ChatTokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
@@ -100,7 +102,7 @@ def test_missing_or_broken_tokenizer_file_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
 
 
 def test_importing_the_tokenizer_does_not_import_torch():
@@ -111,7 +113,7 @@ def test_importing_the_tokenizer_does_not_import_torch():
 @given(text=st.text() | st.text(alphabet="a \n<|im_endé'1", max_size=300))
 def test_token_ids_are_those_of_the_backends_own_encode(tokenizer, text):
     for special in (True, False):
-        expected = tokenizer._backend.encode(text, add_special_tokens=special).ids
+        expected = tokenizer.backend.encode(text, add_special_tokens=special).ids
         assert tokenizer.encode(text, add_special_tokens=special) == expected
         assert tokenizer.encode_prompt(text, 10_000, add_special_tokens=special) == expected
 
@@ -119,7 +121,7 @@ def test_token_ids_are_those_of_the_backends_own_encode(tokenizer, text):
 @given(token_ids=st.lists(st.integers(0, 300)))
 def test_text_of_tokens_is_that_of_the_backends_own_decode(tokenizer, token_ids):
     for skip in (True, False):
-        expected = tokenizer._backend.decode(token_ids, skip_special_tokens=skip)
+        expected = tokenizer.backend.decode(token_ids, skip_special_tokens=skip)
         assert tokenizer.decode(token_ids, skip_special_tokens=skip) == expected
 
 
@@ -136,13 +138,13 @@ def longest_hold_s(work: Callable[[], object]) -> float:
 
 
 def test_long_text_is_tokenized_without_holding_the_gil():
-    tokenizer = Tokenizer.from_folder(POCKET)
+    tokenizer = ChatTokenizer.from_folder(POCKET)
     text = "The quick brown fox jumps over the lazy dog, and 12 more. " * 20_000
 
     def lets_go() -> bool:
         held = longest_hold_s(lambda: tokenizer.encode(text))
         started = time.perf_counter()
-        tokenizer._backend.encode(text)
+        tokenizer.backend.encode(text)
         return held < (time.perf_counter() - started) / 4
 
     assert any(lets_go() for _ in range(5)), "what else runs here may hold up any one of them"
@@ -154,7 +156,7 @@ def test_text_that_cannot_fit_is_refused_by_its_length(folder, tmp_path, normali
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
     longest = max(len(tokenizer.token_bytes(i)) for i in range(backend.get_vocab_size()))
     factor = 1 if normalizer is None else 3
     if isinstance(normalizer, normalizers.Strip):  # a text of any length may become nothing
@@ -180,7 +182,7 @@ def test_split_that_drops_text_leaves_no_bound(tmp_path):
     backend = Backend(models.BPE({"a": 0}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.from_folder(tmp_path).max_token_bytes is None
+    assert ChatTokenizer.from_folder(tmp_path).max_token_bytes is None
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "template", "none"])
@@ -197,9 +199,9 @@ def test_parts_that_are_tokenized_apart_join_to_what_the_tokenizer_makes_of_the_
     }[kind]
     if processor is not None:
         backend.post_processor = processor
-    tokenizer = Tokenizer(backend, {}, None)
-    parts = [tokenizer.encode_parts([text], max_tokens)[0] for text in (first, second)]
-    joined, typed_from = tokenizer.join_pair(*parts, max_tokens)
+    encoder = TextEncoder(Tokenizer(backend))
+    parts = [encoder.encode_parts([text], max_tokens)[0] for text in (first, second)]
+    joined, typed_from = encoder.join_pair(*parts, max_tokens)
     if max_tokens is not None:
         backend.enable_truncation(max_tokens, strategy="longest_first")
     whole = backend.encode_batch_fast([(first, second)])[0]

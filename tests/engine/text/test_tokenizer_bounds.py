@@ -8,7 +8,8 @@ import os
 import pytest
 
 from engine.errors import ModelFolderError, RequestError
-from engine.text.tokenizer import Tokenizer
+from engine.pooling.text_encoder import TextEncoder
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.tokenizer_folders import write_json
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "!": 2}, "merges": []}
@@ -87,7 +88,7 @@ def folder(tmp_path, **changed):
 def test_a_hostile_tokenizer_is_refused_in_one_line(tmp_path, kind):
     changed, reason = REFUSED[kind]
     with pytest.raises(ModelFolderError) as refused:
-        Tokenizer.from_folder(folder(tmp_path, **changed))
+        ChatTokenizer.from_folder(folder(tmp_path, **changed))
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -96,25 +97,25 @@ def test_a_tokenizer_that_is_nested_deeper_than_anything_reads_is_refused(tmp_pa
     deep = '{"normalizers": [' * 100_000 + "]}" * 100_000
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "normalizer": ' + deep + "}")
     with pytest.raises(ModelFolderError, match="nested too deeply"):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
 
 
 def test_a_tokenizer_that_is_a_pipe_or_larger_than_any_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     os.truncate(tmp_path / "tokenizer.json", 200 << 20)
     with pytest.raises(ModelFolderError, match="at most 134,217,728 bytes"):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json is missing"):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
 
 
 def test_a_file_that_pads_and_truncates_every_text_is_read_without_both(tmp_path):
     padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": 0}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
     truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 10}
-    tokenizer = Tokenizer.from_folder(folder(tmp_path, padding=padding, truncation=truncation))
+    tokenizer = ChatTokenizer.from_folder(folder(tmp_path, padding=padding, truncation=truncation))
     assert tokenizer.encode("ab" * 10) == [0, 1] * 10
 
 
@@ -122,13 +123,13 @@ def test_a_file_that_pads_and_truncates_every_text_is_read_without_both(tmp_path
     "part", [{"pre_tokenizer": split("(a+)+$")}, {"normalizer": replaced({"Regex": "(a+)+$"}, "")}]
 )
 def test_a_pattern_that_takes_too_long_ends_one_request_with_its_reason(tmp_path, part):
-    tokenizer = Tokenizer.from_folder(folder(tmp_path, **part))
+    tokenizer = ChatTokenizer.from_folder(folder(tmp_path, **part))
     text = "a" * 40 + "!"
     for call in (
         lambda: tokenizer.encode(text),
         lambda: tokenizer.encode_prompt(text, 1000),
         lambda: tokenizer.count_before(text, [1], True),
-        lambda: tokenizer.encode_for_pooling([text]),
+        lambda: TextEncoder(tokenizer).encode([text]),
         lambda: tokenizer.bad_words_token_ids([text]),
     ):
         with pytest.raises(RequestError, match=r"the model's tokenizer fails with this text: .*retry-limit") as failed:

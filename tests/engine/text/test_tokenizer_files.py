@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidParameter, ModelFolderError
 from engine.grammars.compiler import GrammarCompiler
-from engine.text import tokenizer_files
+from engine.text import converted_tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
+from engine.text.converted_tokenizer import TIKTOKEN_CLASSES
 from engine.text.detokenizer import Detokenizer
-from engine.text.tokenizer import Tokenizer
-from engine.text.tokenizer_files import TIKTOKEN_CLASSES
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
@@ -38,7 +38,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer_of(folder_of):
-    return cache(lambda kind: Tokenizer.from_folder(folder_of(kind)))
+    return cache(lambda kind: ChatTokenizer.from_folder(folder_of(kind)))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_any_tokens_stream_as_the_tokenizer_decodes_them(tokenizer_of, kind, ids
     assert_streams(tokenizer_of(kind), ids, cuts)
 
 
-def assert_streams(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> str:
+def assert_streams(tokenizer: ChatTokenizer, ids: list[int], cuts: list[int]) -> str:
     """Output goes on after a prompt, here `a`: then the first token keeps its space."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
@@ -108,7 +108,7 @@ def test_tokens_behind_a_tiktoken_file_have_the_names_and_flags_of_the_configura
 def test_a_tiktoken_file_without_a_class_is_split_as_transformers_does(tmp_path):
     write_json(tmp_path / "config.json", {})
     save_tiktoken(tmp_path / "tokenizer.model")
-    assert Tokenizer.from_folder(tmp_path).encode(" the 12") == [RANKS[b" the"], ord(" "), RANKS[b"12"]]
+    assert ChatTokenizer.from_folder(tmp_path).encode(" the 12") == [RANKS[b" the"], ord(" "), RANKS[b"12"]]
 
 
 @pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer.model"])
@@ -118,21 +118,21 @@ def test_a_tokenizer_that_is_code_of_the_folder_is_refused_by_name(tmp_path, nam
     write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": auto_map})
     save_tiktoken(tmp_path / name) if name == "tiktoken.model" else (tmp_path / name).write_bytes(b"\n\x07nothing")
     with pytest.raises(ModelFolderError, match=rf"{name}.*Python code, which Manta does not run; save "):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
 
 
 def test_a_file_that_cannot_be_converted_is_named_in_one_line(tmp_path):
     write_json(tmp_path / "config.json", {"model_type": "llama"})
     (tmp_path / "tokenizer.model").write_bytes(b"\xff\xff nothing")
     with pytest.raises(ModelFolderError, match=r"tokenizer\.model cannot be converted: .+") as caught:
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_package_is_named(folder_of, monkeypatch):
-    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(converted_tokenizer, "find_spec", lambda name: None)
     with pytest.raises(ModelFolderError, match=r"tokenizer\.model needs the package sentencepiece"):
-        Tokenizer.from_folder(folder_of("spm-bpe"))
+        ChatTokenizer.from_folder(folder_of("spm-bpe"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,18 +164,18 @@ def test_a_decoder_that_looks_at_neighbours_is_refused_unless_nothing_is_decoded
     backend.decoder = decoders.CTC()
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelFolderError, match=r"the text of its tokens depends on their neighbours \(decoder: CTC\)"):
-        Tokenizer.from_folder(tmp_path)
-    assert Tokenizer.from_folder(tmp_path, decodes=False).encode("a") == [0]
+        ChatTokenizer.from_folder(tmp_path)
+    assert ChatTokenizer.from_folder(tmp_path, decodes=False).encode("a") == [0]
 
 
-def plain(tmp_path: Path, **config: object) -> Tokenizer:
+def plain(tmp_path: Path, **config: object) -> ChatTokenizer:
     backend = Backend(models.BPE({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, []))
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
     write_json(tmp_path / "tokenizer_config.json", {**names, **config})
     write_json(tmp_path / "config.json", {"model_type": "llama"})
-    return Tokenizer.from_folder(tmp_path)
+    return ChatTokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_only_the_configuration_says_holds_as_in_transformers(tmp_path, con
 def test_tokens_of_the_earlier_file_of_added_tokens_count_too(tmp_path):
     plain(tmp_path)
     write_json(tmp_path / "added_tokens.json", {"<y>": 5, "<x>": 4})
-    tokenizer, oracle = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, oracle = ChatTokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("a<y>b<x>") == oracle.encode("a<y>b<x>") == [0, 5, 1, 4]
 
 
@@ -229,7 +229,7 @@ def test_a_broken_configuration_is_named(tmp_path, name, content, problem):
     plain(tmp_path)
     write_json(tmp_path / name, content)
     with pytest.raises(ModelFolderError, match=problem):
-        Tokenizer.from_folder(tmp_path)
+        ChatTokenizer.from_folder(tmp_path)
 
 
 def test_the_chat_template_is_found_in_every_place(tmp_path):
@@ -238,9 +238,9 @@ def test_the_chat_template_is_found_in_every_place(tmp_path):
     assert plain(tmp_path, chat_template=named).chat_template == "one of many"
     assert plain(tmp_path, chat_template="inline").chat_template == "inline"
     write_json(tmp_path / "chat_template.json", {"chat_template": "legacy"})
-    assert Tokenizer.from_folder(tmp_path).chat_template == "legacy"
+    assert ChatTokenizer.from_folder(tmp_path).chat_template == "legacy"
     (tmp_path / "chat_template.jinja").write_text("jinja")
-    assert Tokenizer.from_folder(tmp_path).chat_template == "jinja"
+    assert ChatTokenizer.from_folder(tmp_path).chat_template == "jinja"
 
 
 NAMED = {"default": "plain", "tool_use": "tools"}
@@ -265,9 +265,9 @@ def test_conversations_with_tools_have_the_template_for_tools(tmp_path, template
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert (tokenizer.template_for(None), tokenizer.template_for([{}])) == expected
-    given = Tokenizer.from_folder(tmp_path, template="given")
+    given = ChatTokenizer.from_folder(tmp_path, template="given")
     assert given.template_for([{}]) == "given", "a configured template goes before all"
 
 

@@ -15,7 +15,7 @@ from engine.model.checkpoint import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.spec_decode.eagle3 import Eagle3Config
 from engine.spec_decode.medusa import MedusaDrafter
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from tests.examples import examples
 
 CONFIG = json.loads((pocket.PATH / "config.json").read_text())
@@ -87,7 +87,7 @@ def read_model(folder):
 
 
 def read_texts(folder):
-    Tokenizer.from_folder(folder)
+    ChatTokenizer.from_folder(folder)
     model_folder.default_sampling(folder)
     model_folder.eos_token_ids(folder)
 

@@ -12,7 +12,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint import cache as cache_module
 from engine.model.checkpoint.folder import resolve
 from engine.model.checkpoint.overlay import engine_folder
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.model_identity import ModelIdentity
 from tests.models import make_tokenizer
 
@@ -121,5 +121,5 @@ def test_an_engine_obeys_both_and_has_an_identity_of_its_own(tmp_path):
     assert own.vocabulary != changed.vocabulary
     with LLM(num_threads=1, **options) as llm:
         (output,) = llm.generate(["The fox"], SamplingParams(max_tokens=200, ignore_eos=True, temperature=0))
-    assert output.prompt_token_ids == Tokenizer.from_folder(tmp_path / "other").encode("The fox")
+    assert output.prompt_token_ids == ChatTokenizer.from_folder(tmp_path / "other").encode("The fox")
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64

@@ -15,7 +15,7 @@ from engine.errors import ModelFolderError
 from engine.model.checkpoint import cache, folder
 from engine.model.checkpoint.folder import default_sampling, eos_token_ids, resolve
 from engine.model.config import ModelConfig
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.model_identity import ModelIdentity
 from tests.gguf_files import write_gguf
 from tests.models import make_model
@@ -49,7 +49,7 @@ def test_a_file_has_template_special_tokens_ends_and_sampling_from_its_metadata(
         "general.sampling.top_k": 7,
     }
     made = resolve(str(write(source, **metadata)))
-    tokenizer = Tokenizer.from_folder(made)
+    tokenizer = ChatTokenizer.from_folder(made)
     assert tokenizer.render_chat_template([{"role": "user", "content": "ab"}]) == "abc"  # the token of id 2
     assert tokenizer.template_for([{}]) == "for tools"
     assert eos_token_ids(made) == {2, 5}
