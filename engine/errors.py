@@ -1,27 +1,17 @@
-"""All errors that a user or another process may see, in one tree.
+"""Errors that a user or another process may see, in one tree. Those of the HTTP server are in deployments/errors.py.
 
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
-│   │   └── InvalidImage         400  an image cannot be read: names it, what was wrong, and the limit
-│   ├── AdapterError          400  a LoRA adapter cannot be used: names it, what was wrong, and the limit
-│   │   └── AdapterNotFound      404  its folder or one of its files is not there
+│   │   └── AdapterError         400  a LoRA adapter cannot be used: names it, what was wrong, and the limit
+│   │       └── AdapterNotFound     404  its folder or one of its files is not there
 │   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
-│   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
-│   ├── ModelNotFound         404  no model of that name is served
-│   ├── RequestNotFound       404  the request that was asked about is unknown, or already forgotten
-│   ├── InvalidApiKey         401  no key, or one that is not known
-│   ├── NotPermitted          403  the API key does not permit this
-│   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
-│   ├── BodyTimeout           408  the HTTP body does not arrive in time
-│   ├── PoisonRequest         422  two engines have ended with it, so it is refused for a while
-│   └── UnsupportedMediaType  415  the Content-Type is not JSON (for uploads: a form), or the body is compressed
+│   └── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine continues
 ├── EngineUnavailable         503  the replica died or makes no progress; a retry elsewhere can help
-│   ├── EngineLost               503  one of the replica's engines died, and its others go on
-│   └── ExpertsDoNotFit          503  the others cannot hold the experts of an engine that died: names memory and need
+│   └── EngineLost               503  one of the replica's engines died, and its others go on
 ├── Moved                     503  the replica lets another one go on with the request
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
@@ -93,14 +83,6 @@ class InvalidParameter(RequestError):
         self.field, self.value, self.limit = field, value, limit
 
 
-class InvalidImage(InvalidParameter):
-    """An image of the request cannot be read, or exceeds a limit. `field` is the path of the image in the request."""
-
-    def __init__(self, field: str, value: object, limit: str):
-        super().__init__(field, value, limit)
-        self.param = field.partition("[")[0]
-
-
 class AdapterError(InvalidParameter):
     """A LoRA adapter cannot be used with this model. `field` is a key of its configuration, or one of its files."""
 
@@ -161,60 +143,6 @@ class PromptTooLong(RequestError):
         return "context_length_exceeded"
 
 
-class ModelNotFound(RequestError):
-    status, type = 404, "not_found_error"
-
-    def __init__(self, model: str, known: list[str]):
-        Exception.__init__(self, model, known)
-        self.message, self.param = f"model {model!r} does not exist; this server has: {', '.join(known)}", "model"
-
-
-class RequestNotFound(RequestError):
-    status, type = 404, "not_found_error"
-
-    def __init__(self, request_id: str):
-        Exception.__init__(self, request_id)
-        self.message, self.param = f"request {request_id!r} is unknown; only the newest requests are remembered", None
-
-
-class InvalidApiKey(RequestError):
-    status, type = 401, "authentication_error"
-
-
-class NotPermitted(RequestError):
-    status, type = 403, "permission_error"
-
-
-class BodyTooLarge(RequestError):
-    status = 413
-
-    def __init__(self, limit: int):
-        Exception.__init__(self, limit)
-        self.message, self.param = f"the body is larger than {limit} bytes, the limit of this server", None
-
-
-class BodyTimeout(RequestError):
-    """The HTTP body did not arrive within this server's limit; the connection is closed."""
-
-    status, type = 408, "timeout_error"
-
-    def __init__(self, limit_s: float):
-        Exception.__init__(self, limit_s)
-        self.message, self.param = f"the body did not arrive within {limit_s:g} s, the limit of this server", None
-
-
-class UnsupportedMediaType(RequestError):
-    """The Content-Type is not JSON, or the body is compressed: a few compressed bytes can expand to any size. Requiring
-    JSON also keeps web pages of other origins from sending requests."""
-
-    status = 415
-
-    def __init__(self, value: str | None, expected: str = "application/json", header: str = "Content-Type"):
-        Exception.__init__(self, value, expected, header)
-        self.message, self.param = f"{header} must be {expected}, got {value!r}", None
-        self.header = header
-
-
 class Overloaded(ServingError):
     status, type, retryable = 429, "rate_limit_error", True
 
@@ -224,20 +152,6 @@ class Overloaded(ServingError):
 
     def __str__(self) -> str:
         return self.message
-
-
-class PoisonRequest(RequestError):
-    """Two engines in succession ended by themselves while they read, compiled or computed this."""
-
-    status = 422
-
-    def __init__(self, what: str, refused_s: float):
-        """what: what the engines worked on. refused_s: seconds for which it is still refused."""
-        Exception.__init__(self, what, refused_s)
-        self.message, self.param = (
-            f"two engines have ended while they {what}; it is refused for the next {refused_s:.0f} s",
-            None,
-        )
 
 
 class RequestTimeout(ServingError):
@@ -277,21 +191,6 @@ class EngineLost(EngineUnavailable):
     @property
     def code(self) -> str:
         return "engine_unavailable"
-
-
-class ExpertsDoNotFit(EngineUnavailable):
-    """The engines that are left have too little memory for the experts of one that died."""
-
-    def __init__(self, rank: int, needed: int, free: str):
-        """needed: bytes of one of the ranks. free: what it has, in words."""
-        Exception.__init__(self, rank, needed, free)
-
-    def __str__(self) -> str:
-        rank, needed, free = self.args
-        return (
-            f"the experts of a lost engine do not fit: rank {rank} needs {needed / 2**30:.2f} GiB for its part, "
-            f"and {free}"
-        )
 
 
 class Moved(ServingError):

@@ -12,7 +12,7 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room. They may only be lowered; 9,000 in all is where they go.
 LIMITS = {
-    "top": 842,
+    "top": 773,
     "wire": 601,
     "text": 540,
     "distributed": 812,

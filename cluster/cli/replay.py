@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.flags import ApiKeyOption, JsonOption
-from engine.errors import InvalidParameter, RequestNotFound
+from deployments.errors import RequestNotFound
+from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for them
     from rich.console import Console

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError, Described, InvalidApiKey
+from deployments.errors import InvalidApiKey
+from engine.errors import ConfigError, Described
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from deployments.errors import NotPermitted
 from deployments.http.body import EngineBody
 from deployments.jobs.source import GenerationSource, LiveSource
-from engine.errors import InvalidParameter, NotPermitted
+from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 SESSION_HEADER = "x-session-id"  # by this header, Serve's HAProxy also sends a session to one ingress

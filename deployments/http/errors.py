@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
+from deployments.errors import BodyTimeout, UnsupportedMediaType
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
-from engine.errors import BodyTimeout, Overloaded, ServingError, UnsupportedMediaType
+from engine.errors import Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
 

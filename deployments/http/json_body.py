@@ -6,8 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.errors import UnsupportedMediaType
 from deployments.http.validation import check_json_size, warning
-from engine.errors import UnsupportedMediaType
 
 
 async def read_json(request: Request) -> bytes:

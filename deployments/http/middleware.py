@@ -12,20 +12,14 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.context import ALLOWED_MODELS, API_KEY_NAME, BACKGROUND_CLIENT, IS_ADMIN
 from deployments.http.errors import error_response, get_path
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.http.validation import UnknownFields
 from deployments.quotas.limits import KeyLimits
-from engine.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    EngineUnavailable,
-    InvalidParameter,
-    ServingError,
-    UnsupportedMediaType,
-)
+from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 
 UPLOAD_PATH = "/v1/files"
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.errors import NotPermitted
 from deployments.http.errors import error_response
-from engine.errors import NotPermitted
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})

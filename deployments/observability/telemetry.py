@@ -17,12 +17,12 @@ from deployments.billing.bill import Bill, cost_headers
 from deployments.billing.hourly_usage import UsageLine
 from deployments.billing.totals import UsageTotals
 from deployments.billing.usage_files import NoUsageFiles
+from deployments.errors import RequestNotFound
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing, operation_of
 from deployments.replicas.scaling_report import ScalingChange
 from engine.distributed.refusals import REFUSALS
-from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
     {"/console/costs", "/console/state", "/health", "/load", "/metrics", "/metrics/node", "/ping", "/version"}

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+from deployments.errors import PoisonRequest
 from deployments.poison.named import Named, all_named
 from deployments.poison.trial import Trial
 from engine.black_box import ended_key, read_key
-from engine.errors import PoisonRequest
 from engine.wire.generate_request import GenerateRequest
 
 T = TypeVar("T")

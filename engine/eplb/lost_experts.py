@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
 from engine.eplb.placement import EMPTY, Placement, adopt, most_adopted
-from engine.errors import ExpertsDoNotFit, ModelFolderError
+from engine.errors import EngineUnavailable, ModelFolderError
 from engine.free_memory import FreeMemory
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
@@ -33,6 +33,21 @@ from engine.model.models.llama import Model
 from engine.model.shard import Shard
 
 logger = logging.getLogger(__name__)
+
+
+class ExpertsDoNotFit(EngineUnavailable):
+    """The engines that are left have too little memory for the experts of one that died."""
+
+    def __init__(self, rank: int, needed: int, free: str):
+        """needed: bytes of one of the ranks. free: what it has, in words."""
+        Exception.__init__(self, rank, needed, free)
+
+    def __str__(self) -> str:
+        rank, needed, free = self.args
+        return (
+            f"the experts of a lost engine do not fit: rank {rank} needs {needed / 2**30:.2f} GiB for its part, "
+            f"and {free}"
+        )
 
 
 class Defaults(TorchFunctionMode):

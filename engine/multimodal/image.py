@@ -7,7 +7,8 @@ import warnings
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from engine.errors import Described, InvalidImage
+from engine.errors import Described
+from engine.multimodal.invalid_image import InvalidImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_ASPECT_RATIO = 200  # beyond it Qwen's processor refuses an image, and others would stretch it

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.errors import Described, InvalidImage, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import Described, ModelFolderError, PromptTooLong, RequestError
+from engine.multimodal.invalid_image import InvalidImage
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 

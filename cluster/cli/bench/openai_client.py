@@ -15,7 +15,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from engine.errors import EngineUnavailable, InvalidApiKey, NotPermitted, RequestError, RequestNotFound
+from deployments.errors import InvalidApiKey, NotPermitted, RequestNotFound
+from engine.errors import EngineUnavailable, RequestError
 
 ERROR_CHARACTERS = 200
 FETCH_S = 120.0

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
+from deployments.errors import UnsupportedMediaType
 from deployments.http.bodies import Bodies
 from deployments.http.body import validated
 from deployments.http.context import key_name
@@ -40,7 +41,7 @@ from deployments.openai.batches.worker import BatchWorker
 from deployments.openai.served.served_models import ServedModels
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore
-from engine.errors import InvalidParameter, UnsupportedMediaType
+from engine.errors import InvalidParameter
 from engine.user_folder import user_folder
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.responses.items import Item, function_name, invalid, parsed, to_messages
 from deployments.openai.sampling_body import SamplingBody
 from deployments.openai.template_body import MAX_MESSAGES, MAX_TOOLS
-from engine.errors import InvalidImage, InvalidParameter, RequestError, ServingError
+from engine.errors import InvalidParameter, RequestError, ServingError
+from engine.multimodal.invalid_image import InvalidImage
 from engine.wire.sampling_params import MAX_LOGPROBS
 
 SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")

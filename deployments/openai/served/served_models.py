@@ -7,11 +7,12 @@ from typing import NamedTuple, Protocol
 
 from fastapi import Request
 
+from deployments.errors import ModelNotFound
 from deployments.http.context import allowed_models, source_of
 from deployments.jobs.source import GenerationSource
 from deployments.openai.served.served_model import ServedModel
 from deployments.replicas.pools import EnginePool
-from engine.errors import ModelNotFound, RequestError
+from engine.errors import RequestError
 
 
 class FurtherModel(NamedTuple):

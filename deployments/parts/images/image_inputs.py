@@ -12,7 +12,8 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import image_parts
 from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.parts.images.requested_image import RequestedImage
-from engine.errors import Described, InvalidImage, InvalidParameter, RequestTimeout
+from engine.errors import Described, InvalidParameter, RequestTimeout
+from engine.multimodal.invalid_image import InvalidImage
 from engine.wire.generate_request import GenerateRequest
 
 if TYPE_CHECKING:  # these modules import packages that only models with images need

@@ -14,7 +14,8 @@ from yarl import URL
 
 from deployments.parts.images.config import ImageConfig
 from deployments.parts.images.public_address import is_public, reached_address
-from engine.errors import Described, InvalidImage
+from engine.errors import Described
+from engine.multimodal.invalid_image import InvalidImage
 
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"User-Agent": "manta", "Accept": "image/*", "Accept-Encoding": "identity"}

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from cluster.cli.bench.openai_client import fetch
 from cluster.cli.explain import show, summary_of
+from deployments.errors import InvalidApiKey, NotPermitted, RequestNotFound
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
-from engine.errors import EngineUnavailable, InvalidApiKey, NotPermitted, RequestError, RequestNotFound
+from engine.errors import EngineUnavailable, RequestError
 from engine.wire.timeline import TimelineEvent
 
 TIMELINE = SequenceTimeline(

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from deployments.errors import InvalidApiKey
 from deployments.frontend import api_keys
 from deployments.frontend.api_keys import ApiKeys, hash_key, key_line
-from engine.errors import ConfigError, InvalidApiKey
+from engine.errors import ConfigError
 
 
 @pytest.fixture

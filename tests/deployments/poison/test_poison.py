@@ -12,12 +12,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from deployments.errors import PoisonRequest
 from deployments.frontend import retry
 from deployments.poison.named import suspected
 from deployments.poison.poison import POISON_S, Poison
 from deployments.poison.sequence_trial import SequenceTrial
 from engine.black_box import compile_key, compute_key, ended_key, read_key
-from engine.errors import EngineUnavailable, PoisonRequest, ServingError
+from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.parts.part_record import encoded

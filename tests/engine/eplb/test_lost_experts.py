@@ -21,8 +21,8 @@ from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
-from engine.eplb.lost_experts import LostExperts, slots_of, spare_bytes
-from engine.errors import ExpertsDoNotFit, StartupError
+from engine.eplb.lost_experts import ExpertsDoNotFit, LostExperts, slots_of, spare_bytes
+from engine.errors import StartupError
 from engine.free_memory import FreeMemory
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.errors import InvalidImage
 from engine.multimodal.image import FORMATS, decode
+from engine.multimodal.invalid_image import InvalidImage
 from tests.engine.multimodal.images import file_of, picture
 
 MAX_PIXELS = 10_000

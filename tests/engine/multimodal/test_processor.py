@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import ModelFolderError, PromptTooLong, RequestError
 from engine.model.transformers_backend.vision import look_up
+from engine.multimodal.invalid_image import InvalidImage
 from engine.multimodal.processor import FAMILIES, ImageProcessor
 from tests.engine.multimodal.images import SETTINGS, picture, processor, tokenizer
 

@@ -8,6 +8,7 @@ import pytest
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
+from deployments.errors import PoisonRequest
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters import registry as registry_module
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
@@ -16,7 +17,7 @@ from deployments.parts.adapters.table import MemoryTable
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import ended_key, read_key
-from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter, PoisonRequest
+from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
 from engine.wire.lora import LoRARequest
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from deployments.parts.images.config import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
-from engine.errors import InvalidImage
+from engine.multimodal.invalid_image import InvalidImage
 from tests.deployments.parts.images.image_server import image_server
 from tests.serve.serve_run import wait_until
 

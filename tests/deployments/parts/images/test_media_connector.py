@@ -10,7 +10,8 @@ import pytest
 
 from deployments.parts.images.config import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
-from engine.errors import ConfigError, InvalidImage
+from engine.errors import ConfigError
+from engine.multimodal.invalid_image import InvalidImage
 from tests.deployments.parts.images.image_server import IMAGE, ImageServer, image_server
 
 LOCAL = ("127.0.0.0/8", "::1")

@@ -16,7 +16,7 @@ import pytest
 
 from deployments.parts.images.config import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
-from engine.errors import InvalidImage
+from engine.multimodal.invalid_image import InvalidImage
 from tests.deployments.parts.images.image_server import IMAGE
 
 PUBLIC = "93.184.216.34"
