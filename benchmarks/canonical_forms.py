@@ -29,7 +29,7 @@ from engine.model.layers.latent_attention import of_heads
 from engine.model.ops import linear
 from engine.model.ops.cpu import attention
 from engine.model.ops.cpu.kernel import Kernel, as_f32, device_function, exp, kernel, take
-from engine.model.ops.norm_plain import unit_q_and_k
+from engine.model.ops.elementwise.norms import unit_q_and_k
 from engine.model.ops.recurrent.linear_attention import select
 from engine.model.state import CHUNK, StateBatch, StateSpec, allocate
 

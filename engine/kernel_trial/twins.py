@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.layers.latent_attention import rotate
-from engine.model.ops import activation as plain_activation
-from engine.model.ops import attention_plain, moe, norm, norm_plain, sampling_plain
+from engine.model.ops import attention_plain, moe, norm_plain, sampling_plain
+from engine.model.ops.elementwise import activations, norms
+from engine.model.ops.elementwise import gates as gates_ops
 from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, low_rank, sampling
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu.experts import grouped_mm, routing
@@ -20,6 +21,7 @@ from engine.model.ops.gpu.experts import moe as gpu_moe
 from engine.model.ops.gpu.libraries import attention
 from engine.model.ops.gpu.quantized_linear import BLOCK, BlockFP8, Int8, RowFP8
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
+from engine.model.ops.latent import attention as latent_plain
 from engine.model.ops.logits.masks import apply_masks_plain
 from engine.model.ops.logits.penalties import penalise_plain
 from engine.model.ops.lora.low_rank import add_plain
@@ -61,14 +63,14 @@ def twins() -> dict[Op, Op]:
     return {
         gpu_norm.rms_norm: norm_plain.rms_norm_plain,
         gpu_norm.add_rms_norm: norm_plain.add_rms_norm_plain,
-        gpu_norm.gated_rms_norm: norm.gated_rms_norm_plain,
-        **{kernel: plain_activation.PLAIN[name] for name, kernel in activation.GATED.items()},
-        activation.open_gate: plain_activation.open_gate,
+        gpu_norm.gated_rms_norm: norms.gated_rms_norm_plain,
+        **{kernel: activations.PLAIN[name] for name, kernel in activation.GATED.items()},
+        activation.open_gate: gates_ops.open_gate,
         attention.rotate_and_write: attention_plain.rotate_and_write,
         attention.paged_attention: attention_plain.paged_attention,
-        latent_rope.write_latent: attention_plain.write_latent,
+        latent_rope.write_latent: latent_plain.write_latent,
         latent_rope.rotate_and_write_latent: rotate_and_write_latent_plain,
-        latent_attention.latent_attention: attention_plain.latent_attention,
+        latent_attention.latent_attention: latent_plain.latent_attention,
         causal_conv.causal_conv: causal_conv_plain,
         gates.gates: gates_plain,
         linear_attention.linear_attention: linear_attention_twin,
@@ -93,7 +95,7 @@ def rounding_twins() -> dict[Op, Op]:
     return {
         fused_quantize.rms_norm: norm_plain.rms_norm_plain,
         fused_quantize.add_rms_norm: norm_plain.add_rms_norm_plain,
-        **{kernel: plain_activation.PLAIN[name] for name, kernel in fused_quantize.GATED.items()},
+        **{kernel: activations.PLAIN[name] for name, kernel in fused_quantize.GATED.items()},
     }
 
 
@@ -165,4 +167,4 @@ def rotate_and_write_latent_plain(
     out[..., -q.shape[-1] :] = rotate(q, table, batch, interleaved)
     latent = norm_plain.rms_norm_plain(c, weight, eps, 0.0)
     rotated = rotate(k[:, None], table, batch, interleaved)[:, 0]
-    attention_plain.write_latent(torch.cat((latent, rotated), dim=-1), batch, layer)
+    latent_plain.write_latent(torch.cat((latent, rotated), dim=-1), batch, layer)

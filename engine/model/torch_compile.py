@@ -35,7 +35,8 @@ from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import Model
-from engine.model.ops import activation, linear, norm_plain
+from engine.model.ops import linear, norm_plain
+from engine.model.ops.elementwise import activations
 from engine.user_folder import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
         if isinstance(module, RMSNorm):
             module.rms_norm, module.add_rms_norm = norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain
         if isinstance(module, GatedMLP):
-            module.activation = activation.PLAIN[cfg.activation]
+            module.activation = activations.PLAIN[cfg.activation]
         if isinstance(module, RowParallelLinear):
             module.tp = sums
         if isinstance(module, Linear) and module.kernel is not None:

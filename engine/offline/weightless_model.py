@@ -21,7 +21,8 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.loader import pack_weights
 from engine.model.models.registry import build_model
-from engine.model.ops import attention, dispatch, moe, quantized_linear
+from engine.model.ops import dispatch, moe, quantized_linear
+from engine.model.ops.latent import tiles
 from engine.model.state import StateCache, state_specs
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
 from engine.runner.step_memory import StepMemory
@@ -120,9 +121,7 @@ class WeightlessModel:
             shape = StepShape(tokens, seqs, kv_groups=len(groups), verified=verified)
             if tokens != seqs:
                 longest = verified or -(-tokens // seqs)
-                rows = min(
-                    attention.tile_rows(longest, config.num_heads, group.spec, self.dtype, META) for group in groups
-                )
+                rows = min(tiles.tile_rows(longest, config.num_heads, group.spec, self.dtype, META) for group in groups)
                 shape = replace(shape, tile_rows=rows)
             quantized = self.kv_dtype != self.dtype
             specs = state_specs(config.recurrent, str(self.dtype).removeprefix("torch."), self.ranks)

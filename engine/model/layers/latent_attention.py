@@ -16,12 +16,13 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.gated_delta_net import head_shard
 from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from engine.model.layers.lora import NO_ADAPTERS, GroupedAdapters, NoAdapters
 from engine.model.layers.norm import RMSNorm
+from engine.model.layers.recurrent.gated_delta_net import head_shard
 from engine.model.layers.rope import rope_table
-from engine.model.ops import attention, linear
+from engine.model.ops import linear
+from engine.model.ops.latent import attention
 from engine.model.ops.rope import rotate_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.shard import OUTPUTS, Shard
@@ -62,8 +63,8 @@ class LatentAttention(nn.Module):
         )
         dtype, device = self.kv_b_proj.dtype, self.kv_b_proj.device
         self.table = rope_table(cfg.rope[layer], latent.rope_dim, cfg.max_position_embeddings, dtype, device)
-        self.write, self.attend = attention.select_latent(dtype, device)
-        self.rotate_and_write = attention.select_rotate_and_write_latent(dtype, device)
+        self.write, self.attend = attention.select(dtype, device)
+        self.rotate_and_write = attention.select_rotate_and_write(dtype, device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         latent = self.cfg

@@ -38,21 +38,3 @@ class GatedMLP(nn.Module):
     def partials(self, x: Tensor) -> Sequence[Tensor]:
         """Return this rank's summands of the result, without the bias. The result is the sum of all ranks' summands."""
         return self.down_proj.partials(self.activation(self.gate_up_proj(x)))
-
-
-class MLP(nn.Module):
-    """down(act(up(x))), without a gate: [tokens, hidden] -> [tokens, hidden]."""
-
-    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = "", size: int | None = None):
-        super().__init__()
-        size = size or cfg.intermediate_size
-        outputs = Shard.of_rank((size,), 0, tp, "intermediate_size")
-        format = cfg.weight_format(prefix, "up_proj")
-        self.up_proj = ColumnParallelLinear(cfg.hidden_size, {"": outputs}, cfg.mlp_bias, format)
-        self.activation = activation.select(cfg.activation, self.up_proj.dtype, self.up_proj.device)
-        self.down_proj = RowParallelLinear(
-            size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))

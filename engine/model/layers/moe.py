@@ -17,9 +17,10 @@ from engine.model.expert_split import split_experts
 from engine.model.layers.linear import PaddedLinear
 from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
-from engine.model.ops import activation as activations
 from engine.model.ops import dispatch, linear, quantized_linear
 from engine.model.ops import moe as ops
+from engine.model.ops.elementwise import activations
+from engine.model.ops.elementwise.gates import select_scaled
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.online import Online
 from engine.model.quantization.weight import QuantizedWeight
@@ -39,7 +40,7 @@ class RouterProduct(Adapted):
         self.weights = {self.weight_name: Shard((moe.num_experts, hidden_size), OUTPUTS, 0, moe.num_experts)}
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=self.dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
-        self.scaled = activations.select_scaled(self.dtype, self.device)
+        self.scaled = select_scaled(self.dtype, self.device)
 
     def logits(self, x: Tensor) -> Tensor:
         if x.dtype != self.dtype:

@@ -16,8 +16,8 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.latent_attention import NORM_EPS, LatentAttention, projection, rotate
+from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
-from engine.model.layers.norm import LayerNorm
 from engine.model.ops.sparse import sparse_attention
 from engine.model.shard import Shard
 

@@ -12,8 +12,8 @@ from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
+from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
-from engine.model.layers.norm import LayerNorm
 from engine.model.ops import encoder_attention
 from engine.model.ops.linear import linear_gelu
 from engine.model.tensor_names import NativeNames

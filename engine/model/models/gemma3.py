@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.layers.encoder_attention import EncoderAttention
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from engine.model.models.qwen3 import Qwen3Attention
@@ -24,6 +25,11 @@ class GemmaRMSNorm(RMSNorm):
 
 class Gemma3Attention(Qwen3Attention):
     norm_type = GemmaRMSNorm
+
+    def make_attention(self, cfg: ModelConfig, layer: int) -> nn.Module:
+        if cfg.bidirectional:  # EmbeddingGemma
+            return EncoderAttention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
+        return super().make_attention(cfg, layer)
 
 
 class Gemma3Layer(LlamaLayer):

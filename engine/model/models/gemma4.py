@@ -19,14 +19,15 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.kv_groups import KVCacheSpec
+from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.moe import Experts, Router
-from engine.model.layers.norm import RMSNorm, UnweightedRMSNorm
+from engine.model.layers.norm import RMSNorm
 from engine.model.models.gemma2 import Gemma2ForCausalLM
 from engine.model.models.gemma3 import Gemma3Layer
 from engine.model.models.llama import LlamaAttention
-from engine.model.ops import activation
+from engine.model.ops import activation, encoder_attention, norm
 from engine.model.shard import Sharded, Shards, replicated
 
 PADDING = 0
@@ -42,17 +43,33 @@ def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
     return replace(cfg, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, intermediate_size=size, moe=None)
 
 
+class UnweightedRMSNorm(nn.Module):
+    """RMSNorm over the last dimension, in float32, without a weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps, self.weight = eps, torch.ones(size)
+        self.rms_norm, _ = norm.select(torch.get_default_dtype(), torch.get_default_device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps, 0.0)
+
+
 class Gemma4Attention(LlamaAttention):
     """Attention with norms of each head's query, key and value. A layer that reads another layer's KV has only queries.
 
     cfg: from `of_layer`.
     """
 
+    attend: Attention
+
     def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         assert cfg.gemma is not None
         reads_other = isinstance(cfg.kv_specs[layer], int)
         value_is_key = cfg.gemma.value_is_key and cfg.window[layer] is None
         super().__init__(cfg, tp, layer, "q" if reads_other else "qk" if value_is_key else "qkv")
+        self.attend.causal = cfg.vision is not None and cfg.vision.causal_without_window and self.attend.window is None
+        self.rotate = encoder_attention.select_rotation(self.qkv_proj.dtype, self.qkv_proj.device)
         self.reads_other = reads_other
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         if not self.reads_other:
@@ -62,9 +79,15 @@ class Gemma4Attention(LlamaAttention):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, *kv = self.qkv_proj(x)
         if self.reads_other:
-            return self.o_proj(self.attend.read(self.q_norm(q), batch))
+            return self.o_proj(self.read(self.q_norm(q), batch))
         k, v = kv[0], self.v_norm(kv[-1])
         return self.o_proj(self.attend(q, k, v, batch, self.q_norm.of_heads(self.k_norm)))
+
+    def read(self, q: Tensor, batch: Batch) -> Tensor:
+        """Attend to the K and V that another layer has written. `kv_place` names that layer. q: normed, but not yet
+        rotated."""
+        rotated = self.rotate(q, self.attend.table, batch.positions)
+        return self.attend.attended(rotated, batch.of_group(self.attend.group, self.attend.causal))
 
 
 class Gemma4Router(Router):

@@ -15,7 +15,8 @@ from engine.model.config import ModelConfig
 from engine.model.expert_split import split_experts
 from engine.model.layers.moe import Experts, MixtureOfExperts
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
-from engine.model.ops import activation, dispatch, moe
+from engine.model.ops import dispatch, moe
+from engine.model.ops.elementwise import activations
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards
@@ -62,7 +63,7 @@ class GptOssExperts(Experts):
         self.weights = {
             "gate_up_proj": Shard((2 * size, hidden), OUTPUTS, 2 * part.start, 2 * part.size), "down_proj": part
         }  # fmt: skip
-        self.activation = activation.select("swigluoai", self.dtype, self.device)
+        self.activation = activations.select("swigluoai", self.dtype, self.device)
         self.op = moe.select(hidden, part.size, self.dtype, self.device, self.split.spread)
         self.allocate()
 

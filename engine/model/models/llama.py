@@ -45,10 +45,13 @@ class LlamaAttention(nn.Module):
         super().__init__()
         prefix = f"layers.{layer}.{self.name}"
         self.qkv_proj = self.qkv_type(cfg, tp, prefix, parts)
-        self.attend = Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
+        self.attend = self.make_attention(cfg, layer)
         self.o_proj = RowParallelLinear(
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")
         )
+
+    def make_attention(self, cfg: ModelConfig, layer: int) -> nn.Module:
+        return Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import VocabEmbedding
+from engine.model.layers.encoder_attention import EncoderAttention
+from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
-from engine.model.layers.norm import LayerNorm
 from engine.model.models.bert import Encoder
 from engine.model.ops.linear import linear_gelu
 
@@ -40,7 +40,7 @@ class ModernBertAttention(nn.Module):
         super().__init__()
         self.head_dim = cfg.head_dim
         self.Wqkv = ReplicatedLinear(cfg.hidden_size, 3 * cfg.hidden_size, cfg.output_bias)
-        self.attend = Attention(cfg, layer, self.Wqkv.dtype, self.Wqkv.device)
+        self.attend = EncoderAttention(cfg, layer, self.Wqkv.dtype, self.Wqkv.device)
         self.Wo = ReplicatedLinear(cfg.hidden_size, cfg.hidden_size, cfg.output_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

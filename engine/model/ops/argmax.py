@@ -19,12 +19,7 @@ Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def select(device: torch.device) -> Argmax:
     """Return the fastest version."""
-    if dispatch.cpu_kernels(torch.float32, device):
-        from engine.model.ops.cpu import sampling
-
-        sampling.ARGMAX.compile(torch.float32)
-        return sampling.argmax
-    return argmax_plain
+    return dispatch.fastest(argmax_plain, torch.float32, device, cpu="sampling")
 
 
 def argmax_plain(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,9 +9,6 @@ from torch import Tensor
 from engine.model.batch import Batch
 from engine.model.ops.norm_plain import HeadNorms, rms_norm_plain
 from engine.model.ops.rope import rotate_plain
-
-WriteLatent = Callable[[Tensor, Batch, int], None]
-LatentAttention = Callable[[Tensor, Batch, int, float, int], Tensor]
 
 
 def rotate_and_write(
@@ -61,29 +56,6 @@ def paged_attention(
             attended = attend(q[rows].transpose(0, 1), k, v, scale, visible)
         else:
             attended = attend_by_scores(q[rows].transpose(0, 1), k, v, scale, visible, softcap, sinks)
-        out[rows] = attended.transpose(0, 1)
-    return out
-
-
-def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
-    """Write latents to the cache. latent: [tokens, head_dim]."""
-    real, size = batch.slot_mapping >= 0, batch.kv_cache.shape[4]
-    slots = batch.slot_mapping[real]
-    batch.kv_cache[slots // size, layer, 0, 0, slots % size] = latent[real]
-
-
-def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: int) -> Tensor:
-    """Attend sequence by sequence: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Reads part 0 of
-    `batch.kv_cache` [num_blocks, layers, parts, 1, block_size, head_dim]."""
-    out = q.new_zeros(*q.shape[:2], rank)
-    starts, block_size = batch.query_start.tolist(), batch.kv_cache.shape[4]
-    for seq, kv_len in enumerate(batch.kv_len.tolist()):
-        if kv_len == 0:  # padding
-            continue
-        rows, blocks = slice(starts[seq], starts[seq + 1]), batch.block_table[seq, : -(-kv_len // block_size)]
-        keys = batch.kv_cache[blocks, layer, 0, 0].flatten(0, 1)[None, :kv_len]
-        visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, None, None, q.device)
-        attended = attend_by_scores(q[rows].transpose(0, 1), keys, keys[..., :rank], scale, visible, None, None)
         out[rows] = attended.transpose(0, 1)
     return out
 

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -28,22 +29,27 @@ def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
     """Compile the CPU kernels that layers have imported, so that no request waits for a compilation."""
     if cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.kernel import Kernel
+        importlib.import_module(f"{__package__}.cpu.kernel").compile_imported(dtype)
 
-        for kernel in [kernel for kernel in Kernel.imported if dtype in kernel.entries]:
-            kernel.compile(dtype)
+
+def module_of(dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str = "") -> ModuleType | None:
+    """Return the module with the fast versions of ops; None for plain torch. cpu, gpu: modules of ops/cpu and ops/gpu;
+    empty for none."""
+    for has_kernels, package, module in ((cpu_kernels, "cpu", cpu), (gpu_kernels, "gpu", gpu)):
+        if module and has_kernels(dtype, device):
+            return importlib.import_module(f"{__package__}.{package}.{module}")
+    return None
 
 
 def fastest(op: Op, dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str = "") -> Op:
     """Return the fastest version of a plain op. cpu, gpu: modules of ops/cpu and ops/gpu that have it under the same
     name, without `_plain`; empty for none."""
-    for has_kernels, package, module in ((cpu_kernels, "cpu", cpu), (gpu_kernels, "gpu", gpu)):
-        if module and has_kernels(dtype, device):
-            name = op.__name__.removesuffix("_plain")
-            found: Op = getattr(importlib.import_module(f"{__package__}.{package}.{module}"), name)
-            replaceable.add(found)
-            return op if found in refused else found
-    return op
+    module = module_of(dtype, device, cpu, gpu)
+    if module is None:
+        return op
+    found: Op = getattr(module, op.__name__.removesuffix("_plain"))
+    replaceable.add(found)
+    return op if found in refused else found
 
 
 replaceable: set[Callable[..., Any]] = set()  #: kernels whose plain version can take their place in a graph

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,9 +29,7 @@ def cpu_kernels() -> Any:
     """Return the module of our CPU kernel; None if the kernel cannot run here."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
-    from engine.model.ops.cpu import linear as cpu
-
-    return cpu
+    return import_module(f"{__package__}.cpu.linear")
 
 
 def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:

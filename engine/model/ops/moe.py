@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.ops.activation import scaled, sigmoid
+from engine.model.ops.elementwise.gates import scaled, sigmoid
 from engine.model.ops.linear import cpu_kernels, linear, pack
 from engine.model.ops.quantized_linear import Multiply, kind, log_once
 from engine.model.quantization.packed_experts import PackedExperts

@@ -23,13 +23,8 @@ SampleRows = Callable[[Tensor, list[RandomRows]], Tensor]
 
 def select(device: torch.device) -> SampleRows:
     """Return the fastest version, compiled."""
-    if dispatch.gpu_kernels(torch.float32, device):
-        from engine.model.ops.gpu import sampling as gpu
-
-        return gpu.sample_rows
-    if dispatch.cpu_kernels(torch.float32, device):
-        from engine.model.ops.cpu import sampling as cpu
-
-        cpu.DRAW.compile(torch.float32)
-        return partial(sample_rows_plain, cpu.draw_rows)
+    fast = dispatch.module_of(torch.float32, device, cpu="sampling", gpu="sampling")
+    if fast is not None:
+        sample_rows: SampleRows = fast.sample_rows
+        return sample_rows
     return partial(sample_rows_plain, draw_rows_in_parts if device.type == "cpu" else draw_rows_plain)

@@ -17,11 +17,10 @@ def tree_sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tenso
     """Return the sum, rounded once to `dtype`; None: the dtype of the parts."""
     own, device = parts[0].dtype, parts[0].device
     dtype = dtype or own
-    if dtype == own and dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import linear
-
-        if len(parts) == linear.PARTS:
-            return linear.sum_8(parts)
+    fast = dispatch.module_of(own, device, cpu="linear") if dtype == own else None
+    if fast is not None and len(parts) == fast.PARTS:
+        total: Tensor = fast.sum_8(parts)
+        return total
     return tree_sum_plain([part.float() for part in parts]).to(dtype)
 
 

@@ -26,7 +26,7 @@ from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import RMSNorm
-from engine.model.ops import activation
+from engine.model.ops.elementwise import activations
 from engine.model.ops.norm_plain import rms_norm_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.quantization.online import Online
@@ -184,7 +184,7 @@ class LayerMaker:
         experts: Any = module
         if has_plain_experts(experts, self.cfg.activation):
             return self._experts(path, OurExperts, *experts.gate_up_proj.shape)
-        if type(experts).__name__ == "Llama4TextExperts" and self.cfg.activation in activation.PLAIN:
+        if type(experts).__name__ == "Llama4TextExperts" and self.cfg.activation in activations.PLAIN:
             num_experts, hidden_size, twice = experts.gate_up_proj.shape
             return self._experts(path, Llama4Experts, num_experts, twice, hidden_size)
         return None
@@ -302,7 +302,7 @@ def is_gated_mlp(module: nn.Module, name: str) -> bool:
     """Return whether a module is a gated MLP with the activation `name`. Compares its children and its source code."""
     linears = {"gate_proj", "up_proj", "down_proj"}
     parts = dict(module.named_children())
-    if set(parts) != linears | {"act_fn"} or name not in activation.PLAIN:
+    if set(parts) != linears | {"act_fn"} or name not in activations.PLAIN:
         return False
     biases = {getattr(parts[part], "bias", None) is not None for part in linears}
     if any(type(parts[part]) is not nn.Linear for part in linears) or len(biases) > 1:
@@ -314,7 +314,7 @@ def is_gated_mlp(module: nn.Module, name: str) -> bool:
 def has_plain_experts(module: Any, name: str) -> bool:
     """Return whether a module's experts are gated MLPs with the activation `name`, without biases."""
     return (
-        name in activation.PLAIN
+        name in activations.PLAIN
         and getattr(module, "has_gate", False)
         and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
         and module.is_concatenated

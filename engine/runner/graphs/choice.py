@@ -9,7 +9,8 @@ import torch
 
 from engine.distributed.expert_shard_plan import exchange_of
 from engine.model.models.llama import Model
-from engine.model.ops import attention, dispatch
+from engine.model.ops import dispatch
+from engine.model.ops.latent import tiles
 from engine.runner.cuda_graphs import MAX_DECODE_SIZE, CudaGraphs, StepShape, decode_sizes, mixed_sizes
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.rank_setup import RankSetup
@@ -62,7 +63,7 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
 
     def tile_rows(longest: int) -> int:
         specs = (group.spec for group in groups)
-        return min(attention.tile_rows(longest, model.num_heads, s, setup.dtype, setup.torch_device) for s in specs)
+        return min(tiles.tile_rows(longest, model.num_heads, s, setup.dtype, setup.torch_device) for s in specs)
 
     shapes = [StepShape(size, size, kv_groups=len(groups)) for size in decode_sizes(seqs)]
     if config.speculative_config:

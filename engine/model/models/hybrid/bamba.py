@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.model.layers.mamba2 import MAMBA2, Mamba2
+from engine.model.layers.recurrent.mamba2 import MAMBA2, Mamba2
 from engine.model.models.hybrid.layer import HybridLayer
 from engine.model.models.llama import PACKED, LlamaForCausalLM
 

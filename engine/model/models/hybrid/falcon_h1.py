@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.mamba2 import Mamba2
 from engine.model.layers.mlp import GatedMLP
+from engine.model.layers.recurrent.mamba2 import Mamba2
 from engine.model.models.hybrid.bamba import BAMBA
 from engine.model.models.hybrid.layer import ScaledForCausalLM
 from engine.model.models.llama import LlamaAttention, LlamaLayer

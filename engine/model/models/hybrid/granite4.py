@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
-from engine.model.layers.mamba2 import MAMBA2, Mamba2
+from engine.model.layers.recurrent.mamba2 import MAMBA2, Mamba2
 from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM, ScaledLayer
 from engine.model.models.llama import PACKED
 

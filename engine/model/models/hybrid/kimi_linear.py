@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.model.layers.kimi_delta_attention import KIMI_DELTA_ATTENTION, KimiDeltaAttention
 from engine.model.layers.latent_attention import LatentAttention
+from engine.model.layers.recurrent.kimi_delta_attention import KIMI_DELTA_ATTENTION, KimiDeltaAttention
 from engine.model.models.glm4_moe import Glm4MoeForCausalLM
 from engine.model.models.hybrid.layer import HybridLayer
 

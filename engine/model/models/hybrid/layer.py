@@ -10,7 +10,7 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
-from engine.model.ops import activation
+from engine.model.ops.elementwise import gates
 
 
 class HybridLayer(LlamaLayer):
@@ -35,7 +35,7 @@ class ScaledLayer(LlamaLayer):
     def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
         self.multiplier, norm = cfg.multipliers.residual, self.input_layernorm
-        self.scaled = activation.select_scaled(norm.dtype, norm.device)
+        self.scaled = gates.select_scaled(norm.dtype, norm.device)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         x, residual = super().forward(x, residual, batch)

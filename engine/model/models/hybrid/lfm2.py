@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.model.layers.short_conv import SHORT_CONV, ShortConv
+from engine.model.layers.recurrent.short_conv import SHORT_CONV, ShortConv
 from engine.model.models.hybrid.layer import HybridLayer
 from engine.model.models.llama import PACKED, LlamaForCausalLM
 from engine.model.models.qwen3 import Qwen3Attention

@@ -10,13 +10,32 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.linear import ReplicatedLinear
-from engine.model.layers.mamba2 import MAMBA2, Mamba2
-from engine.model.layers.mlp import MLP
+from engine.model.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.moe import BiasedRouter, Experts
 from engine.model.layers.norm import RMSNorm
+from engine.model.layers.recurrent.mamba2 import MAMBA2, Mamba2
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
 from engine.model.ops import moe as ops
+from engine.model.ops.elementwise import activations
+from engine.model.shard import Shard
+
+
+class MLP(nn.Module):
+    """down(act(up(x))), without a gate: [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str = "", size: int | None = None):
+        super().__init__()
+        size = size or cfg.intermediate_size
+        outputs = Shard.of_rank((size,), 0, tp, "intermediate_size")
+        format = cfg.weight_format(prefix, "up_proj")
+        self.up_proj = ColumnParallelLinear(cfg.hidden_size, {"": outputs}, cfg.mlp_bias, format)
+        self.activation = activations.select(cfg.activation, self.up_proj.dtype, self.up_proj.device)
+        self.down_proj = RowParallelLinear(
+            size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 class NemotronHAttention(LlamaAttention):

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.gated_delta_net import GatedDeltaNet, GroupedGatedDeltaNet
 from engine.model.layers.linear import QKVLinear
+from engine.model.layers.recurrent.gated_delta_net import GatedDeltaNet, GroupedGatedDeltaNet
 from engine.model.models.gemma3 import GemmaRMSNorm
 from engine.model.models.hybrid.layer import HybridLayer
 from engine.model.models.llama import PACKED, LlamaForCausalLM
 from engine.model.models.qwen3 import Qwen3Attention
-from engine.model.ops import activation
+from engine.model.ops.elementwise import gates
 
 GATED_DELTA_NET = {
     "in_proj.qkv_q": "in_proj_qkv", "in_proj.qkv_k": "in_proj_qkv", "in_proj.qkv_v": "in_proj_qkv",
@@ -38,7 +38,7 @@ class GatedAttention(Qwen3Attention):
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
         super().__init__(cfg, tp, layer)
-        self.open_gate = activation.select_open_gate(self.qkv_proj.dtype, self.qkv_proj.device)
+        self.open_gate = gates.select_open_gate(self.qkv_proj.dtype, self.qkv_proj.device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)

@@ -42,6 +42,7 @@ from engine.model.ops.cpu.kernel import (
 from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate_head
 from engine.model.ops.cpu.vector import LANES, LOG2_E
+from engine.model.ops.latent import attention as plain_latent
 from engine.model.ops.norm_plain import HeadNorms
 
 TOKENS = 4  # tokens whose KV a thread writes at a time
@@ -217,7 +218,7 @@ def latent_attention(q: Tensor, batch: Batch, layer: int, scale: float, rank: in
     """Attend: q [tokens, heads, head_dim] -> [tokens, heads, rank]. Like `paged_attention`, uses the plain version for
     a cache in float8. All heads read the same vectors, so a tile has all heads of a few rows."""
     if batch.kv_scales is not None:
-        return attention_plain.latent_attention(q, batch, layer, scale, rank)
+        return plain_latent.latent_attention(q, batch, layer, scale, rank)
     if batch.latent_tiles is None:
         batch.latent_tiles = latent_tiles(batch, q.shape[1])
     if rest := -q.shape[2] % LANES:

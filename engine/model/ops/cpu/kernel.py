@@ -274,6 +274,12 @@ class Kernel:
             runtime.GOMP_parallel(self._addresses[dtype], packed, threads, 0)
 
 
+def compile_imported(dtype: torch.dtype) -> None:
+    """Compile the kernels that layers have imported."""
+    for kernel in [kernel for kernel in Kernel.imported if dtype in kernel.entries]:
+        kernel.compile(dtype)
+
+
 def each_dtype(rows: Any) -> Kernel:
     """Return the kernel that a device function computes in bfloat16 and float32. rows: takes a cast to a pointer, the
     bytes of an element if it has a parameter for them, and the kernel's `args`.

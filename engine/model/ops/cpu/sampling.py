@@ -3,6 +3,7 @@ integers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from engine.model.ops.cpu.kernel import (
     sum_function,
     work,
 )
-from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts
+from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts, sample_rows_plain
 
 PART = 1024  # logits per part; the largest is found for each part first, its index only in the best part
 SUMMED = 512  # logits per part whose weights are summed; the token is then searched in one part
@@ -99,6 +100,8 @@ def draw_f32(args: Any) -> None:
 
 ARGMAX = Kernel({torch.float32: argmax_f32})
 DRAW = Kernel({torch.float32: draw_f32})
+for each in (ARGMAX, DRAW):
+    each.compile(torch.float32)  # now, and not in the first step
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,3 +122,6 @@ def draw_rows(logits: Tensor, best: Tensor, group: RandomRows) -> Tensor:
         logits.stride(0), parts,
     )  # fmt: skip
     return tokens
+
+
+sample_rows = partial(sample_rows_plain, draw_rows)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch, StateRows, state_rows
-from engine.model.ops import activation, dispatch
+from engine.model.ops import dispatch
+from engine.model.ops.elementwise import gates
 from engine.model.state import RING, States
 
 
@@ -90,7 +91,7 @@ def causal_conv_plain(
         total = start + columns[0] * inputs[0].float()
         for column, tap in zip(columns[1:], inputs[1:], strict=True):
             total = total + column * tap.float()
-        return (activation.silu(total) if silu else total).to(x.dtype)
+        return (gates.silu(total) if silu else total).to(x.dtype)
 
     out, taps = torch.zeros_like(x, memory_format=torch.contiguous_format), []
     if len(begins.rows) < len(x):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.ops.activation import sigmoid, softplus
+from engine.model.ops.elementwise.gates import sigmoid, softplus
 
 Gates = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

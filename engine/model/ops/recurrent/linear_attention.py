@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch, state_rows
 from engine.model.ops import dispatch
-from engine.model.ops.norm_plain import unit_q_and_k
+from engine.model.ops.elementwise.norms import unit_q_and_k
 from engine.model.state import CHUNK, States
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.ops.activation import silu, softplus
-from engine.model.ops.norm_plain import GroupNorm
+from engine.model.ops.elementwise.gates import silu, softplus
+from engine.model.ops.elementwise.norms import GroupNorm
 
 Steps = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[float, float]], tuple[Tensor, Tensor]]
 Gated = Callable[[Tensor, Tensor, Tensor, Tensor, GroupNorm | None], Tensor]

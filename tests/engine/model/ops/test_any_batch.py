@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.layers.latent_attention import of_heads, packed_heads
 from engine.model.ops import activation, linear, moe, norm, quantized_linear
+from engine.model.ops.elementwise.norms import select_gated
 from engine.model.ops.recurrent.linear_attention import select as select_linear_attention
 from engine.model.ops.sparse import sparse_attention
 from engine.model.quantization.weight import QuantizedWeight
@@ -105,7 +106,7 @@ def selected_tokens(width: int) -> Callable[[torch.dtype], Op]:
 def norms(dtype: torch.dtype) -> Op:
     x, y, weight = randn(ROWS, 77, dtype=dtype), randn(ROWS, 77, dtype=dtype), randn(77, dtype=dtype)
     _, add = norm.select(dtype, CPU)
-    gated = norm.select_gated(dtype, CPU)
+    gated = select_gated(dtype, CPU)
     heads, of_head = randn(ROWS, 7, 11, dtype=dtype), randn(11, dtype=dtype)
     gates = randn(ROWS, 7, 11, dtype=dtype)
     return lambda rows: torch.cat(

@@ -14,6 +14,8 @@ import torch
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.models.registry import build_model
 from engine.model.ops import activation, attention, attention_plain, dispatch, moe, norm, norm_plain
+from engine.model.ops.elementwise.gates import select_open_gate
+from engine.model.ops.elementwise.norms import select_gated
 from engine.model.ops.recurrent import gates
 from tests.engine.model.model_configs import tiny_config
 
@@ -53,7 +55,7 @@ def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_t
 def test_a_gpu_gets_the_triton_kernels():
     modules = {op.__module__ for op in (*norm.select(*ON_GPU), activation.select("silu", *ON_GPU))}
     modules |= {activation.select("gelu_pytorch_tanh", *ON_GPU).__module__, attention.select(*ON_GPU).__name__}
-    modules |= {activation.select_open_gate(*ON_GPU).__module__, norm.select_gated(*ON_GPU).__module__}
+    modules |= {select_open_gate(*ON_GPU).__module__, select_gated(*ON_GPU).__module__}
     modules |= {op.__module__ for op in (moe.select_top_k(*ON_GPU), moe.select_add_shared(*ON_GPU))}
     modules |= {op.__module__ for op in (moe.select_top_k_sigmoid(ON_GPU[1]), moe.select_top_k_of_groups(ON_GPU[1]))}
     modules.add(gates.select(*ON_GPU).__module__)

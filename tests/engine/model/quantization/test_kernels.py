@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.model.layers.gated_delta_net import GroupedLinear
 from engine.model.layers.linear import ColumnParallelLinear
+from engine.model.layers.recurrent.gated_delta_net import GroupedLinear
 from engine.model.ops import quantized_linear
 from engine.model.ops.cpu.integers import I8P, add_quads_avx2, add_quads_plain, as_i8, has_avx2
 from engine.model.ops.cpu.quantized_linear import Integers

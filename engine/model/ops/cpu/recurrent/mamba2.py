@@ -22,7 +22,7 @@ from engine.model.ops.cpu.kernel import (
     work,
 )
 from engine.model.ops.cpu.recurrent.gates import softplus
-from engine.model.ops.norm_plain import GroupNorm
+from engine.model.ops.elementwise.norms import GroupNorm
 
 TOKENS = 2  # tokens that a thread takes at a time
 LARGEST = 3e38  # in place of infinity, which kernels are compiled without

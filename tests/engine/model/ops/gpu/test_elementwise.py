@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.ops import activation, attention_plain, norm
+from engine.model.ops import attention_plain, norm
+from engine.model.ops.elementwise import activations, gates
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu import rope as gpu_rope
@@ -56,17 +57,17 @@ def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", activation.PLAIN)
+@pytest.mark.parametrize("name", activations.PLAIN)
 @pytest.mark.parametrize(("tokens", "size", "scale"), [(0, 4, 1.0), (1, 5, 1.0), (3, 1025, 30.0), (2, 64, 300.0)])
 def test_gated_activations_equal_plain(dtype, name, tokens, size, scale):
     x = randn(tokens, 2 * size, dtype=dtype) * scale
-    assert_close(gpu_activation.GATED[name](x), activation.PLAIN[name](x))
+    assert_close(gpu_activation.GATED[name](x), activations.PLAIN[name](x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gate_beside_its_query_opens_the_output_of_attention_as_in_plain_torch(dtype):
     x, gate = randn(3, 4 * 300, dtype=dtype), randn(3, 4, 2, 300, dtype=dtype)[:, :, 1]
-    assert_close(gpu_activation.open_gate(x, gate), activation.open_gate(x, gate))
+    assert_close(gpu_activation.open_gate(x, gate), gates.open_gate(x, gate))
 
 
 WRITES = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.model.layers.latent_attention import of_heads, rotate
-from engine.model.ops import attention_plain
 from engine.model.ops.gpu import latent_attention, latent_rope
+from engine.model.ops.latent import attention as latent_plain
 from engine.model.ops.norm_plain import rms_norm_plain
 from tests.engine.model.ops.gpu.paged import DEVICE, latent_inputs
 from tests.models import with_slow
@@ -30,9 +30,9 @@ def test_latent_attention_equals_plain(case):
     written = batch.kv_cache.clone()
     latent_rope.write_latent(latent, batch, 1)
     found, batch.kv_cache = batch.kv_cache, written
-    attention_plain.write_latent(latent, batch, 1)
+    latent_plain.write_latent(latent, batch, 1)
     assert torch.equal(found.view(torch.uint8), written.view(torch.uint8))
-    expected = attention_plain.latent_attention(q, batch, 1, 0.2, rank)
+    expected = latent_plain.latent_attention(q, batch, 1, 0.2, rank)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     attended = latent_attention.latent_attention(q, batch, 1, 0.2, rank)
     torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
@@ -56,7 +56,7 @@ def test_one_kernel_norms_latents_rotates_queries_and_keys_and_writes_the_cache(
     latent_rope.rotate_and_write_latent(out, q, c, k, (weight, 1e-6), table, interleaved, batch, 1)
     found, batch.kv_cache = batch.kv_cache, written
     rotated = rotate(k[:, None], table, batch, interleaved)[:, 0]
-    attention_plain.write_latent(torch.cat((rms_norm_plain(c, weight, 1e-6, 0.0), rotated), dim=1), batch, 1)
+    latent_plain.write_latent(torch.cat((rms_norm_plain(c, weight, 1e-6, 0.0), rotated), dim=1), batch, 1)
     tolerance = {"atol": 3e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(found, batch.kv_cache, equal_nan=True, **tolerance)
     torch.testing.assert_close(out[..., rank:], rotate(q, table, batch, interleaved), **tolerance)

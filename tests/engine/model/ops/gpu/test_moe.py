@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
+from engine.model.ops.elementwise import activations
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu.experts import grouped_mm, moe, routing
 from engine.model.ops.gpu.experts.routing import (
@@ -126,7 +127,7 @@ def test_weights_in_mxfp4_multiply_as_what_they_are_dequantized_to(shape, dtype)
         stored.tensors["w"]["scales"].remainder_(9).add_(116)
         packed.append(MXFP4.packed(stored))
         meant.append(MXFP4.dequantize(stored, dtype))
-    mix = functools.partial(moe.mix_experts, activation=activation.swigluoai_mul, experts=experts, weights=weights)
+    mix = functools.partial(moe.mix_experts, activation=activations.swigluoai_mul, experts=experts, weights=weights)
     found, expected = mix(x, *packed), mix(x, *meant)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert packed[0].values.nbytes + packed[0].scales.nbytes == meant[0].numel() * 17 // 32
@@ -322,7 +323,7 @@ def test_rows_and_experts_in_float8_are_multiplied_as_what_they_are_rounded_to(
     for token, chosen in enumerate(experts.tolist()):
         for expert, share in zip(chosen, weights[token].float(), strict=True):
             if expert < own:
-                hidden = activation.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
+                hidden = activations.PLAIN[act](product(x[token : token + 1], rounded[0][expert]))
                 expected[token] += share * product(hidden, rounded[1][expert])[0].float()
     if some:
         packed = [replace(part, values=part.values[:own], scales=part.scales[:own]) for part in packed]

@@ -10,10 +10,10 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from engine.model.batch import Batch
+from engine.model.ops.elementwise.norms import gated_rms_norm_plain
 from engine.model.ops.gpu import norm
 from engine.model.ops.gpu.recurrent import causal_conv, linear_attention
 from engine.model.ops.gpu.recurrent.gates import gates
-from engine.model.ops.norm import gated_rms_norm_plain
 from engine.model.ops.recurrent.causal_conv import causal_conv_plain
 from engine.model.ops.recurrent.gates import gates_plain
 from engine.model.ops.recurrent.linear_attention import linear_attention_plain

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.ops import activation, norm
-from engine.model.ops.norm_plain import GroupNorm
+from engine.model.ops.elementwise import activations, norms
+from engine.model.ops.elementwise import gates as gates_ops
+from engine.model.ops.elementwise.norms import GroupNorm
 from engine.model.ops.recurrent import gates, mamba2
 from tests.state_batches import same_bits
 
@@ -44,10 +45,10 @@ def test_gates_equal_plain(dtype, channels):
 def test_a_gated_norm_equals_plain(dtype, by_sigmoid):
     x, weight = randn(TOKENS, HEADS, SIZE, dtype=torch.float32), randn(SIZE, dtype=dtype, seed=1)
     gate = randn(TOKENS, HEADS, 2 * SIZE, dtype=dtype, seed=2)[..., SIZE:]
-    op = norm.select_gated(dtype, CPU)
+    op = norms.select_gated(dtype, CPU)
     found = op(x, gate, weight, 1e-6, by_sigmoid)
     assert found.dtype == dtype
-    assert_close(found, norm.gated_rms_norm_plain(x, gate, weight, 1e-6, by_sigmoid), dtype)
+    assert_close(found, norms.gated_rms_norm_plain(x, gate, weight, 1e-6, by_sigmoid), dtype)
     assert same_bits(op(x[3:4], gate[3:4], weight, 1e-6, by_sigmoid), found[3:4])
 
 
@@ -55,12 +56,12 @@ def test_a_gated_norm_equals_plain(dtype, by_sigmoid):
 def test_products_equal_plain(dtype):
     x, y = randn(TOKENS, 2 * WIDTH, dtype=dtype).chunk(2, dim=1)
     gate = randn(TOKENS, HEADS, 2, SIZE, dtype=dtype, seed=1)[:, :, 1]
-    assert_close(activation.select_multiply(dtype, CPU)(x, y), x * y, dtype)
+    assert_close(gates_ops.select_multiply(dtype, CPU)(x, y), x * y, dtype)
     assert_close(
-        activation.select_open_gate(dtype, CPU)(x, gate), x * gate.float().sigmoid().flatten(1).to(dtype), dtype
+        gates_ops.select_open_gate(dtype, CPU)(x, gate), x * gate.float().sigmoid().flatten(1).to(dtype), dtype
     )
-    relu2 = activation.select("relu2", dtype, CPU)(y.contiguous())
-    assert_close(relu2, activation.relu2(y.float()).to(dtype), dtype)
+    relu2 = activations.select("relu2", dtype, CPU)(y.contiguous())
+    assert_close(relu2, activations.relu2(y.float()).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

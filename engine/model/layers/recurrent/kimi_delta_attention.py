@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.causal_conv import CausalConv
-from engine.model.layers.gated_delta_net import NORM_EPS, head_shard
 from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, ReplicatedLinear, RowParallelLinear
-from engine.model.layers.norm import GatedRMSNorm
+from engine.model.layers.recurrent.causal_conv import CausalConv
+from engine.model.layers.recurrent.gated_delta_net import NORM_EPS, head_shard
+from engine.model.layers.recurrent.gated_norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.shard import Shard, Sharded, Shards
 

@@ -11,10 +11,10 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.causal_conv import CausalConv
-from engine.model.layers.gated_delta_net import head_shard
 from engine.model.layers.linear import PaddedLinear, RowParallelLinear
-from engine.model.ops.norm_plain import GroupNorm
+from engine.model.layers.recurrent.causal_conv import CausalConv
+from engine.model.layers.recurrent.gated_delta_net import head_shard
+from engine.model.ops.elementwise.norms import GroupNorm
 from engine.model.ops.recurrent import linear_attention
 from engine.model.ops.recurrent import mamba2 as ops
 from engine.model.shard import Shard, Sharded, Shards

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.model.ops import activation
+from engine.model.layers.recurrent.causal_conv import CausalConv
+from engine.model.ops.elementwise import gates
 from engine.model.shard import Shard
 
 # Outputs of `in_proj`, in the checkpoint's order.
@@ -27,7 +27,7 @@ class ShortConv(nn.Module):
         outputs, format = dict.fromkeys(("B", "C", "x"), channels), cfg.weight_format(prefix, "in_proj")
         self.in_proj = ColumnParallelLinear(cfg.hidden_size, outputs, r.proj_bias, format)
         self.conv = CausalConv({"x": channels}, r.kernel, r.conv_bias, silu=False)
-        self.multiply = activation.select_multiply(self.in_proj.dtype, self.in_proj.device)
+        self.multiply = gates.select_multiply(self.in_proj.dtype, self.in_proj.device)
         format = cfg.weight_format(prefix, "out_proj")
         self.out_proj = RowParallelLinear(r.channels, cfg.hidden_size, tp, r.out_bias, format)
 

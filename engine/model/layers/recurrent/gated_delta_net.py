@@ -11,9 +11,9 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.causal_conv import CausalConv
 from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, RowParallelLinear
-from engine.model.layers.norm import GatedRMSNorm
+from engine.model.layers.recurrent.causal_conv import CausalConv
+from engine.model.layers.recurrent.gated_norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.weight import QuantizedWeight

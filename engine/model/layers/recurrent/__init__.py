@@ -1,0 +1,1 @@
+"""Layers that keep a recurrent state in place of KV."""

@@ -1,0 +1,1 @@
+"""Ops on single values or rows that only some families have."""

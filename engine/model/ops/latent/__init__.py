@@ -1,0 +1,1 @@
+"""Ops of latent attention, arXiv:2405.04434."""
