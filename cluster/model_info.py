@@ -19,12 +19,12 @@ from deployments.parts.adapters.places import place_of
 from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
 from engine.lora.bucket import SCHEMES, is_bucket
 from engine.model.checkpoint import folder as model_folder
+from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -36,7 +36,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     config = ModelConfig.from_folder(folder, engine.quantization, language_model_only=engine.language_model_only)
     _check_pools(model, config)
     ChatTokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
-    identity = ModelIdentity.of(folder)
+    identity = identity_of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
     limit = _max_new_tokens(model, sampling)
     max_model_len = config.longest_sequence(engine.max_model_len)

@@ -31,6 +31,7 @@ from deployments.routing.choice_log import NoChoiceLog
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
+from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import PeerPool
@@ -111,7 +112,7 @@ class EngineDeployment:
         self._commands_to = await ranks.start(config, replica, tasks, key)
         for engine, address in zip(self._engines.all, self._commands_to, strict=True):
             engine.connect(address)
-        self._model = await asyncio.to_thread(lambda: ModelIdentity.of(engine_folder(config)))
+        self._model = await asyncio.to_thread(lambda: identity_of(engine_folder(config)))
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
         self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(config, ranks))]
         return pools

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelFolderError
+from engine.model.checkpoint.identity import sample_weights, short
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
 from engine.model.loader import tensors_by_file
-from engine.wire.model_identity import sample_weights, short
 
 LAYOUT_VERSION = 2  # of a group's blocks: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 

@@ -16,8 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import ModelFolderError
-from engine.text.tokenizer_files import added_tokens
-from engine.wire.model_identity import VOCABULARY_FILES
+from engine.text.tokenizer_files import VOCABULARY_FILES, added_tokens
 
 MAX_REASON = 300  # characters shown of an error message of transformers
 

@@ -14,6 +14,8 @@ from engine.errors import ModelFolderError
 from engine.json_file import read_object
 from engine.text.tokenizer_bounds import read_bounded, try_out
 
+# of tokenizers that have no tokenizer.json: Mistral's, tiktoken's, sentencepiece's, GPT-2's and BERT's
+VOCABULARY_FILES = ("tekken.json", "*.tiktoken", "*.model", "vocab.json", "merges.txt", "vocab.txt")
 CONVERT = "engine.text.converted_tokenizer:convert"  # of formats other than tokenizer.json
 
 

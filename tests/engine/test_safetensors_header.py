@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import weight_files
+from engine.model.checkpoint.identity import identity_of
 from engine.safetensors_header import TensorHeader, read_header
-from engine.wire.model_identity import ModelIdentity
 
 
 def write(file: Path, header: Any, data: int = 0, length: int | None = None) -> Path:
@@ -78,7 +78,7 @@ def test_an_identity_reads_no_more_of_a_header_than_there_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     write(tmp_path / "model.safetensors", b"", 0, 2**62)
     with pytest.raises(ModelFolderError, match="the length of the header must be at most 0"):
-        ModelIdentity.of(tmp_path)
+        identity_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "model.bin", 7, None, ["a"], ".safetensors"])

@@ -18,7 +18,7 @@ from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
 from engine.model.checkpoint.gguf.folder import gguf_folder, parts_of
 from engine.safetensors_header import read_header
-from engine.wire.model_identity import VOCABULARY_FILES
+from engine.text.tokenizer_files import VOCABULARY_FILES
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<gguf>[\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]

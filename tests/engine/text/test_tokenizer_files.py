@@ -18,11 +18,11 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidParameter, ModelFolderError
 from engine.grammars.compiler import GrammarCompiler
+from engine.model.checkpoint.identity import identity_of
 from engine.text import converted_tokenizer
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.converted_tokenizer import TIKTOKEN_CLASSES
 from engine.text.detokenizer import Detokenizer
-from engine.wire.model_identity import ModelIdentity
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
 from tests.tokenizer_folders import KINDS, RANKS, make_folder, save_tiktoken, write_json
@@ -273,6 +273,6 @@ def test_conversations_with_tools_have_the_template_for_tools(tmp_path, template
 
 def test_another_vocabulary_is_another_identity_whatever_its_file(folder_of, tmp_path):
     kinds = ["kimi", "qwen", "tekken", "gpt2", "bert", "spm-bpe", "byte-level"]
-    vocabularies = {ModelIdentity.of(folder_of(kind)).vocabulary for kind in kinds}
+    vocabularies = {identity_of(folder_of(kind)).vocabulary for kind in kinds}
     assert len(vocabularies) == len(kinds) - 1, "Kimi's file and Qwen's are the same here"
     assert "" not in vocabularies

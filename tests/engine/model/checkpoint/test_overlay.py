@@ -11,9 +11,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint import cache as cache_module
 from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.model_identity import ModelIdentity
 from tests.models import make_tokenizer
 
 
@@ -116,7 +116,7 @@ def test_an_engine_obeys_both_and_has_an_identity_of_its_own(tmp_path):
         "tokenizer": str(tmp_path / "other"),
         "hf_overrides": '{"max_position_embeddings": 64}',
     }
-    own, changed = ModelIdentity.of(resolve("pocket")), ModelIdentity.of(engine_folder(EngineConfig(**options)))
+    own, changed = identity_of(resolve("pocket")), identity_of(engine_folder(EngineConfig(**options)))
     assert own.weights != changed.weights
     assert own.vocabulary != changed.vocabulary
     with LLM(num_threads=1, **options) as llm:

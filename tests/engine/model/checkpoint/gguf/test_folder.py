@@ -14,9 +14,9 @@ import pytest
 from engine.errors import ModelFolderError
 from engine.model.checkpoint import cache, folder
 from engine.model.checkpoint.folder import default_sampling, eos_token_ids, resolve
+from engine.model.checkpoint.identity import identity_of
 from engine.model.config import ModelConfig
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.model_identity import ModelIdentity
 from tests.gguf_files import write_gguf
 from tests.models import make_model
 
@@ -105,9 +105,9 @@ def test_what_is_made_is_made_once_and_again_when_the_file_changes(source, cache
     with ThreadPoolExecutor(4) as pool:
         made = set(pool.map(lambda _: resolve(str(file)), range(4)))
     assert len(made) == 1 and len(list(cached.iterdir())) == 1
-    identity = ModelIdentity.of(made.pop())
+    identity = identity_of(made.pop())
     write(make_model(source.parent / "other", "llama", seed=1), file.name)
-    assert ModelIdentity.of(resolve(str(file))) != identity
+    assert identity_of(resolve(str(file))) != identity
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelFolderError
-from engine.wire.model_identity import ModelIdentity
+from engine.model.checkpoint.identity import identity_of
 from tests.models import make_model
 
 
@@ -29,23 +29,23 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def test_copy_is_the_same_model(model, copy):
-    assert ModelIdentity.of(copy) == ModelIdentity.of(model)
+    assert identity_of(copy) == identity_of(model)
 
 
 def test_other_weights_keep_the_vocabulary(model, tmp_path):
-    other = ModelIdentity.of(make_model(tmp_path, "llama", tokenizer=True, seed=1))
-    assert other.weights != ModelIdentity.of(model).weights
-    assert other.vocabulary == ModelIdentity.of(model).vocabulary != ""
+    other = identity_of(make_model(tmp_path, "llama", tokenizer=True, seed=1))
+    assert other.weights != identity_of(model).weights
+    assert other.vocabulary == identity_of(model).vocabulary != ""
 
 
 def test_other_config_is_another_model(model, copy):
     edit(copy / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
-    assert ModelIdentity.of(copy).weights != ModelIdentity.of(model).weights
+    assert identity_of(copy).weights != identity_of(model).weights
 
 
 def test_same_vocabulary_written_otherwise_is_the_same(model, copy):
     edit(copy / "tokenizer.json", lambda content: content.update(truncation=None, padding=None))
-    assert ModelIdentity.of(copy) == ModelIdentity.of(model)
+    assert identity_of(copy) == identity_of(model)
 
 
 def test_two_tokens_that_change_places_make_another_vocabulary(model, copy):
@@ -55,23 +55,23 @@ def test_two_tokens_that_change_places_make_another_vocabulary(model, copy):
         vocab[a], vocab[b] = vocab[b], vocab[a]
 
     edit(copy / "tokenizer.json", swap)
-    assert ModelIdentity.of(copy).vocabulary != ModelIdentity.of(model).vocabulary
+    assert identity_of(copy).vocabulary != identity_of(model).vocabulary
 
 
 def test_unigram_vocabulary_counts_by_position_and_not_by_score(tmp_path, copy):
     def written(*tokens: tuple[str, float]) -> str:
         (copy / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": tokens}}))
-        return ModelIdentity.of(copy).vocabulary
+        return identity_of(copy).vocabulary
 
     assert written(("a", -1.0), ("b", -2.0)) == written(("a", -3.0), ("b", -2.0))
     assert written(("a", -1.0), ("b", -2.0)) != written(("b", -1.0), ("a", -2.0))
 
 
 def test_model_without_tokenizer_has_an_empty_vocabulary(tmp_path):
-    assert ModelIdentity.of(make_model(tmp_path, "llama")).vocabulary == ""
+    assert identity_of(make_model(tmp_path, "llama")).vocabulary == ""
 
 
 def test_broken_tokenizer_is_named(copy):
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json cannot be read"):
-        ModelIdentity.of(copy)
+        identity_of(copy)
