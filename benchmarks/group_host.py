@@ -25,7 +25,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.model.models.llama import LlamaForCausalLM
-from engine.runner.launching.launcher import Launcher
+from engine.runner.launcher import Launcher
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.rank_pool import RankPool

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from engine.assembly.build import build_engine
+from engine.assembly.open_worker import open_worker
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.parts.stages import micro_batches
-from engine.runner.worker import Worker
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
@@ -104,7 +104,7 @@ def node() -> None:
         options, address = json.loads(line)
         config = EngineConfig(**options)
         group = TPGroup.connect(1, 2, address, TIMEOUT_S, **group_options(config))
-        Worker(config, group, HOSTS[1]).run()
+        open_worker(config, group, HOSTS[1]).run()
         print("done", flush=True)
 
 

@@ -147,9 +147,9 @@ class RankActor:
         return RankReady(server.address, server.max_model_len, ranks)
 
     def _follow(self, config: EngineConfig, group: TPGroup, host: str) -> None:
-        from engine.runner.worker import Worker
+        from engine.assembly.open_worker import open_worker
 
-        self._process = Worker(config, group, host)
+        self._process = open_worker(config, group, host)
 
 
 def _take_device(config: EngineConfig) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from engine.assembly.build import build_engine
+from engine.assembly.open_worker import open_worker
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
-from engine.runner.worker import Worker
 from tests.processes import outlives_test, with_engine
 
 TIMEOUT_S = 30.0
@@ -110,4 +110,4 @@ def serve(pipe: Connection) -> None:
 
 def run_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
     group = TPGroup.connect(rank, config.num_ranks, address, TIMEOUT_S, **options)
-    Worker(config, group).run()
+    open_worker(config, group).run()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.assembly.load import load
+from engine.assembly.open_launcher import open_launcher
+from engine.assembly.table import PARTS
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
@@ -25,31 +27,17 @@ from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
-from engine.model.checkpoint.overlay import engine_folder
-from engine.model.config import ModelConfig
-from engine.model.models.image_encoder import encoder_config
 from engine.model.state import state_specs
+from engine.parts.experts.rank.experts import Experts
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.setup import Loaded, Made, PartSetup
 from engine.runner.kv_cache import window_step_tokens
-from engine.runner.launching.launcher import Launcher
-from engine.runner.launching.open_launcher import open_launcher
+from engine.runner.launcher import Launcher
 from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
-from engine.runner.open_runner import open_runner
-from engine.runner.parts.experts import Experts
-from engine.runner.rank_setup import read_model, without_idle_moves
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
-
-
-# in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
-PARTS = (
-    "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora",
-    "handoffs", "kv_events", "tape",
-)  # fmt: skip
-"""Folders of engine/parts. What an engine lacks is imported, and makes nothing."""
 
 
 def build_engine(
@@ -118,19 +106,6 @@ def build_engine(
     )
 
 
-def load(config: EngineConfig, group: TPGroup, host: str) -> Loaded:
-    """Load this rank's part of the model. Raises ConfigError if the options do not suit the model."""
-    folder = engine_folder(config)
-    model = read_model(config, folder)
-    config = without_idle_moves(config, model)
-    if model.bidirectional:
-        config = whole_prompts(config, model)
-    check_whole_images(config, model)
-    if config.handoff is not None and config.handoff.role == "encode":
-        model, config = encoder_config(model), images_only(config)
-    return Loaded(config, model, folder, open_runner(config, model, folder, group, host))
-
-
 def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | NoBroadcaster:
     """Return the broadcaster that sends plans to the other ranks."""
     if group.size == 1:
@@ -188,33 +163,3 @@ def make_limits(loaded: Loaded) -> ModelLimits:
         chunked_prefill=not model.bidirectional,
         pools_all_tokens=model.pooling.type != "last",
     )
-
-
-def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if an image could wait forever because all of its tokens must be in one step."""
-    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
-    needed = size + config.max_num_seqs - 1
-    if size and config.max_num_batched_tokens < needed:
-        limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
-        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
-
-
-def images_only(config: EngineConfig) -> EngineConfig:
-    """Return the options of an engine that only encodes images, with all options for language models off."""
-    return replace(
-        config, enforce_eager=True, speculative_config=None, torch_compile=False, kv_cache_dtype="auto",
-        enable_lora=False, enable_expert_parallel=False, enable_eplb=False, allow_untested_kernels=True,
-    )  # fmt: skip
-
-
-def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options of an engine whose model takes a whole prompt in one step. Raises ConfigError if an option
-    rules that out."""
-    if config.handoff is not None:
-        raise ConfigError(
-            "handoff", config.handoff.role, "left out, because this model keeps no KV that could be handed over"
-        )
-    if config.torch_compile:
-        raise ConfigError("torch_compile", True, "left out, because only models that generate are compiled")
-    longest = model.longest_sequence(config.max_model_len)
-    return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

@@ -176,10 +176,10 @@ class EngineCore:
         submitted_at = self._submitted_at.popleft()
         self.tape.settle()  # while the step computes
         result = self.ranks.collect()
-        went_on_at = self.ranks.launcher.went_on_at
-        began_at = max(went_on_at, self.last_step_at, 0.0 if result.drafts_first else submitted_at)
+        resumed_at = self.ranks.launcher.resumed_at
+        began_at = max(resumed_at, self.last_step_at, 0.0 if result.drafts_first else submitted_at)
         self.last_step_at = self._now()
-        ended = EndedStep(*self.scheduler.planned[0], result, went_on_at, began_at, self.last_step_at)
+        ended = EndedStep(*self.scheduler.planned[0], result, resumed_at, began_at, self.last_step_at)
         for stepped in self._stepped:
             stepped(ended)
         self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)

@@ -47,8 +47,8 @@ MISCOMPILED = ("linear_attention.linear_attention", "low_rank.add")
 def check_kernels(config: EngineConfig, model: ModelConfig, folder: Path, open_runner: OpenRunner) -> None:
     """Try the kernels of a model, if it runs on a GPU with Triton and no start before has shown that they are right.
 
-    open_runner: loads a model, as `load_runner` of engine/runner/open_runner.py. Raises StartupError for a wrong kernel
-    that nothing can replace, and if a trial ends with any other error.
+    open_runner: loads a model, as `load_runner` of engine/assembly/open_runner.py. Raises StartupError for a wrong
+    kernel that nothing can replace, and if a trial ends with any other error.
     """
     if not has_kernels(config, model):
         return

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from engine.assembly.build import build_engine
+from engine.assembly.open_worker import open_worker
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.cluster_key import ClusterKey
@@ -79,7 +80,7 @@ def start_rank(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer | Wo
     status_to = ranks.exchange("")[0]
     group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
     if group.rank:
-        worker = Worker(config, group, ranks.host)
+        worker = open_worker(config, group, ranks.host)
         ranks.exchange("")
         return worker
     name = engine_name(group.engine)

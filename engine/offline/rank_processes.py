@@ -113,9 +113,9 @@ def main() -> None:
 def _run(task: RankTask, parent: Parent) -> None:
     import torch  # here, since it takes seconds in which the parent may die
 
+    from engine.assembly.open_worker import open_worker
     from engine.distributed.group_options import group_options
     from engine.distributed.tp_group import TPGroup
-    from engine.runner.worker import Worker
     from engine.serving.server import EngineServer
 
     config = task.config
@@ -125,7 +125,7 @@ def _run(task: RankTask, parent: Parent) -> None:
         task.rank, config.world_size, task.address, RENDEZVOUS_TIMEOUT_S, key=task.key, **group_options(config)
     )
     if config.data_parallel_size == 1:
-        Worker(config, group).run()
+        open_worker(config, group).run()
         return
     from engine.offline.engine_group import start_rank  # here, since engines of one rank do without pyzmq
 

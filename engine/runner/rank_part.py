@@ -9,11 +9,13 @@ import msgspec
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
+from engine.distributed.tp_group import TPGroup
 from engine.free_memory import FreeMemory
 from engine.hooks.by_class import ByClass
 from engine.hooks.overriding import overriding
 from engine.model.models.llama import Model
 from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.step import DummyStep, Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
@@ -75,6 +77,10 @@ class RankPart:
         """Return the result of a step that the device has computed, after adding to it."""
         return result
 
+    def launcher(self, runner: StepRunner, group: TPGroup) -> Launcher:
+        """Return what launches the steps of this rank. group: the ranks of its engine."""
+        raise NotImplementedError
+
     # -- besides ---------------------------------------------------------------------------------------------------
 
     @property
@@ -113,6 +119,7 @@ class RankParts(ByClass[RankPart]):
         self.after = overriding(self.all[::-1], RankPart.after)
         self.collected = overriding(self.all[::-1], RankPart.collected)
         self.obey = {part.name: obey for part in parts for obey in overriding([part], RankPart.obey)}
+        self.launcher = overriding(parts, RankPart.launcher)
         self.answers = overriding(parts, RankPart.answers)
         self.report = overriding(parts, RankPart.report)
         self.close = overriding(self.all[::-1], RankPart.close)

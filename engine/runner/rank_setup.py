@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -144,25 +144,6 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
     for key in filter(refused.get, refused):
         limit = f"left out for {model.architecture}, which does not support it yet"
         raise ConfigError(key, getattr(config, key), limit)
-
-
-def without_idle_moves(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options without `handoff` if it serves only to move requests, and this model's requests cannot move;
-    else return the options unchanged."""
-    if config.handoff is None or config.handoff.role != "replica":
-        return config
-    windowed = any(group.spec.window is not None for group in model.kv_groups)
-    stateful = model.recurrent is not None and (windowed or not config.enable_prefix_caching)
-    movable = model.head == "lm" and not model.bidirectional and not stateful
-    return config if movable else replace(config, handoff=None)
-
-
-def read_model(config: EngineConfig, folder: Path) -> ModelConfig:
-    """Return the configuration of the model in a folder, the same on all ranks. Raises StartupError."""
-    model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
-    # a drafter's KV has the blocks of the first group, and a drafter may attend beyond the model's window
-    drafts = config.speculative_config is not None and config.speculative_config.has_weights
-    return replace(model, keeps_all_kv=True) if drafts and model.kv_groups[0].spec.window is not None else model
 
 
 def set_threads(config: EngineConfig, tp: TPGroup) -> None:

@@ -8,17 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
-from pathlib import Path
 
-from engine.config import EngineConfig
 from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
-from engine.model.checkpoint.overlay import engine_folder
-from engine.runner.launching.open_launcher import open_launcher
-from engine.runner.open_runner import open_runner
-from engine.runner.rank_setup import read_model, without_idle_moves
+from engine.runner.launcher import Launcher
+from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -28,23 +23,11 @@ POLL_INTERVAL_S = 0.2  # how soon a thread notices that it should end
 
 
 class Worker:
-    """One rank above 0. The constructor returns once all ranks have loaded the model; `run` then follows rank 0.
+    """One rank above 0, which follows rank 0."""
 
-    Raises StartupError if any rank cannot start.
-    """
-
-    def __init__(self, config: EngineConfig, group: TPGroup, host: str = "127.0.0.1"):
-        """host: IP address at which ranks of other engines reach this one."""
-        self._group = group
-        with ExitStack() as opened, group.starting():
-            folder: Path = engine_folder(config)
-            model_config = read_model(config, folder)
-            config = without_idle_moves(config, model_config)
-            self._runner = open_runner(config, model_config, folder, group, host)
-            opened.callback(self._runner.close)
-            self._receiver = PlanReceiver(group)
-            opened.pop_all()
-        self._launcher = open_launcher(self._runner, group)
+    def __init__(self, group: TPGroup, runner: ModelRunner, launcher: Launcher, receiver: PlanReceiver):
+        """All of them are closed when `run` ends."""
+        self._group, self._runner, self._launcher, self._receiver = group, runner, launcher, receiver
         self._stopping = threading.Event()
 
     def run(self) -> None:

@@ -86,7 +86,7 @@ def rehearsal(monkeypatch, request) -> None:
     monkeypatch.setattr(library_attention, "OP", library_attention.OP._replace(ours=library_attention.OP.plain))
     monkeypatch.setattr(library_attention.attention, "paged_attention", attention_plain.paged_attention)
     monkeypatch.setattr(first, "BATCHES", (1, 3))
-    monkeypatch.setattr("engine.runner.open_runner.check_kernels", lambda *args: None)
+    monkeypatch.setattr("engine.assembly.open_runner.check_kernels", lambda *args: None)
     build = engines.EngineConfig
     monkeypatch.setattr(
         engines, "EngineConfig", lambda **options: build(**options, num_gpu_blocks_override=2000, num_threads=1)

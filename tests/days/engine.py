@@ -55,7 +55,7 @@ from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
 from engine.parts.speculation.speculator import Speculator
 from engine.parts.stages.micro_batches import MicroBatches
-from engine.runner.launching.launcher import Launcher
+from engine.runner.launcher import Launcher
 from engine.serving.endpoint import EngineEndpoint
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received

@@ -247,9 +247,9 @@ def install_kernels() -> None:
     """Let kernels be interpreted, with tensors of the device only."""
     from triton.runtime.interpreter import GridExecutor
 
+    from engine.assembly import open_runner
     from engine.devices.cuda_device import CudaDevice
     from engine.model.ops.gpu import dependent_launch
-    from engine.runner import open_runner
     from tests.engine.model.ops.gpu import interpreter
 
     execute = GridExecutor.__call__

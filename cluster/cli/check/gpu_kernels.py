@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.assembly.load import read_model
+from engine.assembly.open_runner import load_runner
 from engine.config import EngineConfig
 from engine.errors import StartupError
 from engine.kernel_trial.check import has_kernels, try_kernels
 from engine.model.checkpoint.overlay import engine_folder
-from engine.runner.open_runner import load_runner
-from engine.runner.rank_setup import read_model
 
 if TYPE_CHECKING:
     from engine.kernel_trial.trial import Verdict
@@ -22,7 +22,7 @@ def tried(model: str, options: dict[str, Any]) -> list[Verdict]:
     would be used: without a GPU, without Triton, or for a model that transformers computes."""
     config = EngineConfig(model=model, **{**options, "load_format": "dummy", "allow_untested_kernels": True})
     folder = engine_folder(config)
-    found = read_model(config, folder)
+    config, found = read_model(config, folder)
     if not has_kernels(config, found):
         why = f"{found.architecture} has none" if torch.cuda.is_available() else "torch finds no GPU here"
         raise StartupError(f"there are no kernels to try: {why}")

@@ -31,9 +31,9 @@ from engine.model.quantization.packed_int import PackedInt
 from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
+from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import kv_cache
 from engine.runner.memory import choose_num_snapshots, snapshot_bytes, usable_gpu_memory
-from engine.runner.parts.stages import divide_layers
 from engine.runner.rank_setup import check_tested
 from placement.capacity import Node, can_grow, missing
 

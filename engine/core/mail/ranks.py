@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.group_experts import GroupExperts
-from engine.runner.launching.launcher import Launcher
+from engine.runner.launcher import Launcher
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep
 from engine.wire.parts.part_record import Records, encoded

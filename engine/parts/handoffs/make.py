@@ -14,7 +14,7 @@ def make(setup: PartSetup) -> Made:
     loaded, config = setup.loaded, setup.loaded.config.handoff
     if config is None:
         return Made()
-    from engine.runner.parts.kv_workers import KVWorkers  # it needs pyzmq
+    from engine.parts.handoffs.rank.kv_workers import KVWorkers  # it needs pyzmq
 
     runner, policy = loaded.runner, None
     channel = open_channel(setup, config, runner.parts[KVWorkers].of_ranks)

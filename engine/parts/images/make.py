@@ -9,8 +9,8 @@ from engine.parts.handoffs.open_channel import open_channel
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.images.image_handoffs import ImageHandoffs
+from engine.parts.images.rank.images import Images
 from engine.parts.setup import Made, PartSetup
-from engine.runner.parts.images import Images
 
 
 def make(setup: PartSetup) -> Made:

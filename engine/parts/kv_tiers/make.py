@@ -15,7 +15,7 @@ def make(setup: PartSetup) -> Made:
     config, now = setup.loaded.config, setup.clock.monotonic()
     if not config.offloads_kv:
         return Made()
-    from engine.runner.parts.kv_tiers import KVTiers  # it needs packages that other engines do without
+    from engine.parts.kv_tiers.rank.kv_tiers import KVTiers  # it needs packages that other engines do without
 
     tiers, found = setup.loaded.runner.parts[KVTiers].tiers, list[Tier]()
     assert tiers is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_courier import AdapterCourier
 from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.parts.lora.rank.adapters import Adapters
 from engine.parts.setup import Made, PartSetup
-from engine.runner.parts.adapters import Adapters
 
 
 def make(setup: PartSetup) -> Made:

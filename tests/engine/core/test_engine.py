@@ -264,7 +264,7 @@ def test_a_pause_without_a_lost_engine_is_neither_a_steps_time_nor_a_requests_co
             launched.result()
         if inputs.plan.step == 8:
             engine.clock.now += 7.0
-            launcher.went_on_at = engine.clock.now
+            launcher.resumed_at = engine.clock.now
         engine.clock.now += 0.5
         return launched
 

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs
-from engine.runner.parts.images import Images
+from engine.parts.images.rank.images import Images
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.parts.images import ImageStats
 from engine.wire.remote_request import Peer, RemoteRequest

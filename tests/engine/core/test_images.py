@@ -21,7 +21,7 @@ from engine.errors import ConfigError, InvalidParameter
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
-from engine.runner.parts.images import Images
+from engine.parts.images.rank.images import Images
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData

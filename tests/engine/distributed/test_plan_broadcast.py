@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.assembly.build import build_engine
+from engine.assembly.open_worker import open_worker
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed import plan_broadcast
@@ -189,7 +190,7 @@ def folder(tmp_path_factory):
 
 def start(config: EngineConfig, groups: list[TPGroup], worker_config: EngineConfig) -> tuple[EngineCore, Worker]:
     with ThreadPoolExecutor(1) as pool:
-        worker = pool.submit(Worker, worker_config, groups[1])
+        worker = pool.submit(open_worker, worker_config, groups[1])
         core = build_engine(config, groups[0])
         return core, worker.result()
 
@@ -260,7 +261,7 @@ def test_a_model_that_does_not_divide_names_the_key(folder):
     groups = connect(3)
     config = make_config(folder, tensor_parallel_size=3)
     with pytest.raises(StartupError, match="configuration: tensor_parallel_size must be a divisor"):
-        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else build_engine(config, groups[0]))
+        on_all(3, lambda rank: open_worker(config, groups[rank]) if rank else build_engine(config, groups[0]))
 
 
 def test_a_group_of_another_size_than_configured_is_refused(folder):

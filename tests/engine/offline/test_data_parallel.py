@@ -22,7 +22,7 @@ from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.free_memory import FreeMemory
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
-from engine.runner.parts.experts import Experts
+from engine.parts.experts.rank.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.lora.test_engines import ask

@@ -16,8 +16,8 @@ from engine.errors import ConfigError, EngineUnavailable
 from engine.free_memory import FreeMemory
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
-from engine.runner.launching import recovery
-from engine.runner.parts.experts import Experts
+from engine.parts.experts.rank import recovery
+from engine.parts.experts.rank.experts import Experts
 from engine.wire.parts.experts import ExpertReport, SharedSteps
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.offline.test_rank_processes import wait_until

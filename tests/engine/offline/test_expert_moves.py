@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.errors import ConfigError, EngineUnavailable
 from engine.options.experts import EPLBConfig
-from engine.runner.parts.experts import Experts
+from engine.parts.experts.rank.experts import Experts
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.experts import ExpertReport, ExpertStats
 from engine.wire.sampling_params import SamplingParams

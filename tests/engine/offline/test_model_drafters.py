@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import LLM, SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.errors import ConfigError, ModelFolderError
+from engine.parts.speculation.rank.drafting import Drafting
 from engine.runner.model_runner import ModelRunner
-from engine.runner.parts.drafting import Drafting
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.plan import ON_DEVICE, StepResult
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -23,7 +23,7 @@ from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
-from engine.runner.parts.stages import divide_layers
+from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams

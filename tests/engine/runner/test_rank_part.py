@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,8 @@ import pytest
 from msgspec import structs
 from torch import Tensor
 
+from engine.assembly import open_runner
+from engine.assembly.table import RANK_PARTS
 from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
@@ -19,8 +19,6 @@ from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.models.llama import Model
 from engine.runner.model_runner import ModelRunner
-from engine.runner.open_runner import load_runner
-from engine.runner.parts import table
 from engine.runner.rank_part import RankPart, RankParts, Run
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
@@ -28,8 +26,8 @@ from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.plan import NewSequence, StepPlan, StepResult
+from tests.imports import ROOT
 from tests.models import make_model
-from tests.test_architecture import imported_files
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 8, "max_num_seqs": 2}
 
@@ -141,27 +139,25 @@ class Failing(RankPart):
 def test_a_start_that_fails_closes_the_parts_in_reverse(folder, monkeypatch):
     calls: list[str] = []
     parts = [Noting("first", calls), Noting("second", calls), Failing()]
-    rows = [SimpleNamespace(has=lambda setup: True, make=lambda setup, part=part: part) for part in parts]
-    monkeypatch.setattr(table, "RANK_PARTS", rows)
+    monkeypatch.setattr(open_runner, "make_rank_parts", lambda setup: RankParts(parts))
     config = EngineConfig(model=str(folder), **OPTIONS)
     with pytest.raises(StartupError, match="no room"):
-        load_runner(config, ModelConfig.from_folder(folder), folder, TPGroup.single())
+        open_runner.load_runner(config, ModelConfig.from_folder(folder), folder, TPGroup.single())
     assert calls[-2:] == ["close second", "close first"]
 
 
-def test_no_part_of_a_rank_knows_another():
-    folder = Path(table.__file__).parent
-    parts = {folder / f"{spec.place.partition('.')[0]}.py" for spec in table.RANK_PARTS}
-    assert all(file.is_file() for file in parts)
-    for file in folder.glob("*.py"):
-        assert not imported_files(file) & (parts - {file}), f"{file.name} imports another part"
-
-
 def test_each_row_of_the_table_is_a_part_with_a_name_of_its_own():
-    found = []
-    for spec in table.RANK_PARTS:
-        file, _, name = spec.place.partition(".")
-        kind = getattr(importlib.import_module(f"{table.__package__}.{file}"), name)
-        assert issubclass(kind, RankPart)
-        found.append(kind.name)
-    assert all(found) and len({*found}) == len(found)
+    """Each file of a rank's end is imported, and each class there that is a part has its own key in steps."""
+    kinds = set[type[RankPart]]()
+    for name in RANK_PARTS:
+        folder = ROOT / "engine" / "parts" / name / "rank"
+        modules = [importlib.import_module(f"engine.parts.{name}.rank.{file.stem}") for file in folder.glob("*.py")]
+        found = {kind for module in modules for kind in vars(module).values() if is_part(kind)}
+        assert found, name
+        kinds |= found
+    names = [kind.name for kind in kinds if kind.__base__ is RankPart]
+    assert all(names) and len({*names}) == len(names)
+
+
+def is_part(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, RankPart) and kind is not RankPart

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.assembly.build import images_only
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -18,6 +17,7 @@ from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.ops import dispatch
 from engine.model.quantization.scheme import online
+from engine.parts.images.fitting import images_only
 from engine.runner.rank_setup import RankSetup
 from tests.engine.model.model_configs import tiny_config
 from tests.late_device import LateDevice

@@ -14,10 +14,10 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import RowParallelLinear
 from engine.options.speculation import SpeculativeConfig
+from engine.parts.images.rank.images import Images
+from engine.parts.speculation.rank.drafting import Drafting
 from engine.runner.load import load_model
 from engine.runner.memory import free_gpu_memory
-from engine.runner.parts.drafting import Drafting
-from engine.runner.parts.images import Images
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.warm_up import run_dummy_step

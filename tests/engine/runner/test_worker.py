@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.assembly.build import build_engine
+from engine.assembly.open_worker import open_worker
 from engine.config import EngineConfig
 from engine.distributed import tp_group
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.model.ops import dispatch
-from engine.runner.worker import Worker
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import CapturedGraph, LateDevice
@@ -78,7 +78,7 @@ class Ranks:
 
     def _follow(self, config: EngineConfig, address: str) -> None:
         group = TPGroup.connect(1, 2, address, LIMIT_S, device="cpu", shared_memory=False)
-        worker = Worker(config, group)
+        worker = open_worker(config, group)
         del group
         worker.run()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import KernelInterface
 
+from engine.assembly.open_runner import load_runner
 from engine.config import EngineConfig
 from engine.errors import StartupError
 from engine.kernel_trial import check, steps
@@ -38,7 +39,6 @@ from engine.model.ops.gpu import (
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.runner import model_runner
-from engine.runner.open_runner import load_runner
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
 from tests.models import with_slow

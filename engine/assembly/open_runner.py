@@ -1,0 +1,52 @@
+"""Opens the runner of a rank, with its parts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.assembly.table import RANK_PARTS
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.kernel_trial.check import check_kernels
+from engine.model.config import ModelConfig
+from engine.runner.model_runner import ModelRunner
+from engine.runner.rank_part import RankParts
+from engine.runner.rank_setup import RankSetup
+
+
+def open_runner(
+    config: EngineConfig, model: ModelConfig, folder: Path, group: TPGroup, host: str = "127.0.0.1"
+) -> ModelRunner:
+    """Load this rank's part of a model whose kernels are right. group: all ranks of the engine. host: IP address at
+    which ranks of other engines reach this one. Every rank has to call this within `group.starting()`. Raises
+    StartupError."""
+    check_kernels(config, model, folder, load_runner)
+    return load_runner(config, model, folder, group, host)
+
+
+def load_runner(
+    config: EngineConfig, model: ModelConfig, folder: Path, group: TPGroup, host: str = "127.0.0.1"
+) -> ModelRunner:
+    """Load this rank's part of a model. The arguments and errors are those of `open_runner`."""
+    stage_layers: Sequence[int] = ()
+    if config.pipeline_parallel_size > 1:
+        from engine.parts.stages.rank.pipeline_stage import join_stage  # it needs pyzmq
+
+        group, stage_layers = join_stage(config, model, group)
+    setup = RankSetup.of(config, model, folder, group, stage_layers=stage_layers, host=host)
+    parts = make_rank_parts(setup)
+    with ExitStack() as opened:
+        for close in parts.close[::-1]:
+            opened.callback(close)
+        runner = ModelRunner(setup, parts)
+        opened.pop_all()
+    return runner
+
+
+def make_rank_parts(setup: RankSetup, table: Sequence[str] = RANK_PARTS) -> RankParts:
+    """Return the parts that a rank has. table: their folders, in the order in which they begin a step."""
+    made = [importlib.import_module(f"engine.parts.{name}.rank.make").make(setup) for name in table]
+    return RankParts([part for part in made if part is not None])

@@ -1,1 +1,0 @@
-"""Pipeline stages: their groups of ranks, and the results of their steps."""

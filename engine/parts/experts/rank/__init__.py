@@ -1,0 +1,1 @@
+"""Experts that several ranks share, on each of them."""

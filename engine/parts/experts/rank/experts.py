@@ -1,0 +1,76 @@
+"""Experts that several ranks share: their load, and moves between the ranks (engine/eplb/)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from engine.distributed.expert_shard_plan import exchange_of
+from engine.eplb.layer_slots import add_slots
+from engine.eplb.open_experts import open_experts
+from engine.eplb.rank_experts import NoExperts
+from engine.errors import ConfigError, OutOfMemory
+from engine.free_memory import FreeMemory
+from engine.model.expert_split import choose_exchange
+from engine.model.layers import moe
+from engine.model.models.llama import Model
+from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.rank_part import RankPart, Run
+from engine.runner.rank_setup import RankSetup
+from engine.runner.step import Forward
+from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
+
+logger = logging.getLogger(__name__)
+
+
+class Experts(RankPart):
+    name = "experts"
+
+    def __init__(self, setup: RankSetup):
+        self.setup = setup
+        self.rank = NoExperts()
+        if (exchange := exchange_of(setup.tp)) is not None:
+            choose_exchange(setup.config, exchange, on_gpu=setup.torch_device.type == "cuda")
+
+    def extend(self, model: Model) -> None:
+        """Make room for redundant experts. Raises ConfigError for a model without experts, as transformers' own code
+        may be."""
+        setup = self.setup
+        if setup.model.transformers and not any(isinstance(layer, moe.Experts) for layer in model.modules()):
+            limit = f"left out for {setup.model.architecture}, which has no experts"
+            raise ConfigError("enable_expert_parallel", True, limit)
+        if setup.config.redundant_experts is not None:
+            add_slots(model)
+
+    def attach(self, model: Model) -> None:
+        """Begin to count. Steps before may have more tokens than there is room for."""
+        self.rank = open_experts(self.setup.config, model, self.setup.tp, self.setup.device)
+
+    def reserve(self, free: FreeMemory) -> FreeMemory:
+        """Keep room for the experts of a lost engine."""
+        return keep_free(free, self.rank.spare_bytes)
+
+    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+        self.rank.reset()
+
+    def before(self, step: Forward) -> None:
+        self.rank.begin(step.inputs.plan.record(ExpertOrder), step.inputs.plan.num_tokens)
+
+    def answers(self) -> Iterable[ExpertAnswer]:
+        return self.rank.answers()
+
+    def close(self) -> None:
+        self.rank.close()
+
+
+def keep_free(free: FreeMemory, spare_bytes: int) -> FreeMemory:
+    """Return what is left of the free memory if room is kept for the experts of a lost engine. Raises OutOfMemory
+    if there is too little."""
+    if spare_bytes > free.size:
+        raise OutOfMemory(
+            f"with enable_elastic_ep, this rank needs {spare_bytes / 2**30:.2f} GiB for its part of the experts of a "
+            f"lost engine, but only {free}; use more ranks, or leave the option out"
+        )
+    if spare_bytes:
+        logger.info("%.2f GiB are kept free for experts of a lost engine", spare_bytes / 2**30)
+    return free.less(spare_bytes)

@@ -1,0 +1,19 @@
+"""Makes the experts of a rank."""
+
+from __future__ import annotations
+
+from engine.distributed.expert_shard_plan import exchange_of
+from engine.runner.rank_part import RankPart
+from engine.runner.rank_setup import RankSetup
+
+
+def make(setup: RankSetup) -> RankPart | None:
+    if not setup.config.enable_expert_parallel:
+        return None
+    if exchange_of(setup.tp) is None:
+        from engine.parts.experts.rank.experts import Experts
+
+        return Experts(setup)
+    from engine.parts.experts.rank.shared_experts import SharedExperts  # it needs pyzmq
+
+    return SharedExperts(setup)

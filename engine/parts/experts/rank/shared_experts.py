@@ -1,0 +1,33 @@
+"""Experts that several engines share: their steps are launched together."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.models.llama import Model
+from engine.parts.experts.rank.experts import Experts
+from engine.parts.experts.rank.shared_rank import SharedRank
+from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
+from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.graphs.shared_graphs import SharedGraphs
+from engine.runner.launcher import StepRunner
+from engine.runner.rank_part import Run
+from engine.runner.step_memory import StepMemory
+
+
+class SharedExperts(Experts):
+    def attach(self, model: Model) -> None:
+        super().attach(model)
+        self._model = model
+
+    def allocate(self, memory: StepMemory) -> None:
+        self._states = memory.states
+
+    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+        super().start(run, graphs)
+        self._graphs = cast("SharedGraphs | NoGraphs", graphs)
+
+    def launcher(self, runner: StepRunner, group: TPGroup) -> WaveLauncher:
+        rank = SharedRank(runner, self.setup, self._model, self._states, self._graphs, self.rank)
+        return open_wave_launcher(rank, group)

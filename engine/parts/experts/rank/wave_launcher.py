@@ -1,0 +1,288 @@
+"""Launches the steps of an engine that shares experts with others, in steps that all engines take together.
+
+A wave is a series of such steps. An engine with a step to launch starts a wave, and wakes the others. In each step of
+the wave, an engine launches its own step, or computes only its experts for the tokens of the others. The wave ends when
+no engine has a step; then all threads sleep. So an engine without requests computes no dummy step, and its scheduler
+knows nothing of the others. The first rank of an engine decides, and its other ranks do the same. An engine that ends
+serves the others until the wave is over.
+
+If another engine is lost, a Recovery decides what follows. If the engines go on, all of them begin with a wave, in
+which they launch the interrupted steps again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
+from engine.distributed.data_parallel.roster import Lost, Message, Regroup, Wave
+from engine.distributed.exchange.expert_exchange import StepSize
+from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable
+from engine.model.layers import moe
+from engine.parts.experts.rank.recovery import NoRecovery, Recovery
+from engine.parts.experts.rank.shared_rank import SharedRank
+from engine.runner.launcher import Launcher
+from engine.runner.step import LaunchedStep, StepInputs
+from engine.wire.parts.experts import SharedSteps
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 0.05  # that the other engines wait for the next step of an engine which has just taken one
+STAGE_LATE_S = 0.002  # the same in a pipeline stage: its next step may need that of another stage, which waits for them
+END_S = 5.0  # for the thread to end
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A step to be launched."""
+
+    inputs: StepInputs
+    launched: Future[LaunchedStep]
+
+    @property
+    def size(self) -> StepSize:
+        inputs = self.inputs
+        return StepSize(len(inputs.token_index)) if inputs.unpadded is None else StepSize(*inputs.unpadded.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Says that there is no step to launch until the next job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the thread."""
+
+
+class WaveLauncher(Launcher):
+    """A Launcher with a thread that also serves other engines: that of the first rank of an engine, or of each of its
+    stages."""
+
+    def __init__(self, rank: SharedRank, group: DataParallelGroup, recovery: NoRecovery):
+        super().__init__(rank.runner)
+        self._exchange, self._waves = group.expert_exchange, group.waves
+        self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
+        self._recovery, self._graphs, self._rank_experts = recovery, rank.graphs, rank.experts
+        self._layers = [layer for layer in rank.model.modules() if isinstance(layer, moe.Experts)]
+        self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
+        self._lock = threading.Lock()
+        self._broken: str | None = None  # guarded by the lock, so that no job comes after the thread's end
+        self._number = 0  # of the current or next wave
+        self._awaits = True  # whether that wave is still to start
+        self._rests = True  # whether the others need not wait for this engine's next step
+        self._stopping = False
+        self._num_own = self._num_served = 0  # steps
+        self._wait_s = 0.0
+        self._waves.listen(self._hear)
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    @property
+    def resumed_at(self) -> float:  # type: ignore[override]
+        return self._recovery.resumed_at
+
+    def launch(self, inputs: StepInputs) -> Future[LaunchedStep]:
+        job = Job(inputs, Future())
+        with self._lock:
+            if self._broken is not None:
+                raise EngineUnavailable(self._broken)
+            self._queue.put(job)
+        return job.launched
+
+    def rest(self) -> None:
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        self._queue.put(Rest())
+
+    def report(self) -> SharedSteps:
+        recovery = self._recovery
+        return SharedSteps(
+            steps={"own": self._num_own, "served": self._num_served},
+            wait_s=self._wait_s,
+            generation=recovery.generation,
+            engines=recovery.num_engines,
+            pause_s=recovery.pause_s,
+        )
+
+    def close(self) -> None:
+        self._recovery.close()
+        self._queue.put(Stop())
+        self._thread.join(END_S)
+
+    def _hear(self, message: Message) -> None:
+        self._recovery.hear(message)
+        self._queue.put(message)
+
+    def _run(self) -> None:
+        try:
+            self._runner.device.set_current()
+            while not self._stopping:
+                lost = self._take_wave()
+                if lost is not None and not self._stopping:
+                    # no error is alive any more that would keep connections to other engines open
+                    if (launched := self._recovery.recover(lost)) is not None:
+                        self._answer(launched)
+                    self._number, self._awaits = 0, False
+        except BaseException as error:  # noqa: BLE001 - raised again by `launch` and `rest`
+            self._fail(error)
+            self._waves.tell(Lost(self._recovery.generation, str(error) or type(error).__name__))
+        else:
+            self._fail(EngineUnavailable("the engine has ended"))
+
+    def _take_wave(self) -> str | None:
+        """Take part in a wave. Returns why it was interrupted, if it was."""
+        try:
+            if self._awaits:
+                self._await_wave()
+                if self._stopping:
+                    return None
+            while self._begin():
+                self._take_part()
+                self._look_for_job()
+            self._number, self._awaits = self._number + 1, True
+            return None
+        except EngineUnavailable as error:
+            return str(error)
+
+    def _await_wave(self) -> None:
+        """Sleep until there is something to launch, or another engine starts a wave. Raises EngineUnavailable if an
+        engine is lost meanwhile."""
+        generation = self._recovery.generation
+        while not self._stopping:
+            match self._queue.get():
+                case Job() as job:
+                    self._jobs.append(job)
+                    self._waves.tell(Wave(self._number, generation))
+                    return
+                case Wave(number, of) if (number, of) == (self._number, generation):
+                    return
+                case Stop():
+                    self._stopping = True
+                case Lost() | Regroup() if self._recovery.lost is not None:
+                    raise EngineUnavailable(self._recovery.lost)
+
+    def _look_for_job(self) -> None:
+        """Take the next step to launch from the queue, if there is one. After a step of this engine, wait until there
+        is another, or the engine says that there is none, but not for long."""
+        wait_s = 0.0 if self._rests else self._late_s
+        while not self._jobs and not self._stopping:
+            try:
+                item = self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
+            except queue.Empty:
+                self._rests = True
+                return
+            match item:
+                case Job():
+                    self._jobs.append(item)
+                case Rest():
+                    self._rests, wait_s = True, 0.0
+                case Stop():
+                    self._stopping = True
+
+    def _begin(self) -> bool:
+        """Tell the other engines what this one has. Returns whether any engine has a step."""
+        started, experts = time.monotonic(), self._rank_experts
+        any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
+        self._wait_s += time.monotonic() - started
+        if self._recovery.lost is not None:  # a GPU would compute any numbers from now on, without an error
+            raise EngineUnavailable(self._recovery.lost)
+        if any_has_one:
+            experts.turn(self._exchange.states)
+        return any_has_one
+
+    @torch.inference_mode()
+    def _take_part(self) -> None:
+        """Take a step of the wave: launch a step of this engine, or serve the other engines."""
+        exchange = self._exchange
+        shape = self._graphs.agreed(exchange.sizes, exchange.members.engine)
+        if exchange.has_step:
+            self._rests, inputs = False, self._jobs[0].inputs
+            self._answer(self._recovery.launch(inputs if shape is None else inputs.as_graph(shape)))
+            return
+        self._num_served += 1
+        if shape is None:
+            for layer in self._layers:
+                layer.serve()
+        else:
+            self._rank_experts.begin(None, 0)
+            self._graphs.run_empty(shape)
+
+    def _answer(self, launched: LaunchedStep) -> None:
+        """Take the first job away, which has been launched."""
+        self._num_own += 1
+        self._jobs.popleft().launched.set_result(launched)
+
+    def _fail(self, error: BaseException) -> None:
+        """Refuse all jobs from now on."""
+        with self._lock:
+            self._broken = str(error) or type(error).__name__
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, Job):
+                self._jobs.append(item)
+        for waiting in self._jobs:
+            waiting.launched.set_exception(error)
+
+
+class FollowingLauncher(WaveLauncher):
+    """The launcher of another rank of an engine or stage. It takes the steps that the first rank takes, in the same
+    order."""
+
+    def _await_wave(self) -> None:
+        """Sleep until an engine starts a wave."""
+        while not self._stopping:
+            match self._take():
+                case Wave(number, of) if (number, of) == (self._number, self._recovery.generation):
+                    return
+
+    def _look_for_job(self) -> None:
+        """Do nothing: `begin` tells whether there is a step."""
+
+    def _take_part(self) -> None:
+        while self._exchange.has_step and not self._jobs:
+            self._take(waits=True)
+            if self._stopping:
+                raise EngineUnavailable("the engine has ended")
+        super()._take_part()
+
+    def _take(self, waits: bool = False) -> Rest | Message | None:
+        """Take the next item from the queue, and return it unless it is a job. waits: whether the first rank has
+        launched a step that is still to come. Raises EngineUnavailable if a step or wave is not there in time, or an
+        engine is lost meanwhile."""
+        try:
+            item = self._queue.get(timeout=COLLECTIVE_TIMEOUT_S if waits or self._jobs else None)
+        except queue.Empty:
+            late = f"has not gone on with a step for {COLLECTIVE_TIMEOUT_S:.0f} s"
+            raise EngineUnavailable(f"the first rank of this engine {late}") from None
+        match item:
+            case Job():
+                self._jobs.append(item)
+                return None
+            case Stop():
+                self._stopping = True
+                return None
+            case Lost() | Regroup() if self._recovery.lost is not None:
+                raise EngineUnavailable(self._recovery.lost)
+        return item
+
+
+def open_wave_launcher(rank: SharedRank, group: TPGroup) -> WaveLauncher:
+    """Return the launcher of a rank. group: the ranks of its engine."""
+    assert isinstance(group, DataParallelGroup)
+    recovery = (Recovery if rank.setup.config.enable_elastic_ep else NoRecovery)(rank, group)
+    return (WaveLauncher if group.leads else FollowingLauncher)(rank, group, recovery)

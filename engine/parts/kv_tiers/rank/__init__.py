@@ -1,0 +1,1 @@
+"""Tiers below the KV cache of a rank."""

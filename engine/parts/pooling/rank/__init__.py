@@ -1,0 +1,1 @@
+"""Pooling on a rank."""

@@ -1,1 +1,0 @@
-"""Where the steps of a rank are launched."""

@@ -1,1 +1,0 @@
-"""The rank's end of each feature."""
