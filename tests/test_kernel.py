@@ -16,7 +16,7 @@ LIMITS = {
     "wire": 874,
     "text": 542,
     "distributed": 812,
-    "model": 2_763,
+    "model": 2_765,
     "runner": 1_861,
     "core": 2_468,
 }

@@ -29,7 +29,7 @@ def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
     """Compile the CPU kernels that layers have imported, so that no request waits for a compilation."""
     if cpu_kernels(dtype, device):
-        importlib.import_module(f"{__package__}.cpu.kernel").compile_imported(dtype)
+        kernels("cpu.kernel").compile_imported(dtype)
 
 
 def module_of(dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str = "") -> ModuleType | None:
@@ -37,8 +37,13 @@ def module_of(dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str 
     empty for none."""
     for has_kernels, package, module in ((cpu_kernels, "cpu", cpu), (gpu_kernels, "gpu", gpu)):
         if module and has_kernels(dtype, device):
-            return importlib.import_module(f"{__package__}.{package}.{module}")
+            return kernels(f"{package}.{module}")
     return None
+
+
+def kernels(module: str) -> ModuleType:
+    """Import a module of fast versions, such as `cpu.linear`."""
+    return importlib.import_module(f".{module}", __package__)
 
 
 def fastest(op: Op, dtype: torch.dtype, device: torch.device, cpu: str = "", gpu: str = "") -> Op:

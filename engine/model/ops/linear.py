@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def cpu_kernels() -> Any:
     """Return the module of our CPU kernel; None if the kernel cannot run here."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
-    return import_module(f"{__package__}.cpu.linear")
+    return dispatch.kernels("cpu.linear")
 
 
 def outputs_multiple(dtype: torch.dtype, device: torch.device) -> int:

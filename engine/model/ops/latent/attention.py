@@ -23,30 +23,19 @@ def select(dtype: torch.dtype, device: torch.device) -> tuple[WriteLatent, Laten
     first `rank` values are the value (arXiv:2405.04434). `write_latent` writes these vectors [tokens, head_dim] to K of
     the cache, at `batch.slot_mapping`; V is absent or unused. q: [tokens, heads, head_dim].
     """
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import attention
-
-        return write_latent, attention.latent_attention
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import latent_attention as gpu
-        from engine.model.ops.gpu import latent_rope
-
-        return latent_rope.write_latent, gpu.latent_attention
-    return write_latent, latent_attention
+    fast = dispatch.module_of(dtype, device, cpu="attention", gpu="latent_attention")
+    writes = dispatch.module_of(dtype, device, gpu="latent_rope")
+    return (
+        write_latent if writes is None else writes.write_latent,
+        latent_attention if fast is None else fast.latent_attention,
+    )
 
 
 def select_rotate_and_write(dtype: torch.dtype, device: torch.device) -> Callable[..., None] | None:
     """Return the kernel that norms latents, rotates queries and keys of latent attention, and writes the cache; None if
     there is none. See ops/gpu/latent_rope.py."""
-    if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import rope
-
-        return rope.rotate_and_write_latent
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import latent_rope
-
-        return latent_rope.rotate_and_write_latent
-    return None
+    fast = dispatch.module_of(dtype, device, cpu="rope", gpu="latent_rope")
+    return None if fast is None else fast.rotate_and_write_latent
 
 
 def write_latent(latent: Tensor, batch: Batch, layer: int) -> None:
