@@ -32,8 +32,8 @@ from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
 from engine.model.ops.cpu.kernel import Kernel
 from engine.model.ops.cpu.linear import MULTIPLY
+from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.model_runner import ModelRunner
-from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.plan import BlockChange
 
 REPETITIONS = 5

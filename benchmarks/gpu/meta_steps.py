@@ -21,7 +21,7 @@ from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.latent_attention import LatentAttention
 from engine.model.layers.moe import Experts
 from engine.offline.weightless_model import META, WeightlessModel
-from engine.runner.cuda_graphs import CudaGraphs, StepShape
+from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape
 
 MAX_GRID = (2**31 - 1, 65_535, 65_535)  # of CUDA: x, y, z
 MAX_OFFSET = 2**31 - 1  # of an offset of 32 bits, which Triton computes unless told otherwise

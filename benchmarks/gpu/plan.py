@@ -21,7 +21,7 @@ from benchmarks.gpu.expected import MATRIX as PROMPT_SHARE
 from engine.kernel_trial.steps import CHUNKS, DECODES, PROMPTS
 from engine.model.ops.gpu.compile_target import Variant
 from engine.offline.precompile import MAX_PROCESSES
-from engine.runner.cuda_graphs import decode_sizes, mixed_sizes
+from engine.runner.graphs.cuda_graphs import decode_sizes, mixed_sizes
 
 CARD, CAPABILITY = CARDS["H100"], (9, 0)
 PROCESS_S = 8.0  # to import torch, Triton and the engine takes 4 s of a CPU; as much again for a context and cuBLAS

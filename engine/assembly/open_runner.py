@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.kernel_trial.check import check_kernels
 from engine.model.config import ModelConfig
+from engine.runner.graphs.open_layers import open_layers
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup
@@ -41,7 +42,7 @@ def load_runner(
     with ExitStack() as opened:
         for close in parts.close[::-1]:
             opened.callback(close)
-        runner = ModelRunner(setup, parts)
+        runner = ModelRunner(setup, parts, open_layers)
         opened.pop_all()
     return runner
 

@@ -123,7 +123,7 @@ def try_kernels(
     try:
         if config.enable_lora:
             fill_adapters(runner.model)
-        runner.graphs.drop()  # one kernel after another, at first
+        runner.layers.graphs.drop()  # one kernel after another, at first
         verdicts = try_each(runner)
         if dependent_launch.in_use(runner.device.torch_device):
             verdicts.append(compare_steps(runner))

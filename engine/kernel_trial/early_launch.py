@@ -28,9 +28,9 @@ def compare_steps(runner: Any) -> Verdict:
         for launches in (nullcontext(), dependent_launch.apart()):
             with launches:
                 if in_graphs:
-                    runner.capture()
+                    runner.layers.capture()
                 written, steps, replays = note_steps(runner)
-                runner.graphs.drop()
+                runner.layers.graphs.drop()
             found.append(written)
         if in_graphs and not replays:
             break  # the model has none

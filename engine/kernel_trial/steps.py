@@ -45,7 +45,7 @@ def compute_steps(runner: Any) -> tuple[list[int], int, int]:
         inputs = runner.prepare(plan)
         result = runner.collect(runner.launch(inputs))
         tokens += [token for sampled in result.tokens for token in sampled]
-        steps, replays = steps + 1, replays + (inputs.graph is not None)
+        steps, replays = steps + 1, replays + (not inputs.prepared.needs_batch)
     return tokens, steps, replays
 
 

@@ -49,8 +49,8 @@ class Batch:
     """The tokens that a step computes, sequence after sequence.
 
     Rows and sequences at the end may be padding, so that CUDA graphs for a few sizes serve all batches
-    (runner/cuda_graphs.py). Rows that belong to no sequence have slot_mapping -1, and sequences without rows have
-    kv_len 0. No KV is written or read for padding. Its rows of an output are 0 or undefined (ops/attention.py).
+    (runner/graphs/cuda_graphs.py). Rows that belong to no sequence have slot_mapping -1, and sequences without rows
+    have kv_len 0. No KV is written or read for padding. Its rows of an output are 0 or undefined (ops/attention.py).
     """
 
     positions: Tensor

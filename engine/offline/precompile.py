@@ -22,8 +22,8 @@ from engine.model.ops.gpu import sampling
 from engine.model.ops.gpu.compile_target import Variant, variants
 from engine.model.ops.logits.penalties import Penalties
 from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, as_on_a_gpu
-from engine.runner.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
-from engine.runner.warm_up import CHUNKS, CONTEXTS
+from engine.runner.graphs.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
+from engine.runner.graphs.warm_up import CHUNKS, CONTEXTS
 
 MAX_PROCESSES = 16  # each takes some hundred MiB
 

@@ -24,7 +24,7 @@ from engine.model.models.registry import build_model
 from engine.model.ops import dispatch, moe, quantized_linear
 from engine.model.ops.latent import tiles
 from engine.model.state import StateCache, state_specs
-from engine.runner.cuda_graphs import CudaGraphs, StepShape, buffer_size
+from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, buffer_size
 from engine.runner.step_memory import StepMemory
 
 META = torch.device("meta")

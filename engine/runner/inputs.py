@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.devices.device import Device, StagedCopy
 from engine.engine_options import EngineOptions
 from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
 from engine.model.ops import dispatch
-from engine.runner.cuda_graphs import StepShape, UnpaddedStep
+from engine.runner.layer_runner import LayerRunner
 from engine.runner.logits_processors import COUNTERS, LogitsEdits
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
-from engine.runner.step import NO_TABLE_ROWS, BlockTableRows, NewTokens, PromptLogprobRows, StepInputs
-from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
+from engine.runner.step import NewTokens, PromptLogprobRows, StepInputs
+from engine.runner.step_layout import BatchRows, SampledTokens, StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import NewSequence, SampledStep, StepPlan
@@ -36,17 +35,14 @@ class InputBuilder:
         model_config: ModelConfig,
         device: Device,
         memory: StepMemory,
-        shape_for: Callable[[int, int, int], StepShape | None] = lambda tokens, seqs, longest: None,
+        layers: LayerRunner,
         parts: RankParts = NO_PARTS,
     ):
-        """shape_for: returns the graph's shape for a step of (tokens, sequences, tokens of the longest sequence), or
-        None if no graph fits."""
-        self._device, self._shape_for, self._memory, self._prepare = device, shape_for, memory, parts.prepare
+        """layers: computes the steps."""
+        self._device, self._memory, self._layers, self._prepare = device, memory, layers, parts.prepare
         self._needs_batch = any(part.needs_batch for part in parts.all)
         self._block_size, self._max_model_len = memory.kv_caches[0].shape[4], memory.history.shape[1]
         self._vocab_size = model_config.vocab_size
-        # a GPU reads the KV of a sequence once for all its rows, and a recurrent state runs through them
-        self._divides_drafts = not device.asynchronous and model_config.recurrent is None
         slots = config.max_num_seqs
         shape = len(memory.kv_caches), slots, -(-self._max_model_len // self._block_size)
         self.block_tables = np.zeros(shape, dtype=np.int32)  # [groups, slots, blocks of a sequence]
@@ -72,25 +68,22 @@ class InputBuilder:
             table[change.index : change.index + len(change.blocks)] = change.blocks
         layout = StepLayout.of(plan, self._tables, self._block_size, self._max_model_len)
         of = {name: needed for name, prepare in self._prepare if (needed := prepare(plan, layout, staged)) is not None}
-        query_start, sequences = layout.query_start, layout.sequences
-        first_rows, first_sequences = query_start, None
+        sequences, query_start, first_sequences = layout.sequences, layout.query_start, None
         width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
-        if plan.drafts and self._divides_drafts:
+        if plan.drafts and self._layers.divides_drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
-            first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
-        unpadded = None
-        if self._device.asynchronous and layout.fits_graph:
-            unpadded = self._unpadded(plan, layout, sequences, first_rows)
-        batch, graph = self._batch(plan, layout, sequences, first_rows, unpadded, width, staged)
+            query_start, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
+        rows = BatchRows(sequences, query_start, width)
+        prepared = self._layers.prepare(plan, layout, rows, self.block_tables, staged)
+        batch = None
+        if prepared.needs_batch or self._needs_batch:
+            batch = self._batch(plan, layout, rows, prepared.all_chunks, staged)
         drawn, last = SampledTokens.of(plan, layout), self._max_model_len - 1
-        tables = self._device.asynchronous
         return StepInputs(
             plan=plan,
             staged=staged,
             batch=batch,
-            graph=graph,
-            unpadded=unpadded,
-            block_tables=self._block_table_rows(plan, sequences.slots, width, staged) if tables else NO_TABLE_ROWS,
+            prepared=prepared,
             token_index=staged.add(layout.token_index),
             first_sequences=first_sequences,
             added=added,
@@ -98,55 +91,21 @@ class InputBuilder:
             sampled_rows=staged.add(drawn.rows),
             written=staged.add(drawn.slots * self._max_model_len + np.minimum(drawn.positions, last)),
             sampling=self._sampling(plan, drawn.slots, drawn.entries, drawn.positions, staged),
-            prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
+            prompt_logprob_rows=self._prompt_logprob_rows(plan, layout.query_start, staged),
             sampled=sampled,
             of=of,
         )
 
-    def _unpadded(
-        self, plan: StepPlan, layout: StepLayout, sequences: Sequences, first_rows: np.ndarray
-    ) -> UnpaddedStep:
-        """Return what a graph of any shape needs. The arguments are those of `_batch`."""
-        states = plan.record(StateStep)
-        return UnpaddedStep(
-            token_index=layout.token_index,
-            positions=layout.rotary,
-            slot_mappings=layout.slot_mappings,
-            slots=sequences.slots,
-            counts=sequences.counts,
-            kv_len=sequences.ends,
-            query_start=first_rows,
-            saves=None if states is None else self._memory.states.saves(sequences.slots, states.saved),
-        )
-
     def _batch(
-        self,
-        plan: StepPlan,
-        layout: StepLayout,
-        sequences: Sequences,
-        first_rows: np.ndarray,
-        unpadded: UnpaddedStep | None,
-        width: int,
-        staged: StagedCopy,
-    ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
-        """Return the batch of a step, and the shape and input buffer of its graph. The graph is None if none fits.
-        The batch is None if the step runs as a graph and no part needs the batch.
-
-        first_rows: [sequences + 1], the first token of each sequence, and the number of tokens. width: blocks of the
-        longest sequence.
-        """
-        graph = None
-        shape = None if unpadded is None else self._shape_for(*unpadded.size)
-        verifies = shape is not None and shape.verified > 0
-        single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=verifies)
-        if unpadded is not None and shape is not None:
-            graph = shape, staged.add(unpadded.pad(shape, single, chunks))
-            if not self._needs_batch:
-                return None, graph
+        self, plan: StepPlan, layout: StepLayout, rows: BatchRows, all_chunks: bool, staged: StagedCopy
+    ) -> Batch:
+        sequences = rows.sequences
+        single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=all_chunks)
+        slots: np.ndarray | list[int] = [] if self._layers.keeps_tables else sequences.slots
         first, *others = [
             KVGroup(
                 slot_mapping=staged.add(slot_mapping),
-                block_table=staged.add(table[[] if self._device.asynchronous else sequences.slots, :width]),
+                block_table=staged.add(table[slots, : rows.width]),
                 kv_cache=cache,
                 kv_scales=scales,
             )
@@ -154,10 +113,10 @@ class InputBuilder:
                 layout.slot_mappings, self._tables, self._memory.kv_caches, self._memory.kv_scales, strict=True
             )
         ]
-        batch = Batch(
+        return Batch(
             positions=staged.add(layout.positions),
             slot_mapping=first.slot_mapping,
-            query_start=staged.add(first_rows.astype(np.int32)),
+            query_start=staged.add(rows.query_start.astype(np.int32)),
             kv_len=staged.add(sequences.ends.astype(np.int32)),
             block_table=first.block_table,
             kv_cache=first.kv_cache,
@@ -167,7 +126,6 @@ class InputBuilder:
             other_groups=tuple(others),
             states=self._memory.states.batch(sequences.slots, staged, plan.record(StateStep) or NO_STATES),
         )
-        return batch, graph
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
@@ -178,17 +136,6 @@ class InputBuilder:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs.add(sequence.slot)
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
-
-    def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
-        _, slots_of_group, entries = self.block_tables.shape
-        ranges = [
-            (c.group * slots_of_group + c.slot) * entries + np.arange(c.index, c.index + len(c.blocks))
-            for c in plan.blocks
-        ]
-        index = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
-        # final values, since an entry may change twice and the device writes in any order
-        blocks = self.block_tables.reshape(-1)[index]
-        return BlockTableRows(staged.add(slots), width, staged.add(index), staged.add(blocks))
 
     def _sampling(
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 
-from engine.model import fixed_order, fused_rows
+from engine.model import fixed_order
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import add_vision_encoder, build_model
@@ -34,20 +33,9 @@ def load_model(setup: RankSetup, parts: RankParts) -> Model:
     pack_weights(model)
     for extend in parts.extend:
         extend(model)
-    fused_rows.fuse(model)
     logger.info(
         "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
         setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),
         device, torch.get_num_threads(), time.perf_counter() - started,
     )  # fmt: skip
     return model
-
-
-def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:
-    """Compile the model's layers with torch.compile. run_step: computes a step of (tokens, sequences)."""
-    if setup.config.enforce_eager:
-        logger.info("torch_compile has no effect, because enforce_eager is set")
-        return
-    from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
-
-    compile_layers(model, setup.model, setup.tp, lambda tokens: run_step(tokens, 1))

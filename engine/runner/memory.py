@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
 
 import torch
 
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
-from engine.free_memory import FreeMemory, free_host_memory
+from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.options.handoff import HandoffOptions
@@ -18,28 +16,16 @@ from engine.runner import kv_cache
 from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup
 
-logger = logging.getLogger(__name__)
-
-CUBLAS_BYTES = 32 << 20  # most workspace of a thread that multiplies matrices (ATen's CublasHandlePool.cpp)
 SHARE = 4  # snapshots get 1 / SHARE of the KV cache's memory
 LEAST = 2  # fewest snapshots; a handoff needs one
 
 
-def plan_blocks(
-    setup: RankSetup,
-    run_dummy_step: Callable[[int, int], None],
-    parts: RankParts,
-) -> tuple[list[int], int, int]:
+def plan_blocks(setup: RankSetup, free: FreeMemory, parts: RankParts) -> tuple[list[int], int, int]:
     """Return (blocks of each KV cache group, longest sequence in tokens, snapshots of recurrent states).
 
     Both numbers are the smallest of any rank, so that all ranks agree, and all engines that share experts.
-    run_dummy_step: computes a step of (tokens, sequences). Raises OutOfMemory if the configured lengths, or what parts
-    need, do not fit.
+    Raises OutOfMemory if the configured lengths, or what parts need, do not fit.
     """
-    if setup.torch_device.type == "cpu":
-        free = free_host_memory().shared_by(setup.tp.all_engines.local_size)
-    else:
-        free = free_gpu_memory(setup, run_dummy_step)
     config, size, model, dtype, tp = setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp
     for reserve in parts.reserve:
         free = reserve(free)
@@ -63,44 +49,6 @@ def plan_blocks(
     snapshots, *blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
     needs = kv_cache.group_needs(config, size, model, dtype, tp)
     return blocks, min(longest, kv_cache.longest_that_fits(needs, longest, blocks)), snapshots
-
-
-def free_gpu_memory(setup: RankSetup, run_dummy_step: Callable[[int, int], None]) -> FreeMemory:
-    """Return the memory that `gpu_memory_utilization` leaves for the KV cache and snapshots. Runs the largest step to
-    measure its activations; subtracts these, weights, graphs, token history and block tables."""
-    config = setup.config
-
-    def run_largest() -> None:
-        run_dummy_step(config.max_num_batched_tokens, config.max_num_seqs)
-
-    run_largest()  # compiles kernels and loads libraries, whose memory stays in use
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run_largest()
-    torch.cuda.synchronize()
-    activations = torch.cuda.max_memory_allocated() - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    used = total - free
-    graphs = 0 if config.enforce_eager else int(config.cuda_graph_memory_gib * 2**30)
-    longest = setup.model.longest_sequence(config.max_model_len)
-    tables = len(setup.model.kv_groups) * -(-longest // setup.block_size)
-    sequences = 4 * config.max_num_seqs * (longest + tables)  # token history and block tables, int32
-    threads = CUBLAS_BYTES * (setup.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
-    logger.info(
-        "profiled the largest step: %.2f GiB above %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
-        "and block tables",
-        activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
-    )  # fmt: skip
-    return usable_gpu_memory(total, config).less(used + activations + graphs + sequences + threads)
-
-
-def usable_gpu_memory(total: int, config: EngineOptions) -> FreeMemory:
-    """Return the part of a GPU's memory that an engine may use."""
-    utilization = config.gpu_memory_utilization
-    return FreeMemory(int(total * utilization), f"gpu_memory_utilization ({utilization})")
 
 
 def snapshot_border(block_size: int) -> int:

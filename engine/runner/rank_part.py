@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -14,16 +14,13 @@ from engine.free_memory import FreeMemory
 from engine.hooks.by_class import ByClass
 from engine.hooks.overriding import overriding
 from engine.model.models.llama import Model
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.launcher import Launcher, StepRunner
+from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.step import DummyStep, Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.wire.parts.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
-
-Run = Callable[[StepPlan], object]
-"""Computes a step."""
 
 
 class RankPart:
@@ -55,9 +52,9 @@ class RankPart:
     def allocate(self, memory: StepMemory) -> None:
         """The memory that steps share is there; what this part needs beside it was left free."""
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
-        """Begin to serve requests. On a GPU, kernels of plain steps are compiled and `graphs` captured; `run` computes
-        a step to warm up, whose KV belongs in block 0."""
+    def start(self, run: Run, runner: LayerRunner) -> None:
+        """Begin to serve requests. What computes the layers has warmed up; `run` computes another step to warm up,
+        whose KV belongs in block 0."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

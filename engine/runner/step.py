@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from engine.devices.device import DeviceEvent, StagedCopy
-from engine.model.batch import Batch, split_rows
-from engine.runner.cuda_graphs import StepShape, UnpaddedStep
+from engine.model.batch import Batch
 from engine.runner.sampler import LogprobTable, SamplingInputs
 from engine.wire.plan import SampledStep, StepPlan
 
@@ -33,37 +32,14 @@ class PromptLogprobRows:
     count: int  #: alternatives to report
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTableRows:
-    """The rows that a batch takes from the device's block tables [groups, slots, blocks] int32, and the changes to
-    apply to the tables first."""
+class PreparedStep:
+    """What a LayerRunner needs of a step besides its batch."""
 
-    rows: Tensor  #: [seqs] int64
-    width: int  #: entries of each row that the batch needs
-    index: Tensor  #: [n] int64, changed entries of the flattened tables of all groups
-    blocks: Tensor  #: [n] int32, their new values
-
-    def apply(self, tables: Tensor) -> None:
-        """Apply the changes."""
-        if len(self.index):
-            tables.view(-1)[self.index] = self.blocks
-
-    def give(self, tables: Tensor, batch: Batch) -> None:
-        """Give the batch its rows."""
-        batch.set_block_tables(tables[:, :, : self.width].index_select(1, self.rows).unbind())
+    needs_batch = True  #: whether it computes the step from its batch
+    all_chunks = False  #: whether the rows of the batch are divided by `split_rows` with this argument
 
 
-class NoTableRows:
-    """Stand-in for BlockTableRows on a CPU, where a batch has its block tables from the start."""
-
-    def apply(self, tables: Tensor) -> None:
-        pass
-
-    def give(self, tables: Tensor, batch: Batch) -> None:
-        pass
-
-
-NO_TABLE_ROWS = NoTableRows()
+FROM_BATCH = PreparedStep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +49,8 @@ class StepInputs:
     plan: StepPlan
     staged: StagedCopy
     batch: Batch | None
-    """None if only a graph computes the step. Has no block tables if the device keeps them: `block_tables` then selects
-    their rows."""
-    graph: tuple[StepShape, Tensor] | None
-    """The graph's shape and its inputs from `cuda_graphs.pad_step`; None for a step without a graph."""
-    unpadded: UnpaddedStep | None
-    """What a graph of any shape needs; None if no graph can compute this step."""
-    block_tables: BlockTableRows | NoTableRows
+    """None if nothing needs it. Has no block tables if the device keeps them, until LayerRunner.begin."""
+    prepared: PreparedStep
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
@@ -95,12 +66,6 @@ class StepInputs:
     """Tokens of earlier steps that another rank has sampled."""
     of: dict[str, Any]
     """What parts need of the step, by their names (RankPart.prepare)."""
-
-    def as_graph(self, shape: StepShape) -> StepInputs:
-        """Return the inputs of the same step for a graph of this shape. Call it before `staged` is sent."""
-        assert self.unpadded is not None, "no graph can compute this step"
-        rows = split_rows(self.unpadded.counts, self.unpadded.kv_len, all_chunks=shape.verified > 0)
-        return replace(self, graph=(shape, self.staged.add(self.unpadded.pad(shape, *rows))))
 
 
 @dataclass(slots=True)

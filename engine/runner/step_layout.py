@@ -33,6 +33,15 @@ class Sequences:
         return divided, np.cumsum(pieces) - pieces
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """How the rows of a batch are divided over sequences."""
+
+    sequences: Sequences  #: those of the step, or more where tokens that verify drafts are sequences of their own
+    query_start: np.ndarray  #: [sequences + 1], the first row of each, and the number of rows
+    width: int  #: blocks of the longest sequence, with room for drafts
+
+
 @dataclass(slots=True)
 class StepLayout:
     """The tokens of a step, in the order of its plan's entries, as arrays of int64. Parts may change the last three

@@ -27,7 +27,7 @@ from engine.model.ops.gpu import norm
 from engine.model.ops.gpu.libraries import attention as library_attention
 from engine.model.ops.gpu.libraries import choice
 from engine.offline.weightless_model import as_on_a_gpu
-from engine.runner import cuda_graphs
+from engine.runner.graphs import cuda_graphs
 from tests.late_device import LateDevice
 
 TINY = {

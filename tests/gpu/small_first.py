@@ -27,7 +27,7 @@ elif "--part" in sys.orig_argv or "device_count" in sys.orig_argv[-1]:
             stand_in.install_kernels()
 
         from benchmarks.gpu import card, engines, first, parts
-        from engine.runner import cuda_graphs
+        from engine.runner.graphs import cuda_graphs
         from tests.gpu.test_first import small_shape
 
         for name, shape in engines.SHAPES.items():

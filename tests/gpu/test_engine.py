@@ -51,7 +51,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    assert bool(core.ranks.runner.graphs.captured) != (family in SPARSE), "steps were replayed"
+    assert bool(core.ranks.runner.layers.graphs.captured) != (family in SPARSE), "steps were replayed"
     core.close()
 
 
@@ -128,7 +128,7 @@ def test_torch_compile_changes_no_token_in_prompts_and_in_graphs(family, folder_
     core = make_core(folder_of(family), "cuda", torch_compile=True)
     with dynamo_config.patch(error_on_recompile=True):
         check_same(run(core, wanted), expected, EXACT)
-    assert core.ranks.runner.graphs.captured, "of compiled pieces"
+    assert core.ranks.runner.layers.graphs.captured, "of compiled pieces"
     core.close()
 
 
@@ -212,7 +212,7 @@ def run_strictly(core: EngineCore, first: list[GenerateRequest], then: list[Gene
 def test_graphs_stay_within_their_budget(folder_of):
     core = make_core(folder_of("llama"), "cuda", cuda_graph_memory_gib=0.25)
     run(core, requests(16, VOCAB))
-    assert core.ranks.runner.graphs.used_bytes <= 2**28
+    assert core.ranks.runner.layers.graphs.used_bytes <= 2**28
     core.close()
 
 

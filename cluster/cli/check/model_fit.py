@@ -33,7 +33,8 @@ from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import kv_cache
-from engine.runner.memory import choose_num_snapshots, snapshot_bytes, usable_gpu_memory
+from engine.runner.graphs.gpu_memory import usable_gpu_memory
+from engine.runner.memory import choose_num_snapshots, snapshot_bytes
 from engine.runner.rank_setup import check_tested
 from placement.capacity import Node, can_grow, missing
 

@@ -1,1 +1,1 @@
-"""Which steps of a rank run as graphs, and those of engines that share experts."""
+"""What computes the steps of a rank as graphs, on a GPU and on a CPU; and what a GPU needs besides."""

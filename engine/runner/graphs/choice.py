@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-
-import torch
 
 from engine.distributed.expert_shard_plan import exchange_of
-from engine.model.models.llama import Model
 from engine.model.ops import dispatch
 from engine.model.ops.latent import tiles
-from engine.runner.cuda_graphs import MAX_DECODE_SIZE, CudaGraphs, StepShape, decode_sizes, mixed_sizes
-from engine.runner.graphs.shared_graphs import SharedGraphs
+from engine.runner.graphs.cuda_graphs import MAX_DECODE_SIZE, StepShape, decode_sizes, mixed_sizes
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step_memory import StepMemory
-
-if TYPE_CHECKING:
-    from engine.model.ops.cpu.step_graph import StepGraph
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +43,6 @@ def can_capture(setup: RankSetup) -> bool:
     return why is None
 
 
-def kind_of_graphs(setup: RankSetup) -> type[CudaGraphs]:
-    return CudaGraphs if exchange_of(setup.tp) is None else SharedGraphs
-
-
 def graph_shapes(setup: RankSetup) -> list[StepShape]:
     """Return the step shapes for which a GPU captures graphs."""
     model, config = setup.model, setup.config
@@ -73,18 +60,3 @@ def graph_shapes(setup: RankSetup) -> list[StepShape]:
     for size in mixed_sizes(config.max_num_batched_tokens):
         shapes.append(StepShape(size, min(size, seqs), tile_rows(size), len(groups)))
     return shapes
-
-
-def record_cpu_steps(setup: RankSetup, model: Model, memory: StepMemory, max_model_len: int) -> StepGraph | None:
-    """Return the model's layers as one graph of CPU kernels; None if some of their code is not ours."""
-    if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
-        return None
-    from engine.model.ops.cpu.step_graph import RECORDED, StepGraph
-
-    max_blocks = -(-max_model_len // setup.block_size)
-    max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
-    x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
-    latent_heads = None if setup.model.latent is None else setup.model.num_heads
-    kept = memory.kv_caches, memory.kv_scales, memory.states
-    graph = StepGraph(model.run_layers, x, max_blocks, *kept, latent_heads)
-    return graph if graph.record() else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from engine.runner.cuda_graphs import CudaGraphs, StepShape
+from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape
 
 
 class SharedGraphs(CudaGraphs):

@@ -210,7 +210,7 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
     expected = run(engine(path, enforce_eager=True, **options), *wanted)
     core, steps = engine(path, **options), []
-    assert core.ranks.runner._step_graph is not None
+    assert core.ranks.runner.layers.graph is not None
     run_layers = core.ranks.runner.model.run_layers
     monkeypatch.setattr(core.ranks.runner.model, "run_layers", lambda *args: steps.append(1) or run_layers(*args))
     assert run(core, *wanted) == expected

@@ -65,7 +65,7 @@ def build(folder: Any, opened: list[EngineCore], **options: Any) -> EngineCore:
 
 
 def recorded(core: EngineCore) -> bool:
-    return core.ranks.runner._step_graph is not None
+    return core.ranks.runner.layers.graph is not None
 
 
 def each_alone(folder: Any, opened: list[EngineCore], requests: dict[str, Any], **options: Any) -> Answers:

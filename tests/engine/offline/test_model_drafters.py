@@ -114,7 +114,9 @@ ON_LATE = [method for method in METHODS if method != "hybrid_ngram"]  # these te
 
 @pytest.mark.parametrize("method", with_slow(ON_LATE, set(ON_LATE) - {"eagle3"}))
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method, monkeypatch):
-    monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # hybrids too, as with Triton
+    monkeypatch.setattr(
+        "engine.runner.graphs.gpu_layers.can_capture", lambda setup: True
+    )  # hybrids too, as with Triton
     folder, options = folders[method]
     with LLM(folder, speculative_config={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
         assert run(llm, "penalties") == expected(folder)["penalties"]
@@ -130,7 +132,8 @@ def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, met
 def test_on_a_gpu_the_next_step_is_planned_while_the_drafter_runs(folders, expected, late, method, monkeypatch):
     """The plain twin waits for the drafts. Neither changes a text, not even where requests are preempted, and after the
     same tokens both draft the same ones. Steps may differ: only who waits knows for whom nothing was drafted."""
-    monkeypatch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)
+    # hybrids too, as with Triton
+    monkeypatch.setattr("engine.runner.graphs.gpu_layers.can_capture", lambda setup: True)
     propose, launch, collect, event = Drafting.propose, ModelRunner.launch, ModelRunner.collect, late.event
     events, drafted, results, seen, proposals = [], [], [], [], []
 

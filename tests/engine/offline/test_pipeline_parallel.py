@@ -138,7 +138,7 @@ def test_graphs_of_stages_also_verify_drafts_and_pass_on_what_a_drafter_needs(po
 
 def allow_graphs(patch: pytest.MonkeyPatch, device: TapedDevice) -> None:
     use_device(patch, device)
-    patch.setattr("engine.runner.model_runner.can_capture", lambda setup: True)  # with latents too, as with Triton
+    patch.setattr("engine.runner.graphs.gpu_layers.can_capture", lambda setup: True)  # with latents too, as with Triton
 
 
 def run_late_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:

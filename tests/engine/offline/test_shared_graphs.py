@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.options.speculation import SpeculativeConfig
-from engine.runner.cuda_graphs import StepShape
+from engine.runner.graphs.cuda_graphs import StepShape
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

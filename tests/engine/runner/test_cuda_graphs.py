@@ -20,7 +20,7 @@ from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows
 from engine.model.ops.sampling_plain import mark_non_finite
 from engine.model.state import StateCache
-from engine.runner.cuda_graphs import (
+from engine.runner.graphs.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
     CudaGraphs,
@@ -47,7 +47,7 @@ GRAPHED = [family for family, (_, fields) in FAMILIES.items() if "index_topk" no
 @pytest.mark.parametrize("family", with_slow(GRAPHED, set(GRAPHED) - {"qwen3_moe", "gemma3"}))
 def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of, monkeypatch):
     monkeypatch.setattr(
-        "engine.runner.model_runner.can_capture", lambda setup: True
+        "engine.runner.graphs.gpu_layers.can_capture", lambda setup: True
     )  # with latents too, as with Triton
     folder, device = folder_of(family), TapedDevice()
     wanted = requests(logprobs=2)
@@ -204,7 +204,7 @@ def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, monkeypatch)
         padded.token_index[len(token_index) :], padded.positions[len(token_index) :] = 11, 7
         return buffer
 
-    monkeypatch.setattr("engine.runner.cuda_graphs.pad_step", other_pad)
+    monkeypatch.setattr("engine.runner.graphs.cuda_graphs.pad_step", other_pad)
     assert generate(folder, wanted, TapedDevice()) == expected
 
 
@@ -220,7 +220,7 @@ def test_padding_leaves_the_kv_cache_as_it_was(folder_of):
 
 
 def shapes(core: EngineCore) -> list[int]:
-    return [shape.tokens for shape in core.ranks.runner.graphs.captured]
+    return [shape.tokens for shape in core.ranks.runner.layers.graphs.captured]
 
 
 def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of):
@@ -228,7 +228,7 @@ def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of):
     device, cores = TapedDevice(row_mib=2), []
     generate(folder_of("llama"), requests(3), device, cores)
     assert shapes(cores[0]) == [1, 2, 4, 8, 20]
-    assert cores[0].ranks.runner.graphs.used_bytes == 40 * 2**20
+    assert cores[0].ranks.runner.layers.graphs.used_bytes == 40 * 2**20
 
 
 def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, caplog):
@@ -236,7 +236,7 @@ def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_
     got = generate(folder_of("llama"), wanted, device, cores, cuda_graph_memory_gib=5 / 1024)
     assert got == generate(folder_of("llama"), wanted, None)
     assert shapes(cores[0]) == [1, 2, 4] and set(device.replays) == {1, 2, 4}
-    assert cores[0].ranks.runner.graphs.used_bytes == 4 * 2**20
+    assert cores[0].ranks.runner.layers.graphs.used_bytes == 4 * 2**20
     assert "do not fit into cuda_graph_memory_gib: [8, 20]" in caplog.text
 
 
@@ -423,6 +423,6 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_
     device, cores = Unable(), []
     wanted = requests(3)
     assert generate(folder_of("llama"), wanted, device, cores) == generate(folder_of("llama"), wanted, None)
-    assert cores[0].ranks.runner.graphs.captured == []
+    assert cores[0].ranks.runner.layers.graphs.captured == []
     (warning,) = [record.message for record in caplog.records if "without more graphs" in record.message]
     assert "cannot be captured: operation not permitted when stream is capturing" in warning

@@ -16,8 +16,10 @@ from engine.devices.device import Device
 from engine.model.batch import row_tiles
 from engine.model.state import StateCache
 from engine.runner import inputs
-from engine.runner.cuda_graphs import StepColumns, StepShape
+from engine.runner.graphs.cuda_graphs import StepColumns, StepShape
+from engine.runner.graphs.gpu_layers import GPULayers, GPUStep
 from engine.runner.inputs import InputBuilder
+from engine.runner.layer_runner import LayerRunner
 from engine.runner.sampler import prepare_sampling
 from engine.runner.step_layout import Sequences
 from engine.runner.step_memory import StepMemory
@@ -42,6 +44,7 @@ def builder() -> InputBuilder:
         model,
         Device(torch.device("cpu")),
         memory(slots=4, max_model_len=64),
+        LayerRunner(cast(Any, SimpleNamespace(model=model)), cast(Any, None)),
     )
 
 
@@ -74,10 +77,11 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
     seqs, drafts, length, rows = 64, 3, 1000, 8
     shape = StepShape(seqs * (drafts + 1), seqs, rows, verified=drafts + 1)
     model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=(), recurrent=None))
+    steps = GPULayers(cast(Any, SimpleNamespace(model=model)), cast(Any, None))
+    steps.graphs = cast(Any, SimpleNamespace(shape_for=lambda *sizes: shape if shape.holds(*sizes) else None))
     builder = InputBuilder(
         EngineConfig(model="", max_num_seqs=seqs), model, LateDevice(),
-        memory(slots=seqs, max_model_len=2048),
-        shape_for=lambda *sizes: shape if shape.holds(*sizes) else None,
+        memory(slots=seqs, max_model_len=2048), steps,
     )  # fmt: skip
     added = [NewSequence(slot, PROMPT, len(PROMPT), PARAMS[1], seed=0) for slot in range(seqs)]
     counts = [drafts + 1 if slot % 2 else 1 for slot in range(seqs)]  # half of them have none
@@ -85,7 +89,8 @@ def test_a_gpu_reads_the_keys_of_a_sequence_once_for_all_its_drafts():
     plan.drafts.update({slot: [5] * drafts for slot in range(1, seqs, 2)})
     built = builder.build(plan)
     built.staged.send()
-    chosen, buffer = built.graph
+    assert isinstance(built.prepared, GPUStep) and built.prepared.graph is not None
+    chosen, buffer = built.prepared.graph
     assert chosen is shape
     columns = StepColumns.of(buffer.numpy(), shape, np.int64)
     seq, _, tile_rows, after = columns.tiles.reshape(-1, 4).T

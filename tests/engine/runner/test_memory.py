@@ -85,7 +85,7 @@ def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_pat
             return keep_free(free, self._spare_bytes)
 
     def blocks(spare_bytes: int) -> int:
-        (found,), _, _ = plan_blocks(setup, lambda tokens, seqs: None, RankParts([Spare(spare_bytes)]))
+        (found,), _, _ = plan_blocks(setup, FreeMemory(GIB, "the box"), RankParts([Spare(spare_bytes)]))
         return found
 
     assert blocks(spare) == 40 < blocks(0), "half of what is free, on a CPU"

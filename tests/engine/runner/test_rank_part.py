@@ -18,13 +18,14 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.models.llama import Model
+from engine.runner.graphs.warm_up import SAMPLINGS, plan
+from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.model_runner import ModelRunner
-from engine.runner.rank_part import RankPart, RankParts, Run
+from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from tests.imports import ROOT
 from tests.models import make_model
@@ -71,7 +72,7 @@ class Noting(RankPart):
     def allocate(self, memory: StepMemory) -> None:
         self._note("allocate")
 
-    def start(self, run: Run, graphs: Any) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         self._note("start")
 
     def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> Tensor:
@@ -132,7 +133,7 @@ def test_rows_whose_embeddings_a_part_gives_are_computed_from_these(folder):
 
 
 class Failing(RankPart):
-    def start(self, run: Run, graphs: Any) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         raise StartupError("no room")
 
 

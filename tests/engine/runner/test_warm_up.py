@@ -16,11 +16,11 @@ from engine.model.layers.linear import RowParallelLinear
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.images.rank.images import Images
 from engine.parts.speculation.rank.drafting import Drafting
+from engine.runner.graphs.gpu_memory import free_gpu_memory
+from engine.runner.graphs.warm_up import run_dummy_step
 from engine.runner.load import load_model
-from engine.runner.memory import free_gpu_memory
-from engine.runner.rank_part import NO_PARTS, RankParts
+from engine.runner.rank_part import NO_PARTS
 from engine.runner.rank_setup import RankSetup
-from engine.runner.warm_up import run_dummy_step
 from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors
 from tests.models import make_model
 
@@ -55,7 +55,7 @@ def test_the_largest_image_takes_memory_from_the_cache(monkeypatch, tmp_path):
         encoder: Any = SimpleNamespace(encode_example=lambda embeds: cuda.take(max(cuda.peak, embeds * image_bytes)))
         images = Images(setup)
         images.cache = encoder
-        dummy_step = partial(run_dummy_step, setup, load_model(setup, NO_PARTS), [None], parts=RankParts([images]))
+        dummy_step = partial(run_dummy_step, setup, load_model(setup, NO_PARTS), dummy_steps=[images.dummy_step])
 
         def largest(tokens: int, seqs: int) -> None:
             cuda.take(max(cuda.peak, MIB))
@@ -94,7 +94,7 @@ def test_the_step_that_measures_memory_has_the_drafter_see_every_token_and_guess
 
     first = next(module for module in modules if isinstance(module, RowParallelLinear))
     first.register_forward_hook(note)
-    run_dummy_step(setup, model, [None], TOKENS, SEQS, RankParts([drafting]))
+    run_dummy_step(setup, model, TOKENS, SEQS, [drafting.dummy_step])
     # a draft model also computes the tokens just sampled, so that its budget leaves the last sequence for later
     guessed = SEQS if method == "eagle3" else SEQS - 1
     assert rows == [TOKENS, *[guessed] * (DRAFTS - 1)]

@@ -14,8 +14,8 @@ from engine.free_memory import FreeMemory
 from engine.model.expert_split import choose_exchange
 from engine.model.layers import moe
 from engine.model.models.llama import Model
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
@@ -50,7 +50,7 @@ class Experts(RankPart):
         """Keep room for the experts of a lost engine."""
         return keep_free(free, self.rank.spare_bytes)
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         self.rank.reset()
 
     def before(self, step: Forward) -> None:

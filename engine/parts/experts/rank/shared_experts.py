@@ -9,10 +9,11 @@ from engine.model.models.llama import Model
 from engine.parts.experts.rank.experts import Experts
 from engine.parts.experts.rank.shared_rank import SharedRank
 from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
+from engine.runner.graphs.cuda_graphs import NoGraphs
+from engine.runner.graphs.gpu_layers import GPULayers
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
-from engine.runner.rank_part import Run
+from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.step_memory import StepMemory
 
 
@@ -24,8 +25,9 @@ class SharedExperts(Experts):
     def allocate(self, memory: StepMemory) -> None:
         self._states = memory.states
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
-        super().start(run, graphs)
+    def start(self, run: Run, runner: LayerRunner) -> None:
+        super().start(run, runner)
+        graphs = runner.graphs if isinstance(runner, GPULayers) else NoGraphs()
         self._graphs = cast("SharedGraphs | NoGraphs", graphs)
 
     def launcher(self, runner: StepRunner, group: TPGroup) -> WaveLauncher:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.eplb.rank_experts import NoExperts
 from engine.model.models.llama import Model
 from engine.model.state import StateCache
-from engine.runner.cuda_graphs import NoGraphs
+from engine.runner.graphs.cuda_graphs import NoGraphs
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
 from engine.runner.rank_setup import RankSetup

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,8 @@ from engine.errors import EngineUnavailable
 from engine.model.layers import moe
 from engine.parts.experts.rank.recovery import NoRecovery, Recovery
 from engine.parts.experts.rank.shared_rank import SharedRank
+from engine.runner.graphs.cuda_graphs import StepShape
+from engine.runner.graphs.gpu_layers import GPUStep
 from engine.runner.launcher import Launcher
 from engine.runner.step import LaunchedStep, StepInputs
 from engine.wire.parts.experts import SharedSteps
@@ -51,8 +53,15 @@ class Job:
 
     @property
     def size(self) -> StepSize:
-        inputs = self.inputs
-        return StepSize(len(inputs.token_index)) if inputs.unpadded is None else StepSize(*inputs.unpadded.size)
+        inputs, prepared = self.inputs, self.inputs.prepared
+        if isinstance(prepared, GPUStep) and prepared.unpadded is not None:
+            return StepSize(*prepared.unpadded.size)
+        return StepSize(len(inputs.token_index))
+
+    def as_graph(self, shape: StepShape) -> StepInputs:
+        """Return the inputs of the step for a graph of this shape."""
+        assert isinstance(self.inputs.prepared, GPUStep)
+        return replace(self.inputs, prepared=self.inputs.prepared.as_graph(shape, self.inputs.staged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +217,8 @@ class WaveLauncher(Launcher):
         exchange = self._exchange
         shape = self._graphs.agreed(exchange.sizes, exchange.members.engine)
         if exchange.has_step:
-            self._rests, inputs = False, self._jobs[0].inputs
-            self._answer(self._recovery.launch(inputs if shape is None else inputs.as_graph(shape)))
+            self._rests, job = False, self._jobs[0]
+            self._answer(self._recovery.launch(job.inputs if shape is None else job.as_graph(shape)))
             return
         self._num_served += 1
         if shape is None:

@@ -8,9 +8,9 @@ from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
 from engine.runner.kv_cache import group_needs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step_memory import StepMemory
 
@@ -33,7 +33,7 @@ class KVWorkers(RankPart):
     def allocate(self, memory: StepMemory) -> None:
         self._memory = memory
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         setup, own, whole = self._setup, self._setup.model, self._setup.whole
         config = setup.config.handoff
         assert config is not None

@@ -22,13 +22,13 @@ from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.rank.encoder_cache import EmbeddingRows, EncoderCache
 from engine.runner import kv_cache
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.graphs.warm_up import SAMPLINGS, plan
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import DummyStep, Forward
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.runner.warm_up import SAMPLINGS, plan
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
 from engine.wire.plan import NewSequence, StepPlan
@@ -139,7 +139,7 @@ class Images(RankPart):
     def allocate(self, memory: StepMemory) -> None:
         self._max_model_len = memory.history.shape[1]
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         setup = self._setup
         if setup.device.asynchronous and setup.model.head == "lm" and setup.model.stage.is_whole:
             for each in image_plans(example_image(self._cfg, 1), self._cfg.image_token_id, setup, self._max_model_len):
@@ -208,7 +208,7 @@ class Images(RankPart):
         if self.cache is not None:
             images = step.inputs.plan.record(ImageStep) or NO_IMAGES
             self.cache.update(images, self.inbox, [] if needed is None else needed.received)
-        if needed is None or step.batch is None or step.inputs.graph is not None:
+        if needed is None or step.batch is None or not step.inputs.prepared.needs_batch:
             return
         step.batch = self._place(step.batch, needed)
         if self.cache is not None and needed.embeddings is not None:

@@ -11,8 +11,8 @@ import msgspec
 from engine.kv_offload.rank_tiers import RankTiers, open_tiers
 from engine.kv_offload.tier_worker import num_answers
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step_memory import StepMemory
 from engine.wire.parts.kv_offload import TierAnswer, TierCommand
@@ -37,7 +37,7 @@ class KVTiers(RankPart):
     def allocate(self, memory: StepMemory) -> None:
         self._memory = memory
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         setup, config = self._setup, self._setup.config
         dtypes = setup.dtype, setup.kv_dtype
         scope = fingerprint(setup.whole, setup.folder, *dtypes, setup.block_size, config.determinism, setup.tp.size)

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from engine.devices.device import StagedCopy, copy_to
 from engine.model.models.llama import Model
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.graphs.cuda_graphs import CudaGraphs
+from engine.runner.graphs.gpu_layers import GPULayers, GPUStep
+from engine.runner.graphs.warm_up import SAMPLINGS, plan
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import DummyStep, Forward, LaunchedStep, StepInputs
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.runner.warm_up import SAMPLINGS, plan
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.open_drafter import open_drafter, target_layers
 from engine.spec_decode.target import Target
@@ -124,9 +126,10 @@ class Drafting(RankPart):
             self.drafter.allocate(len(memory.kv_caches[0]))
 
     @torch.inference_mode()
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         """Capture the passes of the drafter, in the memory that the model's graphs have left."""
-        if self.drafter is None or isinstance(graphs, NoGraphs) or not graphs.captured:
+        graphs = runner.graphs if isinstance(runner, GPULayers) else None
+        if self.drafter is None or not isinstance(graphs, CudaGraphs) or not graphs.captured:
             return
         first = self.drafter.first_pass(max(shape.tokens for shape in graphs.captured))
         budget = graphs.budget_bytes - graphs.used_bytes
@@ -223,8 +226,9 @@ class Drafting(RankPart):
             rows = last_rows(rows, tokens, counts, drafted.tokens)
         following = (index + 1).clamp(max=len(flat) - 1)
         replay = None
-        if self._graphs is not None and inputs.graph is not None and inputs.graph[0] in self._graphs.captured:
-            replay = partial(self._graphs.run, *inputs.graph)
+        graph = inputs.prepared.graph if isinstance(inputs.prepared, GPUStep) else None
+        if self._graphs is not None and graph is not None and graph[0] in self._graphs.captured:
+            replay = partial(self._graphs.run, *graph)
         return DraftInputs(
             plan=inputs.plan,
             entries=entries,

@@ -30,8 +30,8 @@ from engine.model.tensor_names import HEADS
 from engine.parts.stages.rank.stage_group import StageGroup
 from engine.parts.stages.rank.stage_times import BusyTime, Seconds, WorkingTime
 from engine.parts.stages.rank.step_results import ResultReceiver, ResultSender
-from engine.runner.cuda_graphs import CudaGraphs, NoGraphs
-from engine.runner.rank_part import RankPart, Run
+from engine.runner.layer_runner import LayerRunner, Run
+from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
@@ -110,7 +110,7 @@ class PipelineStage(RankPart):
     def allocate(self, memory: StepMemory) -> None:
         self._history = memory.history
 
-    def start(self, run: Run, graphs: CudaGraphs | NoGraphs) -> None:
+    def start(self, run: Run, runner: LayerRunner) -> None:
         group = self._group
         self._results = ResultReceiver(group) if group.all_ranks.rank == 0 else ResultSender(group)
 

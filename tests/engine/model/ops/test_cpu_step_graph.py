@@ -212,7 +212,7 @@ def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architec
     core = make_core(tmp_path, architecture, enable_prefix_caching=False, **options)
     tokens = 60 if architecture in HYBRIDS else 7  # so that states move
     first, second = generate(core, tokens), generate(core, tokens)
-    assert core.ranks.runner._step_graph is not None
+    assert core.ranks.runner.layers.graph is not None
     eager = make_core(tmp_path, architecture, enforce_eager=True, **options)
     assert first == second == generate(eager, tokens)
 
@@ -252,7 +252,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_gpu_blocks_override=1100)
     runner = core.ranks.runner
-    forward, graph, caches = runner.model.run_layers, runner._step_graph, runner.kv_caches
+    forward, graph, caches = runner.model.run_layers, runner.layers.graph, runner.kv_caches
     assert graph is not None
     caches = [*caches, *(tensor for states in core.ranks.runner.states.layers for tensor in states.values())]
     for cache in caches:

@@ -24,7 +24,7 @@ from engine.errors import EngineUnavailable
 from engine.parts.experts.rank.recovery import NoRecovery, Recovery
 from engine.parts.experts.rank.shared_rank import SharedRank
 from engine.parts.experts.rank.wave_launcher import FollowingLauncher, WaveLauncher
-from engine.runner.cuda_graphs import NoGraphs
+from engine.runner.graphs.cuda_graphs import NoGraphs
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -55,7 +55,7 @@ class Engine:
         return inputs.name
 
     def launch(self, name: str) -> Future[Any]:
-        inputs = SimpleNamespace(name=name, token_index=[0], unpadded=None, plan=SimpleNamespace(slots=[0]))
+        inputs = SimpleNamespace(name=name, token_index=[0], prepared=None, plan=SimpleNamespace(slots=[0]))
         return self.launcher.launch(inputs)  # type: ignore[arg-type, return-value]
 
     def run(self, name: str) -> None:

@@ -23,7 +23,7 @@ from engine.model.state import StateCache
 from engine.parts.experts.rank import wave_launcher
 from engine.parts.experts.rank.shared_rank import SharedRank
 from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
-from engine.runner.cuda_graphs import NoGraphs
+from engine.runner.graphs.cuda_graphs import NoGraphs
 from tests.engine.offline.test_rank_processes import wait_until
 
 TIMEOUT_S = 30.0
@@ -57,7 +57,7 @@ class Engine:
         return inputs.name
 
     def launch(self, name: str, rows: int = 1) -> Any:
-        return self.launcher.launch(SimpleNamespace(name=name, token_index=[0] * rows, unpadded=None))  # type: ignore[arg-type]
+        return self.launcher.launch(SimpleNamespace(name=name, token_index=[0] * rows, prepared=None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.launcher.close()

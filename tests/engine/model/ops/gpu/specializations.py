@@ -29,7 +29,7 @@ from engine.model.ops.gpu.compile_target import variants
 from engine.offline.precompile import Step, compute, first_steps
 from engine.offline.weightless_model import BLOCKS, META, WeightlessModel, as_on_a_gpu
 from engine.options.speculation import SpeculativeConfig
-from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes
+from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, decode_sizes
 from engine.spec_decode.eagle3 import eagle3_drafter
 from engine.spec_decode.head_drafter import HeadDrafter
 from engine.spec_decode.mtp import mtp_drafter

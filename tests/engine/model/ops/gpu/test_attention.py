@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.model.batch import Batch, Chunk, KVGroup, split_rows
 from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention, rope
-from engine.runner.cuda_graphs import StepColumns, StepShape, pad_step
+from engine.runner.graphs.cuda_graphs import StepColumns, StepShape, pad_step
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, LAYERS, Case
 
 pytestmark = pytest.mark.kernels

@@ -38,7 +38,7 @@ from engine.model.ops.gpu import (
 )
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
-from engine.runner import model_runner
+from engine.runner.graphs import gpu_layers
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
 from tests.models import with_slow
@@ -217,7 +217,7 @@ def early(monkeypatch) -> None:
         monkeypatch.setattr(dependent_launch, "gdc_launch_dependents", lambda: None)
     monkeypatch.setattr(steps, "PROMPTS", (12, 9, 5))
     monkeypatch.setattr(steps, "CHUNKS", ({0: 8}, {0: 4, 1: 9}, {0: 1, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 3}))
-    monkeypatch.setattr(model_runner, "warm_up_plans", lambda *sizes: [])
+    monkeypatch.setattr(gpu_layers, "warm_up_plans", lambda *sizes: [])
 
 
 def compared_steps() -> Verdict:

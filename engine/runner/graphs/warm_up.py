@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -14,7 +16,6 @@ from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.state import StateCache
 from engine.runner import kv_cache
-from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step import DummyStep
@@ -65,14 +66,13 @@ def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_draf
 def run_dummy_step(
     setup: RankSetup,
     model: Model,
-    kv_scales: list[Tensor | None],
     tokens: int,
     seqs: int,
-    parts: RankParts = NO_PARTS,
+    dummy_steps: Sequence[Callable[[DummyStep], None]] = (),
 ) -> None:
-    """Compute `tokens` tokens and sample for `seqs` sequences, with all that parts compute in such a step. All KV goes
-    to one block of each group."""
-    size, device = setup.block_size, setup.torch_device
+    """Compute `tokens` tokens and sample for `seqs` sequences. All KV goes to one block of each group. dummy_steps:
+    compute what parts add to such a step."""
+    size, device, scaled = setup.block_size, setup.torch_device, setup.kv_dtype == torch.float8_e4m3fn
     counts = np.full(seqs, tokens // seqs)
     counts[: tokens % seqs] += 1
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -84,9 +84,9 @@ def run_dummy_step(
             slot_mapping=ids % size,
             block_table=table,
             kv_cache=kv_cache.allocate(1, group, size, dtype=setup.kv_dtype, device=device, tp=setup.tp),
-            kv_scales=scales,
+            kv_scales=torch.ones(len(group.layers), 2, device=device) if scaled else None,
         )
-        for group, scales in zip(setup.model.kv_groups, kv_scales, strict=True)
+        for group in setup.model.kv_groups
     ]
     batch = Batch(
         positions=ids,
@@ -106,7 +106,7 @@ def run_dummy_step(
     out = model(ids, batch)
     if setup.model.head == "lm":
         sample(model, out[:seqs, : setup.model.hidden_size], samplings)
-    for dummy_step in parts.dummy_step:
+    for dummy_step in dummy_steps:
         dummy_step(DummyStep(batch, counts.tolist(), out))
     setup.device.event().wait()
 
