@@ -16,7 +16,7 @@ LIMITS = {
     "wire": 874,
     "text": 542,
     "distributed": 812,
-    "model": 2_765,
+    "model": 2_783,
     "runner": 1_706,
     "core": 2_468,
 }
@@ -48,12 +48,6 @@ model/config.py model/quantization/format.py
 model/config.py model/quantization/online.py
 model/config.py model/quantization/scheme.py
 model/config.py model/quantization/unsupported.py
-model/layers/embedding.py model/ops/quantized_linear.py
-model/layers/embedding.py model/quantization/online.py
-model/layers/linear.py model/layers/lora.py
-model/layers/linear.py model/ops/quantized_linear.py
-model/layers/linear.py model/quantization/format.py
-model/layers/linear.py model/quantization/weight.py
 model/loader.py model/layers/moe.py
 model/models/llama.py model/layers/moe.py
 model/models/llama.py model/layers/other_stage.py

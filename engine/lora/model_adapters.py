@@ -14,7 +14,8 @@ from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, Adapte
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.layers.latent_attention import HeadProjections
-from engine.model.layers.lora import AS_STORED, Adapted, GroupedAdapters, LinearAdapters, Order
+from engine.model.layers.linear import AS_STORED, Order, Product
+from engine.model.layers.lora import GroupedAdapters, LinearAdapters
 from engine.model.layers.moe import Experts
 from engine.model.low_rank import LANES, AdapterRows, Factors, filled, in_columns
 from engine.model.models.llama import Model
@@ -45,7 +46,7 @@ class Place:
     shard: Shard
     """This rank's part of the layer's weight in the checkpoint."""
     order: Order
-    """As in Adapted."""
+    """As in Product."""
 
 
 @dataclass(slots=True)
@@ -106,9 +107,9 @@ class ModelAdapters:
                 self._add_experts(path, module)
             elif isinstance(module, HeadProjections) and module.heads_take_adapters and not for_gpu:
                 self._add_heads(path, module)
-            elif isinstance(module, Adapted) and module.takes_adapters:
+            elif isinstance(module, Product) and module.takes_addend:
                 shards = list(module.weights.values())
-                module.adapters = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
+                module.addend = layer = LinearAdapters(shards, slots, rank, self.rows, module.dtype, module.device)
                 self._add(layer, path, module.weights, order=module.order)
 
     @property

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from engine.model.layers.linear import Linear
-from engine.model.layers.lora import NO_ADAPTERS, Adapted
+from engine.model.layers.linear import Linear, Product
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaLayer
@@ -19,7 +18,7 @@ from engine.model.quantization.rows import RowFormat
 
 def fuse(model: nn.Module) -> None:
     """Fuse the packed layers of a model, unless it has adapters, which need the rows unquantized."""
-    if any(isinstance(layer, Adapted) and layer.adapters is not NO_ADAPTERS for layer in model.modules()):
+    if any(isinstance(layer, Product) and layer.addend is not None for layer in model.modules()):
         return
     for layer in model.modules():
         if isinstance(layer, LlamaLayer) and is_plain(type(layer)):

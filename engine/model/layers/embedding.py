@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from engine.distributed.shard_plan import ShardPlan
-from engine.model.layers.linear import packed
-from engine.model.ops import argmax, linear, quantized_linear
-from engine.model.quantization.online import Online
+from engine.model.layers.linear import packed, quantized
+from engine.model.ops import argmax, linear
 from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
@@ -50,9 +51,9 @@ class LMHead(VocabParallel):
     format: the format to which `pack` quantizes the weight, if there is a kernel for it.
     """
 
-    kernel: quantized_linear.Multiply | None = None
+    kernel: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, format: Online | None = None):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, format: object | None = None):
         super().__init__(vocab_size, hidden_size, tp)
         self.format = format
         self.argmax = argmax.select(self.device)
@@ -84,7 +85,7 @@ class LMHead(VocabParallel):
 
     def pack(self) -> None:
         if self.format is not None:
-            self.kernel = quantized_linear.select(self.format.quantize(self.weight.data), self.dtype)
+            self.kernel = quantized().head_product(self.weight.data, self.format, self.dtype)
         if self.kernel is None:
             self.weight = packed(self.weight, linear.pack_head)
         else:
@@ -95,7 +96,7 @@ class TiedLMHead(LMHead):
     """A head that shares the embedding's matrix and reads nothing from the checkpoint until `untie` gives it a
     matrix of its own."""
 
-    def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
+    def __init__(self, embedding: VocabEmbedding, format: object | None = None):
         Sharded.__init__(self)
         self.format = format
         self.argmax = argmax.select(self.device)

@@ -24,7 +24,7 @@ from engine.model.layers.rope import rope_table
 from engine.model.ops import linear
 from engine.model.ops.latent import attention
 from engine.model.ops.rope import rotate_plain
-from engine.model.quantization.format import WeightFormat
+from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.shard import OUTPUTS, Shard
 
 NORM_EPS = 1e-6  # for the norms of latents
@@ -125,7 +125,8 @@ class HeadProjections(Linear):
     B's rows for the keys of that head; to_values gets B A, with B's rows for its values.
     """
 
-    takes_adapters = False
+    takes_addend = False
+    stored: StoredWeight | None
     key_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
     value_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
 

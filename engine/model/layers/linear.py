@@ -4,7 +4,9 @@ together need one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from importlib import import_module
+from types import ModuleType
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,29 +14,58 @@ from torch import Tensor, nn
 
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
-from engine.model.layers.lora import Adapted
-from engine.model.ops import linear, quantized_linear
-from engine.model.quantization.format import StoredWeight, WeightFormat
-from engine.model.quantization.weight import QuantizedWeight
-from engine.model.shard import INPUTS, OUTPUTS, Shard, Shards, replicated
+from engine.model.ops import linear
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
+
+Order = Tensor | slice
+AS_STORED = slice(None)
 
 
-class Linear(Adapted):
-    """A product with this rank's shards of `weights`, stacked along the outputs.
+class Addend(Protocol):
+    """What is added to a layer's product."""
 
-    format: format in which the checkpoint stores the weights; None for ordinary weights. Quantized weights stay in
-    `stored` until `pack` converts them to the fastest form: a `kernel`, or an ordinary `weight`.
+    def add(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        """Add to `outs`, the products of parts of the inputs x [tokens, inputs]: each is [tokens, outputs or more]."""
+
+
+class StoredWeight(Protocol):
+    """The weights of a layer in the checkpoint's format."""
+
+    shards: Shards
+
+    @property
+    def numel(self) -> int: ...
+
+
+class Product(Sharded):
+    """A layer with a product to which others can be added.
+
+    weights: this rank's shards by name in the checkpoint, stacked along the outputs.
+    order: index that puts this rank's outputs of a shard into the layer's order, if it differs from the checkpoint's.
     """
 
-    def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
+    takes_addend = True  #: whether the layer adds `addend` to all of its products
+    weights: dict[str, Shard]
+    order: Order = AS_STORED
+    addend: Addend | None = None
+
+
+class Linear(Product):
+    """A product with this rank's shards of `weights`, stacked along the outputs.
+
+    format: format in which the checkpoint stores the weights (quantized.py); None for ordinary weights. Weights in a
+    format stay in `stored` until `pack` converts them to the fastest form: a `kernel`, or an ordinary `weight`.
+    """
+
+    def __init__(self, weights: dict[str, Shard], format: object | None):
         super().__init__()
         self.weights = weights
         self.weight: nn.Parameter | None = None
         self.stored: StoredWeight | None = None
-        self.kernel: quantized_linear.Multiply | None = None
+        self.kernel: Callable[[Tensor, Tensor | None], Tensor] | None = None
         if format is not None:
-            self.stored = StoredWeight(weights, format)
-            self.quantized_parameters = self.stored.numel
+            self.stored = stored = quantized().StoredWeight(weights, format)
+            self.quantized_parameters = stored.numel
         else:
             inputs = next(iter(weights.values())).local_shape[INPUTS]
             self.weight = nn.Parameter(torch.empty(self.outputs, inputs), requires_grad=False)
@@ -50,20 +81,16 @@ class Linear(Adapted):
         else:
             assert self.weight is not None, "weights were loaded, but not packed"
             out = linear.linear(x, self.weight, bias)
-        self.adapters.add([out], x)
+        if self.addend is not None:
+            self.addend.add([out], x)
         return out
-
-    def decode(self, stored: StoredWeight) -> QuantizedWeight:
-        """Return the layer's weight [outputs, inputs] from the tensors of the checkpoint."""
-        return stored.decode()
 
     def pack(self) -> None:
         if self.stored is not None:
-            weight = self.decode(self.stored)
+            self.kernel, weight = quantized().product(self.stored, self.order, self.dtype)
             self.stored = None
-            self.kernel = quantized_linear.select(weight, self.dtype)
-            if self.kernel is None:
-                self.weight = nn.Parameter(weight.dequantize(self.dtype), requires_grad=False)
+            if weight is not None:
+                self.weight = nn.Parameter(weight, requires_grad=False)
         if self.weight is not None:
             self.weight = packed(self.weight)
 
@@ -85,7 +112,7 @@ class ColumnParallelLinear(Linear):
 
     outputs_multiple = 1  #: `pack` pads an ordinary weight with zeros to a multiple of it
 
-    def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
+    def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: object | None = None):
         self.biases = outputs
         weights = {name: Shard((*s.shape, inputs), OUTPUTS, s.start, s.size) for name, s in outputs.items()}
         super().__init__(weights, format)
@@ -115,7 +142,7 @@ class PaddedLinear(ColumnParallelLinear):
     """A column-parallel layer whose outputs are padded, in case our CPU kernel does not support their number. Returns
     the outputs without padding, as a view in which each token's values are contiguous."""
 
-    def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
+    def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: object | None = None):
         super().__init__(inputs, outputs, bias, format)
         self.outputs_multiple = linear.outputs_multiple(self.dtype, self.device)
 
@@ -169,9 +196,7 @@ class RowParallelLinear(Linear):
     (fixed_order.py).
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, tp: ShardPlan, bias: bool = False, format: WeightFormat | None = None
-    ):
+    def __init__(self, inputs: int, outputs: int, tp: ShardPlan, bias: bool = False, format: object | None = None):
         super().__init__({"": Shard.of_rank((outputs, inputs), INPUTS, tp, "input size")}, format)
         self.tp = tp
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
@@ -188,7 +213,8 @@ class RowParallelLinear(Linear):
         if not self.pieces:
             return [self.multiply(x)]
         parts = linear.linear_parts(x, self.pieces, self.tp.parts)
-        self.adapters.add(parts, x)
+        if self.addend is not None:
+            self.addend.add(parts, x)
         return parts
 
     def pack(self) -> None:
@@ -204,3 +230,8 @@ class RowParallelLinear(Linear):
 
 def packed(weight: nn.Parameter, pack: Callable[[Tensor], Tensor] = linear.pack) -> nn.Parameter:
     return nn.Parameter(pack(weight.data), requires_grad=False)
+
+
+def quantized() -> ModuleType:
+    """Import what weights in a format need."""
+    return import_module(".quantized", __package__)

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from engine.model.low_rank import AdapterRows, Factors, LowRankWeights, as_matrix, filled, in_columns, row_table
 from engine.model.ops.lora import low_rank
-from engine.model.shard import INPUTS, Shard, Sharded
-
-Order = Tensor | slice
-AS_STORED = slice(None)
+from engine.model.shard import INPUTS, Shard
 
 
 class LinearAdapters:
@@ -124,16 +121,3 @@ class NoAdapters:
 
 
 NO_ADAPTERS = NoAdapters()
-
-
-class Adapted(Sharded):
-    """A layer with a product that adapters can change.
-
-    weights: this rank's shards by name in the checkpoint, stacked along the outputs.
-    order: index that puts this rank's outputs of a shard into the layer's order, if it differs from the checkpoint's.
-    """
-
-    takes_adapters = True  #: the layer calls `adapters.add` with all of its products
-    weights: dict[str, Shard]
-    order: Order = AS_STORED
-    adapters: LinearAdapters | NoAdapters = NO_ADAPTERS

@@ -14,8 +14,8 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_split import split_experts
-from engine.model.layers.linear import PaddedLinear
-from engine.model.layers.lora import NO_ADAPTERS, Adapted, GroupedAdapters, NoAdapters
+from engine.model.layers.linear import PaddedLinear, Product
+from engine.model.layers.lora import NO_ADAPTERS, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import dispatch, linear, quantized_linear
 from engine.model.ops import moe as ops
@@ -27,7 +27,7 @@ from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
 
-class RouterProduct(Adapted):
+class RouterProduct(Product):
     """The product of a router: `logits` of x [tokens, hidden] are [tokens, num_experts], in the weight's dtype."""
 
     dtype_of_weight: ClassVar[torch.dtype | None] = torch.float32
@@ -46,7 +46,8 @@ class RouterProduct(Adapted):
         if x.dtype != self.dtype:
             x = self.scaled(x, 1.0, self.dtype)
         out = linear.linear(x, self.weight, self.bias)
-        self.adapters.add([out], x)
+        if self.addend is not None:
+            self.addend.add([out], x)
         return out[:, : self.moe.num_experts]
 
     def shards(self) -> Shards:

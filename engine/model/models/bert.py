@@ -91,7 +91,7 @@ class BertIntermediate(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.dense = ReplicatedLinear(cfg.hidden_size, cfg.intermediate_size)
-        self.dense.takes_adapters = False  # one kernel multiplies and applies GELU
+        self.dense.takes_addend = False  # one kernel multiplies and applies GELU
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.dense.weight is not None

@@ -15,8 +15,7 @@ from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, RowPa
 from engine.model.layers.recurrent.causal_conv import CausalConv
 from engine.model.layers.recurrent.gated_norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
-from engine.model.quantization.format import StoredWeight, WeightFormat
-from engine.model.quantization.weight import QuantizedWeight
+from engine.model.quantization.format import WeightFormat
 from engine.model.shard import Shard, Sharded, Shards
 
 NORM_EPS = 1e-6  # for the L2 norm of queries and keys
@@ -95,9 +94,6 @@ class GroupedLinear(PaddedLinear):
         super().__init__(inputs, outputs, format=format)
         rows = torch.arange(groups * sum(widths), device="cpu").view(groups, -1)
         self.order = torch.cat([part.flatten() for part in rows.split(tuple(widths), dim=1)])
-
-    def decode(self, stored: StoredWeight) -> QuantizedWeight:
-        return stored.decode().rows(self.order)
 
     def pack(self) -> None:
         if self.weight is not None:
