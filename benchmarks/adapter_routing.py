@@ -21,8 +21,8 @@ from typing import get_args
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import EngineUpdate
+from engine.wire.stats.engine_stats import EngineLoad
 
 REPORT_S = 0.1  # engine/serving/kv_events.py
 PROMPT_TOKENS, BLOCK_SIZE, BLOCKS = 256, 16, 24  # BLOCKS: of prompt and answer

@@ -17,8 +17,8 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import EngineUpdate
+from engine.wire.stats.engine_stats import EngineLoad
 
 BLOCK_SIZE, PROMPT = 16, 10_000
 SHARED = 400  # leading blocks of the prompt that each engine has

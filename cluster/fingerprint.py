@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster.distribution import DISTRIBUTION, ROOT
 from engine.config import EngineConfig
 from engine.text.tokenizer_files import VOCABULARY_FILES
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import ModelIdentity
 
 PARTS = ("weights", "tokenizer", "options", "code", "adapter")  # the last one only where there is an adapter
 DIGITS = 8  # hexadecimal digits of each part

@@ -17,7 +17,7 @@ from tests.imports import ROOT, imported_files, imported_modules, imported_packa
 ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
 ENGINE_ORDER = [
-    {"hooks", "devices"},
+    {"devices"},
     {"wire"},
     {"fairness"},
     {"text", "distributed"},

@@ -12,13 +12,13 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room. They may only be lowered; 9,000 in all is where they go.
 LIMITS = {
-    "top": 813,
-    "wire": 874,
+    "top": 808,
+    "wire": 867,
     "text": 542,
     "distributed": 812,
     "model": 2_783,
-    "runner": 1_706,
-    "core": 2_468,
+    "runner": 1_705,
+    "core": 2_465,
 }
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {

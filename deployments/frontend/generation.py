@@ -18,7 +18,7 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.observability.telemetry import current_request
 from engine.errors import Overloaded
 from engine.fairness.fair_queue import QueuedRequest
-from engine.hooks.overriding import overriding
+from engine.hooks import overriding
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction

@@ -10,8 +10,7 @@ import msgspec
 
 from deployments.observability.stats import REPLAY_REASONS
 from engine.errors import EngineError, EngineUnavailable, RequestTimeout, ServingError
-from engine.wire.generate_request import GenerateRequest
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import seed_of
 from engine.wire.token_delta import TokenDelta

@@ -20,8 +20,7 @@ from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.observability.telemetry import HttpRequest
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream
-from engine.wire.generate_request import GenerateRequest
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.remote_request import KVSource
 from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
 

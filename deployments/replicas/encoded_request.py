@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.wire.generate_request import GenerateRequest
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.messages import Abort, Add, CancelPrefill, Prefill
-from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_request import KVHolder, RemoteRequest
 
 

@@ -15,9 +15,8 @@ from deployments.replicas.engine_control import EngineControl
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
-from engine.wire.generate_request import GenerateRequest
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.messages import HeldPrompt
-from engine.wire.model_identity import ModelIdentity
 from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder, Peer

@@ -13,7 +13,7 @@ from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.policies import make_policy
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.ranking import Ranker
-from engine.wire.engine_load import EngineLoad
+from engine.wire.stats.engine_stats import EngineLoad
 
 
 class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):

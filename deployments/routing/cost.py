@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deployments.routing.prompt_digest import PromptDigest
-from engine.wire.engine_load import EngineLoad
+from engine.wire.stats.engine_stats import EngineLoad
 
 
 @dataclass(slots=True)  # not frozen, which takes twice as long to make: a choice makes one per engine

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import PrefixIndex, block_keys
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import EngineUpdate
 from engine.wire.remote_request import Peer
+from engine.wire.stats.engine_stats import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)

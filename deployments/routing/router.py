@@ -20,8 +20,8 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.subscriber import KVEventSubscriber
+from engine.wire.generate_request import ModelIdentity
 from engine.wire.messages import EngineUpdate
-from engine.wire.model_identity import ModelIdentity
 
 
 def eligible_replicas(

@@ -9,7 +9,7 @@ from deployments.routing.choice_log import NoChoiceLog
 from deployments.routing.config import Role
 from deployments.routing.prompt_digest import EMPTY, PromptDigest
 from deployments.routing.stats import RoutingStats
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import ModelIdentity
 from engine.wire.remote_request import KVHolder
 
 # answered: the engine had the request and has ended it. lost: the replica or its engine is gone. engine_lost: only the

@@ -21,8 +21,7 @@ from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.engine_options import EngineOptions
 from engine.errors import EngineUnavailable
-from engine.hooks.by_class import ByClass
-from engine.hooks.overriding import overriding
+from engine.hooks import ByClass, overriding
 from engine.model.config import ModelConfig
 from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest

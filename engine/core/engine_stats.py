@@ -9,9 +9,8 @@ from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import State
 from engine.core.scheduler import Scheduler
-from engine.wire.engine_load import EngineLoad
 from engine.wire.parts.part_record import encoded
-from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.stats.engine_stats import EngineLoad, EngineStats
 
 
 def load_of(scheduler: Scheduler) -> EngineLoad:

@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
 from engine.free_memory import FreeMemory
-from engine.hooks.by_class import ByClass
-from engine.hooks.overriding import overriding
+from engine.hooks import ByClass, overriding
 from engine.model.models.llama import Model
 from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.layer_runner import LayerRunner, Run

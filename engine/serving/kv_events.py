@@ -16,8 +16,8 @@ from engine.parts.kv_groups.windowed_kv_cache import window_blocks
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import NoHashes
 from engine.serving.hash_changes import HashChanges
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
+from engine.wire.stats.engine_stats import EngineLoad
 from engine.wire.stats.handoff_stats import Role
 
 logger = logging.getLogger(__name__)

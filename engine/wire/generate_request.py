@@ -8,7 +8,6 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.wire.lora import LoRARequest
-from engine.wire.model_identity import ModelIdentity
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.part_record import PartRecord, R, Records, encoded, record_in
 from engine.wire.pooling_params import PoolingParams
@@ -17,6 +16,16 @@ from engine.wire.sampling_params import SamplingParams
 
 TRIAL_TOKENS = 8  # after which a request on trial is no suspect any more
 TRIAL_S = 30.0  # after which the next suspect does not wait any longer for the one that is tried
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """Digests that tell apart models, and versions of one model."""
+
+    weights: str
+    """Digest of config.json and the weights."""
+    vocabulary: str
+    """Digest of the meaning of each token id; empty for a model without a tokenizer. Engines with the same vocabulary
+    understand each other's prompts, whatever their weights."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,11 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from engine.wire.engine_load import EngineLoad
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.remote_request import Peer, RemoteRequest
-from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.stats.engine_stats import EngineLoad, EngineStats
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats, Role
 from engine.wire.token_delta import ErrorInfo
 

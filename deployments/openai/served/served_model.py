@@ -46,10 +46,9 @@ from engine.errors import (
     PromptTooLong,
     RequestTimeout,
 )
-from engine.hooks.overriding import overriding
+from engine.hooks import overriding
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.generate_request import GenerateRequest
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from engine.core.door.offer import Offer
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request, State
-from engine.hooks.by_class import ByClass
-from engine.hooks.overriding import overriding
+from engine.hooks import ByClass, overriding
 
 if TYPE_CHECKING:
     from engine.core.door.kernel import Kernel

@@ -12,7 +12,7 @@ from engine.core.door.inputs import Input
 from engine.core.door.part_input import TimePassed
 from engine.core.mail.courier import Courier
 from engine.core.scheduler import Scheduler
-from engine.hooks.by_class import ByClass
+from engine.hooks import ByClass
 from engine.wire.generate_request import GenerateRequest
 
 FLUSH_S = 5.0  # that `flush` waits

@@ -12,7 +12,7 @@ import msgspec
 from engine.errors import ModelFolderError
 from engine.safetensors_header import header_length
 from engine.text.tokenizer_files import VOCABULARY_FILES
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import ModelIdentity
 
 PAGE = 4096  # bytes
 PAGES = 64  # pages read from every weights file

@@ -42,7 +42,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.costs.request_cost import COSTS, BlockAccount, KVCost, RequestCost
 from engine.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.costs.tier_usage import HeldBlock, TierUsage
-from engine.hooks.overriding import overrides
+from engine.hooks import overrides
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import DraftBound

@@ -8,6 +8,23 @@ from engine.wire.parts.part_record import R, Records, record_in
 from engine.wire.stats.histogram import Histogram
 
 
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Load of one engine, by which routers and control actors choose. All fields are 0 if nothing is known about the
+    engine."""
+
+    sequences: int = 0
+    """Sequences that are running, waiting, or waiting for KV; each needs one of `slots` to run."""
+    queued_tokens: int = 0
+    """Prompt tokens that are still to be computed."""
+    blocks_used: int = 0
+    slots: int = 0
+    blocks_total: int = 0
+    queued_embeds: int = 0
+    """Image embeddings that the vision encoder still has to compute."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the LoRA adapters in slots."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 

@@ -10,8 +10,7 @@ import pytest
 
 from deployments.frontend import retry
 from engine.errors import EngineUnavailable, OtherModel
-from engine.wire.generate_request import GenerateRequest
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, ingress, listen
 

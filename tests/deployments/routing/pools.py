@@ -9,8 +9,8 @@ from deployments.routing.prompt_digest import PromptDigest
 from engine.core.block_pool import BlockPool
 from engine.serving.hash_changes import HashChanges
 from engine.wire import block_hash
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import EngineUpdate
+from engine.wire.stats.engine_stats import EngineLoad
 
 BLOCK = 4
 

@@ -10,7 +10,7 @@ from ray.serve.request_router import ReplicaID
 
 from deployments.routing.router import eligible_replicas
 from deployments.routing.routing_context import RoutingContext
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.generate_request import ModelIdentity
 
 POOL = DeploymentID("decode-m", "manta")
 WEIGHTS = {"a": "old", "b": "old", "c": "new"}

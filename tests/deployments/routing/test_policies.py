@@ -8,7 +8,7 @@ import pytest
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.policies import PowerOfTwo, PrefixAware, RoundRobin, RoutingPolicy, rendezvous_order
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
-from engine.wire.engine_load import EngineLoad
+from engine.wire.stats.engine_stats import EngineLoad
 from tests.deployments.routing.pools import BLOCK, block_hashes, prompt
 
 ENGINES = ["a", "b", "c", "d"]

@@ -22,9 +22,9 @@ from deployments.routing.router import EngineRouter, engine_id_of
 from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.distributed.cluster_key import ClusterKey
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import Command, EngineUpdate, Subscribe
 from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.stats.engine_stats import EngineLoad
 from tests.deployments.fake_api import until
 from tests.deployments.routing.pools import BLOCK, prompt
 

@@ -11,8 +11,8 @@ import zmq
 import zmq.asyncio
 
 from deployments.routing.subscriber import KVEventSubscriber
-from engine.wire.engine_load import EngineLoad
 from engine.wire.messages import Command, EngineUpdate, Subscribe
+from engine.wire.stats.engine_stats import EngineLoad
 from tests.refused import Refused
 
 LIMIT_S = 60.0

@@ -13,7 +13,6 @@ from engine.distributed.tp_group import TPGroup
 from engine.options.handoff import HandoffConfig
 from engine.serving.server import EngineServer
 from engine.wire.block_hash import block_hashes
-from engine.wire.engine_load import EngineLoad
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Abort,
@@ -34,6 +33,7 @@ from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineLoad
 from engine.wire.token_delta import TokenBatch
 from tests.engine_sockets import Inbox, Ingress, ServerThread
 from tests.models import make_model
