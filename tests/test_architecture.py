@@ -231,10 +231,6 @@ def test_the_scheduler_and_all_that_it_uses_name_no_part():
     assert not [file for file in reached if file.is_relative_to(ROOT / "engine" / "parts")]
 
 
-KNOWS_ALL = {"tape"}
-"""Parts that keep something of every other one."""
-
-
 def test_each_part_of_an_engine_is_a_folder_that_says_what_it_is_and_imports_only_parts_that_it_needs():
     room = ROOT / "engine" / "parts"
     readmes = sorted(room.glob("*/README.md"))
@@ -246,7 +242,7 @@ def test_each_part_of_an_engine_is_a_folder_that_says_what_it_is_and_imports_onl
         imported = {other for file in readme.parent.rglob("*.py") for other in imported_files(file)}
         inside = {other.relative_to(room) for other in imported if room in other.parents and other.parent != room}
         others = {other.parts[0] for other in inside}
-        assert readme.parent.name in KNOWS_ALL or others - {readme.parent.name} == needs, readme
+        assert others - {readme.parent.name} == needs, readme
 
 
 FEATURES = {"lora", "spec_decode", "eplb", "kv_offload", "kv_transfer", "kernel_trial"}

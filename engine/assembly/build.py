@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from engine.assembly.load import load
 from engine.assembly.open_launcher import open_launcher
-from engine.assembly.table import PARTS
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
@@ -31,6 +30,7 @@ from engine.model.state import state_specs
 from engine.parts.experts.rank.experts import Experts
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.setup import Loaded, Made, PartSetup
+from engine.parts.table import PARTS
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launcher import Launcher
 from engine.runner.memory import snapshot_border, snapshot_interval

@@ -6,12 +6,12 @@ import importlib
 from pathlib import Path
 
 from engine.assembly.open_runner import open_runner
-from engine.assembly.table import FITTINGS
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.parts.setup import Loaded
+from engine.parts.table import FITTINGS
 
 
 def load(config: EngineConfig, group: TPGroup, host: str) -> Loaded:

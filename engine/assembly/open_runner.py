@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine.assembly.table import RANK_PARTS
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.kernel_trial.check import check_kernels
 from engine.model.config import ModelConfig
+from engine.parts.table import RANK_PARTS
 from engine.runner.graphs.open_layers import open_layers
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_part import RankParts

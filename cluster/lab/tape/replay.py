@@ -15,7 +15,8 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.costs.step_cost import StepTimes, StepWork
 from engine.parts.kv_fetching.kv_fetching import split_names
-from engine.parts.tape.answers import NAMES, ORDINARY, Answers, EndOfAnswers
+from engine.parts.snapshot_kinds import ORDINARY
+from engine.parts.tape.answers import NAMES, Answers, EndOfAnswers
 from engine.parts.tape.digest import UNFINISHED, digest
 from engine.parts.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
 from engine.parts.tape.object_graph import UnknownState

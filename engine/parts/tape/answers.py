@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
+from engine.parts.snapshot_kinds import NO_TOKEN, ORDINARY
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from engine.errors import ServingError
     from engine.spec_decode.drafter import SequenceDrafter
 
-ORDINARY = 0
-"""Stands for any token that does not end a request."""
-NO_TOKEN = -4
-"""Stands for a drafted token that no vocabulary has."""
 MOST = 255  # of what fits a byte
 NAMES = -(1 << 60)
 """Numbers of arrival from here on downwards stand for a block's hash and name."""
@@ -121,19 +118,6 @@ class DrafterWatch:
 class ReplayedWatch(StandIn):
     def __call__(self, drafter: SequenceDrafter) -> ReplayedDrafter:
         return ReplayedDrafter(self._answers)
-
-
-class NoDrafter:
-    """Stands for a HostDrafter, and for the drafters that it makes."""
-
-    def follow(self, tokens: list[int], cache_salt: str) -> NoDrafter:
-        return self
-
-    def propose(self, limit: int) -> Sequence[int]:
-        raise AssertionError("a ReplayedDrafter is asked instead")
-
-    def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
-        pass
 
 
 # -- grammars ----------------------------------------------------------------------------------------------

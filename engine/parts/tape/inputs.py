@@ -18,7 +18,9 @@ from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.images.inputs import ImageWentOn
 from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
-from engine.parts.tape.answers import ORDINARY, Answers, ReplayedGrammar
+from engine.parts.lora.snapshot_kinds import without_path
+from engine.parts.snapshot_kinds import ORDINARY
+from engine.parts.tape.answers import Answers, ReplayedGrammar
 from engine.parts.tape.object_graph import MAX_ZEROS
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
@@ -75,7 +77,7 @@ def params_without_text(params: SamplingParams, vocab_size: int) -> SamplingPara
 
 
 def lora_without_path(lora: LoRARequest | None) -> LoRARequest | None:
-    return None if lora is None else LoRARequest(lora.lora_name, 0, "", lora.digest)
+    return None if lora is None else without_path(lora)
 
 
 def remote_without_text(request: RemoteRequest, params: SamplingParams) -> RemoteRequest:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from engine.parts.snapshot_kinds import Zeros
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 SCHEMA_BYTES = 16
@@ -52,14 +53,6 @@ class Method(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
     node: int
     number: int
-
-
-class Zeros(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """A list of zeros: tokens that are not said."""
-
-    count: int
-    packed: bool = False
-    """Whether they are an array."""
 
 
 LEAVES = frozenset({int, float, str, bytes, bool, NoneType})

@@ -31,8 +31,9 @@ from engine.parts.kv_fetching.kv_fetching import split_names
 from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
+from engine.parts.snapshot_kinds import NO_TOKEN, ORDINARY
 from engine.parts.speculation.speculator import Speculator, unwatched
-from engine.parts.tape.answers import NO_TOKEN, ORDINARY, DrafterWatch, TapedGrammar, TapedNames
+from engine.parts.tape.answers import DrafterWatch, TapedGrammar, TapedNames
 from engine.parts.tape.digest import NOTHING, UNFINISHED, WHOLE, digest, digest_of_last
 from engine.parts.tape.inputs import (
     AbortedShape,
@@ -373,6 +374,7 @@ def code_version() -> str:
     the core, of parts, and of all classes that its state consists of."""
     engine, digest = Path(__file__).parents[2], hashlib.blake2b(digest_size=8)
     files = {file for folder in ("core", "parts", "wire") for file in (engine / folder).rglob("*.py")}
+    files = {file for file in files if file.parent.name != "rank"}
     kinds = [*(told.kind for told in KINDS.objects), *KINDS.messages, *KINDS.rows]
     files |= {Path(file) for kind in kinds if (file := getattr(sys.modules[kind.__module__], "__file__", None))}
     for path in sorted(files):

@@ -6,9 +6,11 @@ another machine: `load` makes only objects of the classes below.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -39,123 +41,56 @@ from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.costs.request_cost import COSTS, BlockAccount, KVCost, RequestCost
 from engine.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
-from engine.costs.tier_usage import HeldBlock, TierUsage
 from engine.hooks import overrides
-from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.model.kv_groups import KVCacheSpec
-from engine.model.state import DraftBound
-from engine.options.handoff import HandoffConfig
-from engine.options.speculation import SpeculativeConfig
-from engine.parts.costs.cost_accounts import CostAccounts
-from engine.parts.grammar.grammars import Grammars
-from engine.parts.handoffs.handoff_requests import HandoffRequests
-from engine.parts.handoffs.handoffs import Handoffs
-from engine.parts.handoffs.prompts_for_others import PromptsForOthers
-from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.parts.handoffs.remote_prompts import RemotePrompts
-from engine.parts.holds.hold_records import HoldRecords
-from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold
-from engine.parts.holds.holds import Holds
-from engine.parts.holds.no_holds import NoHolds
-from engine.parts.holds.request_holds import RequestHolds
-from engine.parts.images.encoder_cache_manager import EncoderCacheManager
-from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
-from engine.parts.kv_fetching.kv_fetching import KVFetching, PendingFetch
-from engine.parts.kv_groups.state_cache_manager import StateCacheManager, StateSnapshots
-from engine.parts.kv_groups.windowed_kv_cache import WindowedKVCacheManager, WindowRoom
-from engine.parts.kv_tiers.command_queue import CommandQueue
-from engine.parts.kv_tiers.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
-from engine.parts.kv_tiers.saved_holds import FoundHold, Kept, SavedHolds
-from engine.parts.kv_tiers.tier import NoHashes, Tier, TierHashes
-from engine.parts.kv_tiers.tier_writer import Store, TierWriter
-from engine.parts.lora.adapter_slots import AdapterSlot, AdapterSlots
-from engine.parts.speculation.draft_totals import DraftTotals
-from engine.parts.speculation.speculator import Speculator, any_number
-from engine.parts.stages.micro_batches import MicroBatches
-from engine.parts.tape.answers import (
-    NO_TOKEN,
-    ORDINARY,
-    STAND_INS,
-    Answers,
-    DrafterWatch,
-    NoDrafter,
-    TapedDrafter,
-    TapedGrammar,
-    TapedNames,
-)
-from engine.parts.tape.inputs import lora_without_path, params_without_text
+from engine.parts.snapshot_kinds import ORDINARY, SnapshotKinds, Zeros
+from engine.parts.table import PARTS
+from engine.parts.tape.answers import STAND_INS, Answers, DrafterWatch, TapedDrafter, TapedGrammar, TapedNames
+from engine.parts.tape.inputs import params_without_text, remote_without_text
 from engine.parts.tape.object_graph import (
     GraphReader,
     GraphWriter,
     Kinds,
     UnknownState,
-    Zeros,
     check_schema,
     with_changed_hashes,
 )
-from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
-from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
-from engine.wire.lora import AdapterLoad, LoRARequest
-from engine.wire.messages import PrefillReplica
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.holds import HoldMark
-from engine.wire.parts.images import ImageStep, ReceivedImage, SequenceImages
-from engine.wire.parts.kv_offload import (
-    DropBlocks,
-    DropHold,
-    LoadBlocks,
-    SavedHold,
-    SaveHold,
-    StopLoad,
-    StoreBlocks,
-    TierBlock,
-)
-from engine.wire.parts.lora import SequenceAdapter
-from engine.wire.parts.states import StateRestore, StateSave, StateStep
-from engine.wire.plan import ON_DEVICE, StepPlan
+from engine.wire.plan import StepPlan
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.histogram import Histogram
-from engine.wire.token_delta import HoldOutcome
 
+
+def kinds_of_parts() -> Iterator[SnapshotKinds]:
+    """Yield what each part adds that keeps something of a request or a step."""
+    for name in PARTS:
+        if find_spec(place := f"engine.parts.{name}.snapshot_kinds") is not None:
+            yield import_module(place).KINDS
+
+
+OF_PARTS = [*kinds_of_parts()]
 KINDS = Kinds()
 KINDS.add_objects(
-    AdapterSlot, AdapterSlots, BlockAccount, BlockAllocator, BlockLoad, BlockPool, BlockTable, BlocksAsked,
-    CommandQueue, CostAccounts, DecodeCost, DraftBound, DraftCost, DraftTotals, EncoderCacheManager, FoundHold,
-    Grammars, HandoffRequests, Handoffs, HeldBlock, Hold, HoldRecords, HoldTable, Holds, ImageHandoffs, KVCacheManager,
-    KVCost, KVFetching, KVOffloading, Kept, LinearCost, MicroBatches, ModelLimits, PromptsForOthers,
-    NoDrafter, NoHashes, NoHolds, NoImageHandoffs, NoTiersBelow, NoUsage,
-    Offers, Outputs, Parts, PendingFetch, PrefixUse, PromptOfHold, ProposalCost, RemotePrefillPolicy,
-    RemotePrompts,
-    RemotePrompt, Request, RequestChecks, RequestClock, RequestCost, RequestHolds, RequestMetrics, RequestQueue,
-    RequestStates, SavedHolds,
-    Scheduler, SchedulerStats, SequenceDrafts, SingleTypeKVCacheManager,
-    Speculator, StateCacheManager, StateSnapshots, StepCost, StepDrafts, StepMean,
-    StepPlanBuilder, StepTimes, StopConditions, Store, Tier, TierEntry, TierHashes, TierIndex, TierUsage,
-    TierWriter, VerifyingCost, WindowRoom, WindowedKVCacheManager,
+    BlockAllocator, BlockPool, BlockTable, DecodeCost, KVCacheManager, LinearCost, ModelLimits, Offers, Outputs, Parts,
+    PrefixUse, RemotePrompt, Request, RequestChecks, RequestClock, RequestMetrics, RequestQueue, RequestStates,
+    Scheduler, SchedulerStats, SingleTypeKVCacheManager, StepCost, StepPlanBuilder, StepTimes, StopConditions,
+    *(kind for part in OF_PARTS for kind in part.objects),
 )  # fmt: skip
 KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
-    AdapterLoad, DropBlocks, DropHold, EngineConfig, HandoffConfig, Histogram, HoldMark, HoldOutcome, KVCacheSpec,
-    KVHolder, KVSource, LoRARequest, LoadBlocks, MultiModalFeatureSpec, Peer, PoolingParams, PrefillReplica, PromptCost,
-    ImageStep, ReceivedImage, RemoteRequest, SamplingParams, SaveHold, SavedHold, SequenceAdapter, SequenceImages,
-    SpeculativeConfig, StateStep, StepPlan,
-    StopLoad, StoreBlocks,
+    EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, PoolingParams, RemoteRequest, SamplingParams,
+    StepPlan,
+    *(kind for part in OF_PARTS for kind in part.messages),
 ]  # fmt: skip
-KINDS.rows += [HeldBlocks, StateRestore, StateSave, StateSnapshot, TierBlock]
+KINDS.rows += [StateSnapshot, *(kind for part in OF_PARTS for kind in part.rows)]
 KINDS.constants |= {str(state): state for state in State}
-KINDS.constants |= {
-    "nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "any number": any_number,
-    "unknown": unknown,    "BlockAccount": BlockAccount,
-}  # fmt: skip
-KINDS.methods += [
-    (CommandQueue, "add"), (DraftCost, "of"), (StepTimes, "compute_s"), (Handoffs, "compute_s"), (KVFetching, "heard"),
-]  # fmt: skip
+KINDS.constants |= {"nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "unknown": unknown}
+for _part in OF_PARTS:
+    KINDS.constants |= _part.constants
+KINDS.methods += [(StepTimes, "compute_s"), *(method for part in OF_PARTS for method in part.methods)]
 KINDS.methods += [
     (told.kind, hook)
     for told in KINDS.objects
@@ -167,6 +102,8 @@ KINDS.methods += [
 
 # -- what a state leaves out -------------------------------------------------------------------------------
 
+UNSAID = {key for part in OF_PARTS for key in part.unsaid}
+
 
 def of_request(request: Request) -> dict[str, Any]:
     return {
@@ -174,39 +111,19 @@ def of_request(request: Request) -> dict[str, Any]:
         "reply_to": "",
         "timeline": [],
         "prompt_logprobs": None if request.prompt_logprobs is None else [None],
-        "of": {name: kept for name, kept in request.of.items() if name != COSTS},
+        "of": {name: kept for name, kept in request.of.items() if name not in UNSAID},
     }
-
-
-def of_drafts(drafts: SequenceDrafts) -> dict[str, Any]:
-    proposed = [token if token == ON_DEVICE else ORDINARY if token >= 0 else NO_TOKEN for token in drafts.proposed]
-    return {"prediction": [ORDINARY] if drafts.prediction else [], "proposed": proposed}
-
-
-def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:
-    return {"tokens": Zeros(len(prompt.tokens), packed=True), "cache_salt": ""}
-
-
-def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
-    receiving = {number_of(handoff_id): image for handoff_id, image in handoffs.receiving.items()}
-    return {"receiving": receiving}
 
 
 CHANGES: dict[type, Callable[[Any], dict[str, Any]]] = {
     Scheduler: lambda _: {"journal": NOBODY_LISTENS},
     Request: of_request,
-    SequenceDrafts: of_drafts,
-    Hold: lambda _: {"of": {}},
-    PromptOfHold: of_prompt,
-    HoldTable: lambda _: {"_usages": []},
     BlockPool: lambda _: {"observers": []},
-    Grammars: lambda part: {"waiting": dict.fromkeys(part.waiting, ""), "watch": None},
-    ImageHandoffs: of_image_handoffs,
     PrefixUse: lambda _: {"hashes": [], "salt": ""},
     Outputs: lambda _: {"events": [], "_posted": {}},
-    EncoderCacheManager: lambda _: {"_pixels": {}},
-    Speculator: lambda part: {"_drafter": None if part.has_weights else NoDrafter()},
 }
+for _part in OF_PARTS:
+    CHANGES |= _part.changes
 
 
 def plan_without_text(plan: StepPlan) -> StepPlan:
@@ -216,30 +133,22 @@ def plan_without_text(plan: StepPlan) -> StepPlan:
 
 
 def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:
-    return msgspec.structs.replace(
-        asked,
-        token_ids=[],
-        params=params_without_text(asked.params, vocab_size),
-        cache_salt="",
-        mm_features=list(map(image_without_pixels, asked.mm_features)),
-        lora=lora_without_path(asked.lora),
-    )
-
-
-def image_without_pixels(image: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
-    return msgspec.structs.replace(image, data={})
+    """Return a request with its images, whose hashes are in the state."""
+    images = [msgspec.structs.replace(image, data={}) for image in asked.mm_features]
+    plain = remote_without_text(asked, params_without_text(asked.params, vocab_size))
+    return msgspec.structs.replace(plain, mm_features=images)
 
 
 def stand_ins(vocab_size: int) -> dict[type, Any]:
     """Return what is written instead of objects of some classes."""
     taped = (TapedDrafter, DrafterWatch, TapedGrammar, TapedNames)
-    return dict.fromkeys(taped, lambda part: part.replayed()) | {
+    found: dict[type, Any] = dict.fromkeys(taped, lambda part: part.replayed())
+    for part in OF_PARTS:
+        found |= part.stands_for
+    return found | {
         StepPlan: plan_without_text,
         RemoteRequest: partial(remote_request_without_text, vocab_size=vocab_size),
         SamplingParams: partial(params_without_text, vocab_size=vocab_size),
-        LoRARequest: lora_without_path,
-        AdapterLoad: lambda load: msgspec.structs.replace(load, lora=lora_without_path(load.lora)),
-        MultiModalFeatureSpec: image_without_pixels,
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.left_out import command
 
-TABLES = ("engine.assembly.table", "engine.parts.tape.snapshot")
+TABLES = ("engine.parts.table",)
 """Modules that may name all parts."""
 TESTS = ["tests/engine/core/test_engine.py", "tests/engine/offline/test_llm.py", "-k", "test_engine or chat"]
 FOLDER = Path(__file__).parents[3] / "engine" / "parts"

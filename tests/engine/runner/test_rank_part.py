@@ -11,13 +11,13 @@ from msgspec import structs
 from torch import Tensor
 
 from engine.assembly import open_runner
-from engine.assembly.table import RANK_PARTS
 from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.models.llama import Model
+from engine.parts.table import RANK_PARTS
 from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.model_runner import ModelRunner

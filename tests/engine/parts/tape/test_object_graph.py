@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from engine.parts.snapshot_kinds import Zeros
 from engine.parts.tape import object_graph
-from engine.parts.tape.object_graph import SCHEMA_BYTES, GraphReader, GraphWriter, Kinds, UnknownState, Zeros
+from engine.parts.tape.object_graph import SCHEMA_BYTES, GraphReader, GraphWriter, Kinds, UnknownState
 
 ENCODE = msgspec.msgpack.encode
 
