@@ -289,7 +289,7 @@ def without_libraries(card: Card) -> Numbers:
 def libraries(card: Card) -> Numbers:
     """us of one layer's attention by each library that is installed, and by ours, for the batches of its trial."""
     op, device = library_attention.OP, torch.device(DEVICE)
-    shape = choice.Shape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    shape = choice.AttentionShape(torch.bfloat16, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     candidates = {library.name: choice.load(op, library, device) for library in op.libraries}
     names = [f"{len(lengths)} of {lengths[-1]}, longest {lengths[0]}" for lengths in choice.TIMED]
     return {

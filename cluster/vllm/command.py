@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.offline.vllm_flags import ALL2ALL, NAMES, NOT_READ, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import ALL2ALL, NAMES, NOT_READ, VALUES, FlagRow, draft_options, find, takes
 
 SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")  # flags that take several values in vLLM
 OBJECTS = (  # our flags whose value is a JSON object, which may come in parts: --hf-overrides.rope_theta 1e6
@@ -126,7 +126,7 @@ def _take_negated(command: Command, name: str) -> None:
         command.ignored[name] = row.note
 
 
-def _rename(command: Command, row: Row, value: str | None, rest: list[str]) -> None:
+def _rename(command: Command, row: FlagRow, value: str | None, rest: list[str]) -> None:
     """Add our equivalent of a flag: a flag with another name, a key of an object, or a key of the configuration."""
     if row.note.endswith("={}"):
         command.args += ["--set", row.note.format(value)]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.grammars.references import Place, SchemaError
+from engine.grammars.references import SchemaError, Subschema
 from engine.grammars.value_types import as_names
 
 CHOICES = ("anyOf", "oneOf")
@@ -63,7 +63,7 @@ class Walk:
             raise SchemaError(f"it has more than {self._max_steps} schemas, with those behind references")
 
 
-def declared_names(place: Place, walk: Walk, *, without: Collection[str | tuple[str, int]] = ()) -> Names:
+def declared_names(place: Subschema, walk: Walk, *, without: Collection[str | tuple[str, int]] = ()) -> Names:
     """Return the names listed in a schema and in those that apply to the same value, always or under a condition.
 
     without: keywords to leave out, or pairs of a keyword and the index of a branch.
@@ -93,7 +93,7 @@ def declared_names(place: Place, walk: Walk, *, without: Collection[str | tuple[
     return names
 
 
-def has_choices(place: Place, key: str, walk: Walk) -> bool:
+def has_choices(place: Subschema, key: str, walk: Walk) -> bool:
     """Return whether a value has different names by the branch of this keyword in which it is valid."""
     walk.step()
     if key in CHOICES:
@@ -129,7 +129,7 @@ def closed_to(schema: dict[str, Any] | bool, names: Names, rest: dict[str, Any] 
     return closed
 
 
-def _branches(place: Place, key: str) -> Iterator[tuple[int | None, Place]]:
+def _branches(place: Subschema, key: str) -> Iterator[tuple[int | None, Subschema]]:
     """Yield the schemas below a keyword that apply to the same value, those of a list with their index."""
     if key in ("$ref", "$dynamicRef", "$recursiveRef"):
         yield None, place.target(key)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from engine.grammars.closing import CHOICES
-from engine.grammars.references import Place
+from engine.grammars.references import Subschema
 from engine.grammars.value_types import ALL_TYPES, as_names, concerns, difference, overlap, possible_types, type_of
 
 FORMATS = frozenset(
@@ -18,21 +18,21 @@ MAX_BOUND = 10**18  # of numbers, in llguidance; a bound further out becomes thi
 MAX_LENGTH = 2**31 - 1  # that an answer may have; longer ones are no limits
 MAX_DEPENDENCIES = 4  # of which each doubles the alternatives
 Schema = dict[str, Any] | bool
-Close = dict[str, Callable[[Place, Any], Schema]]
+Close = dict[str, Callable[[Subschema, Any], Schema]]
 
 
-class Parts(Protocol):
+class SubschemaConverter(Protocol):
     """What converts the schemas inside a schema."""
 
-    def start(self, place: Place) -> Schema:
+    def start(self, place: Subschema) -> Schema:
         """Return a schema that is no part of another one's conditions on the same value."""
         ...
 
-    def part(self, place: Place) -> Schema:
+    def part(self, place: Subschema) -> Schema:
         """Return a schema that is one of several conditions on a value, so that its object is as open as it says."""
         ...
 
-    def reference(self, place: Place, keyword: str) -> Schema:
+    def reference(self, place: Subschema, keyword: str) -> Schema:
         """Return the schema to which a keyword refers, as one of several conditions."""
         ...
 
@@ -48,7 +48,7 @@ class Parts(Protocol):
 class Conversion:
     """One schema while it is converted."""
 
-    def __init__(self, parts: Parts, place: Place, types: frozenset[str], close: Close):
+    def __init__(self, parts: SubschemaConverter, place: Subschema, types: frozenset[str], close: Close):
         """types: types of the values that it allows. close: for keywords whose branches are to be closed, what converts
         a branch."""
         self._parts, self._place, self._types, self._close = parts, place, types, close
@@ -259,7 +259,7 @@ class Conversion:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _branch(self, keyword: str, index: Any, branch: Place) -> Schema:
+    def _branch(self, keyword: str, index: Any, branch: Subschema) -> Schema:
         return self._close[keyword](branch, index) if keyword in self._close else self._parts.part(branch)
 
     def _resolved(self, keyword: str) -> Schema:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from engine.grammars.closing import CHOICES, NO_NAMES, OF_NAMES, Names, Walk, closed_to, declared_names, has_choices
 from engine.grammars.conversion import HANDLERS, Close, Conversion, Schema
-from engine.grammars.references import Place, SchemaError, is_ambiguous
+from engine.grammars.references import SchemaError, Subschema, is_ambiguous
 from engine.grammars.value_types import TYPES, are_disjoint, concerns, possible_types
 
 # At most one space, or a line break with its indentation, as in llama.cpp: a weak model that may write any number of
@@ -61,7 +61,7 @@ class SchemaBuilder:
         self._roots.append(schema)
         self._root, self._walk = schema, Walk(MAX_STEPS)
         try:
-            return self.start(Place.root(schema))
+            return self.start(Subschema.root(schema))
         except RecursionError:
             raise SchemaError("it is nested too deeply") from None
 
@@ -91,7 +91,7 @@ class SchemaBuilder:
         return found
 
     def resolved(self, schema: Schema) -> Schema:
-        """See Parts."""
+        """See SubschemaConverter."""
         while isinstance(schema, dict) and schema.keys() == {"$ref"}:
             name = schema["$ref"].removeprefix("#/$defs/")
             if name not in self._defs:  # still being converted
@@ -99,8 +99,8 @@ class SchemaBuilder:
             schema = self._defs[name]
         return schema
 
-    def start(self, place: Place) -> Schema:
-        """See Parts."""
+    def start(self, place: Subschema) -> Schema:
+        """See SubschemaConverter."""
         keywords = place.keywords
         conditions = {key for key in keywords if key in HANDLERS}
         if conditions == {"$ref"}:
@@ -114,7 +114,7 @@ class SchemaBuilder:
                 return self._close(place, NO_NAMES, False)
         return self._open(place, {})
 
-    def _close(self, place: Place, outer: Names, rest: Schema, *, exact: bool = False) -> Schema:
+    def _close(self, place: Subschema, outer: Names, rest: Schema, *, exact: bool = False) -> Schema:
         """Return the schema of an object that has no other properties than those named in it or in `outer`, or only
         others that are valid in `rest`.
 
@@ -146,7 +146,7 @@ class SchemaBuilder:
         return closed_to(whole, replace(names, required={}) if exact else names, rest)
 
     def _close_branch(
-        self, place: Place, key: str, outer: Names, rest: Schema, exact: bool, branch: Place, index: Any
+        self, place: Subschema, key: str, outer: Names, rest: Schema, exact: bool, branch: Subschema, index: Any
     ) -> Schema:
         """Return a branch of `place`, closed to the names of its own and those of all but the branches beside it."""
         if key == "allOf" and not any(has_choices(branch, inner, self._walk) for inner in branch.keywords):
@@ -156,7 +156,9 @@ class SchemaBuilder:
             return self.start(branch)
         return self._close(branch, around, rest, exact=exact)
 
-    def _are_exclusive(self, place: Place, key: str, close: Callable[[Place, Any], Schema], exact: bool) -> bool:
+    def _are_exclusive(
+        self, place: Subschema, key: str, close: Callable[[Subschema, Any], Schema], exact: bool
+    ) -> bool:
         """Return whether it is certain that what is valid in a closed branch is not valid in another one as written."""
         branches = list(place.children(key))
         free = [self.part(branch) for _, branch in branches]
@@ -164,7 +166,7 @@ class SchemaBuilder:
         return self.exclude_each_other(closed, free)
 
     def exclude_each_other(self, branches: list[Schema], others: list[Schema]) -> bool:
-        """See Parts."""
+        """See SubschemaConverter."""
         a, b = ([self._with_properties(schema) for schema in schemas] for schemas in (branches, others))
         return all(are_disjoint(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i != j)
 
@@ -175,17 +177,17 @@ class SchemaBuilder:
             return found
         return {**found, "properties": {name: self.resolved(inner) for name, inner in found["properties"].items()}}
 
-    def part(self, place: Place) -> Schema:
-        """See Parts."""
+    def part(self, place: Subschema) -> Schema:
+        """See SubschemaConverter."""
         return self._open(place, {})
 
-    def reference(self, place: Place, keyword: str) -> Schema:
-        """See Parts."""
+    def reference(self, place: Subschema, keyword: str) -> Schema:
+        """See SubschemaConverter."""
         if keyword != "$ref" and is_ambiguous(self._root, keyword):
             raise place.refused(keyword, "may have several targets")
         return self._define(place.target(keyword), outermost=False)
 
-    def _define(self, target: Place, *, outermost: bool) -> Schema:
+    def _define(self, target: Subschema, *, outermost: bool) -> Schema:
         """Return a reference to a definition of this document; what it leads to if that is simpler."""
         key = (id(target.schema), outermost)
         if not isinstance(target.schema, dict):
@@ -201,7 +203,7 @@ class SchemaBuilder:
             return found
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
-    def _open(self, place: Place, close: Close) -> Schema:
+    def _open(self, place: Subschema, close: Close) -> Schema:
         self._walk.step()
         if isinstance(place.schema, bool):
             return place.schema
@@ -214,7 +216,7 @@ class SchemaBuilder:
                 return self._close(replace(place, schema=without), NO_NAMES, rest, exact=True)
         return Conversion(self, place, self._types(place), close).result()
 
-    def _types(self, place: Place) -> frozenset[str]:
+    def _types(self, place: Subschema) -> frozenset[str]:
         keywords = place.keywords
         named = keywords.get("type", [])
         names = named if isinstance(named, list) else [named]

@@ -62,7 +62,7 @@ class SchemaError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Subschema:
     """A schema inside a document."""
 
     schema: Any
@@ -75,7 +75,7 @@ class Place:
     """Results of references so far, by the identity of the resolver and the reference."""
 
     @classmethod
-    def root(cls, schema: dict[str, Any]) -> Place:
+    def root(cls, schema: dict[str, Any]) -> Subschema:
         """Raises SchemaError."""
         dialect = schema.get("$schema")
         dialect = dialect if isinstance(dialect, str) else ""
@@ -101,13 +101,13 @@ class Place:
         given = self.schema.items()
         return {key: value for key, value in given if (value is not None or key == "const") and key not in unknown}
 
-    def child(self, *keys: str | int) -> Place:
+    def child(self, *keys: str | int) -> Subschema:
         schema, path = self.schema, self.path
         for key in keys:
             schema, path = schema[key], f"{path}/{key}"
         return self._at(schema, path, self.resolver)
 
-    def children(self, key: str) -> Iterator[tuple[Any, Place]]:
+    def children(self, key: str) -> Iterator[tuple[Any, Subschema]]:
         """Yield the schemas in a list or an object of schemas, each with its index or name. Raises SchemaError."""
         value = self.schema[key]
         if not isinstance(value, list | dict):
@@ -115,7 +115,7 @@ class Place:
         for inner in value if isinstance(value, dict) else range(len(value)):
             yield inner, self.child(key, inner)
 
-    def target(self, keyword: str) -> Place:
+    def target(self, keyword: str) -> Subschema:
         """Return the place that a reference names. Raises SchemaError."""
         reference = self.schema[keyword]
         if not isinstance(reference, str):
@@ -137,19 +137,19 @@ class Place:
     def refused(self, keyword: str, why: str = "cannot be enforced") -> SchemaError:
         return SchemaError(f"{keyword} at {self.path} {why}")
 
-    def _at(self, schema: Any, path: str, resolver: Resolver[Any]) -> Place:
+    def _at(self, schema: Any, path: str, resolver: Resolver[Any]) -> Subschema:
         if isinstance(schema, dict) and "$id" in schema and not (self.draft and "$ref" in schema):
             try:
                 resolver = resolver.in_subresource(_ANY_DRAFT.create_resource(schema))
             except Exception as error:  # noqa: BLE001 - as in `target`
                 raise SchemaError(f"$id at {path} must be a URI ({_short(error)})") from None
-        return Place(schema, path, resolver, self.draft, self.found)
+        return Subschema(schema, path, resolver, self.draft, self.found)
 
 
 def target_of(reference: str, root: dict[str, Any]) -> Any:
     """Return the schema in a document to which a reference leads; None if there is none."""
     try:
-        return replace(Place.root(root), schema={"$ref": reference}).target("$ref").schema
+        return replace(Subschema.root(root), schema={"$ref": reference}).target("$ref").schema
     except SchemaError:
         return None
 

@@ -24,7 +24,7 @@ from engine.devices.device import copy_to
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
-from engine.distributed.exchange.members import PER_RANK, Counts, Ranks
+from engine.distributed.exchange.members import PER_RANK, AllRanks, Counts
 from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
@@ -78,7 +78,7 @@ class ExpertSlots:
     movable = False  #: whether experts change while the engine runs
     most_copies = 1  #: of an expert that are used
 
-    def __init__(self, num_experts: int, ranks: Ranks, count: int | None = None):
+    def __init__(self, num_experts: int, ranks: AllRanks, count: int | None = None):
         """count: slots of each rank; by default as many as it has experts."""
         self._rank = ranks.rank
         own = [first_experts(num_experts, rank, ranks.size) for rank in range(ranks.size)]
@@ -136,7 +136,7 @@ class MovableSlots(ExpertSlots):
 
     movable = True
 
-    def __init__(self, num_experts: int, ranks: Ranks, redundant: int):
+    def __init__(self, num_experts: int, ranks: AllRanks, redundant: int):
         self.most_copies = ranks.size
         self._copies = torch.ones(num_experts, dtype=torch.int64)
         super().__init__(num_experts, ranks, (num_experts + redundant) // ranks.size)
@@ -192,7 +192,7 @@ class SpreadExperts(SlicedExperts):
 
     spread = True
 
-    def __init__(self, num_experts: int, tp: ExpertShardPlan, spread_over: Ranks | None = None):
+    def __init__(self, num_experts: int, tp: ExpertShardPlan, spread_over: AllRanks | None = None):
         """spread_over: the ranks that have the experts; those of `tp` by default."""
         super().__init__(num_experts, tp)
         self.tp, ranks = tp, spread_over or tp.ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.offline.vllm_flags import NAMES, NOT_READ, RENAMED, VALUES, Row, draft_options, find, takes
+from engine.offline.vllm_flags import NAMES, NOT_READ, RENAMED, VALUES, FlagRow, draft_options, find, takes
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,12 @@ def _field(field: str, value: Any) -> dict[str, Any]:
 def _other(options: dict[str, Any], name: str, value: Any) -> None:
     """Treat an argument that is no field as the table of vLLM's flags says."""
     flag = f"--{name.replace('_', '-')}"
-    if name in SERVED or (flag in NAMES and (find(flag, str(value)) or Row("ignored", "", "")).note.endswith("={}")):
-        row: Row | None = Row("refused", flag, "it is an option of servers, such as `manta serve`")
+    if name in SERVED or (
+        flag in NAMES and (find(flag, str(value)) or FlagRow("ignored", "", "")).note.endswith("={}")
+    ):
+        row: FlagRow | None = FlagRow("refused", flag, "it is an option of servers, such as `manta serve`")
         if name == "limit_mm_per_prompt":
-            row = Row("ignored", flag, "an offline prompt may have any number of images")
+            row = FlagRow("ignored", flag, "an offline prompt may have any number of images")
     else:
         row = find(flag, None if takes(flag) == "" else str(value)) if flag in NAMES else None
     if row is None:
@@ -110,7 +112,7 @@ def _other(options: dict[str, Any], name: str, value: Any) -> None:
         _rename(options, row, value)
 
 
-def _rename(options: dict[str, Any], row: Row, value: Any) -> None:
+def _rename(options: dict[str, Any], row: FlagRow, value: Any) -> None:
     """Add a field with another name, or a key of a field that is an object."""
     flag, _, key = row.note.partition(".")
     field = flag.removeprefix("--").replace("-", "_")

@@ -15,7 +15,7 @@ Effect = Literal["other name", "ignored", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FlagRow:
     """Treatment of some flags."""
 
     effect: Effect
@@ -32,16 +32,16 @@ class Row:
             yield name, values if takes else None
 
 
-def same(flags: str, ours: str) -> Row:
-    return Row("other name", flags, ours)
+def same(flags: str, ours: str) -> FlagRow:
+    return FlagRow("other name", flags, ours)
 
 
-def ignored(flags: str, why: str) -> Row:
-    return Row("ignored", flags, why)
+def ignored(flags: str, why: str) -> FlagRow:
+    return FlagRow("ignored", flags, why)
 
 
-def refused(flags: str, instead: str) -> Row:
-    return Row("refused", flags, instead)
+def refused(flags: str, instead: str) -> FlagRow:
+    return FlagRow("refused", flags, instead)
 
 
 TABLE = (
@@ -360,7 +360,7 @@ NOT_READ = {  # keys of objects that are left out, and why that is harmless
 NAMES = {name for row in TABLE for name, _ in row.named()}
 
 
-def find(name: str, value: str | None = None) -> Row | None:
+def find(name: str, value: str | None = None) -> FlagRow | None:
     """Return the row for a flag with this value; None if there is none."""
     for row in TABLE:
         for known, values in row.named():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.exchange.all_gather import AllGather
-from engine.distributed.exchange.members import Counts, Dispatched, Exchange, Members, Ranks
+from engine.distributed.exchange.members import AllRanks, Counts, Dispatched, Exchange, Members
 
 NO_STEP = -1
 
@@ -32,8 +32,8 @@ class ExpertExchange:
 
     def __init__(
         self,
-        ranks: Ranks,
-        hosts: Ranks | None = None,
+        ranks: AllRanks,
+        hosts: AllRanks | None = None,
         ranks_per_engine: int = 1,
         open_exchange: Callable[[Members], Exchange] = AllGather,
     ):
@@ -44,7 +44,7 @@ class ExpertExchange:
         self.sizes: list[StepSize | None] = []  #: of each engine's step, as told in the last call of `begin`
         self.states: list[int] = []  #: what each rank has told in the last call of `begin`
 
-    def use(self, ranks: Ranks, hosts: Ranks | None = None) -> None:
+    def use(self, ranks: AllRanks, hosts: AllRanks | None = None) -> None:
         """Exchange with these ranks from now on. hosts: the same ranks, which tell each other sizes in host memory, so
         that no step waits for the device to end the one before; None if `ranks` can."""
         self._hosts = hosts or ranks

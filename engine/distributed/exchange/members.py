@@ -14,7 +14,7 @@ Counts = Sequence[int]
 """Number of rows of each engine."""
 
 
-class Ranks(Protocol):
+class AllRanks(Protocol):
     """All ranks of all engines, engine by engine: a TPGroup."""
 
     @property
@@ -36,7 +36,7 @@ class Ranks(Protocol):
 class Members:
     """The ranks, of which each engine has `width` neighbours."""
 
-    ranks: Ranks
+    ranks: AllRanks
     width: int
     measured: bool = False
     """Whether the memory of the largest step is measured: then rows go to all ranks, the most that a rank can get, and

@@ -130,7 +130,7 @@ class KVTransport(Protocol):
     def close(self) -> None: ...
 
 
-class Progress:
+class TransferProgress:
     """Deadline of a read. Every received byte postpones it."""
 
     def __init__(self, stop: threading.Event, limit_s: float):

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.kv_transfer.transport.base import BlockReads, CacheLayout, Progress, TransportError, runs
+from engine.kv_transfer.transport.base import BlockReads, CacheLayout, TransferProgress, TransportError, runs
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class NixlTransport:
     def read(self, source: bytes, reads: BlockReads, stop: threading.Event) -> int:
         remote = msgspec.msgpack.decode(source, type=NixlDescription)
         size = reads.check(remote.layout, self._memory.layout)
-        progress = Progress(stop, self._progress_s)
+        progress = TransferProgress(stop, self._progress_s)
         pieces = cut(reads, max(1, PIECE_BYTES // size))
         transfers: deque[Transfer] = deque()
         piece = next(pieces, None)

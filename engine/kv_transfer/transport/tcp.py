@@ -30,7 +30,14 @@ import xxhash
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS
-from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, CacheLayout, Progress, Region, TransportError
+from engine.kv_transfer.transport.base import (
+    POLL_INTERVAL_S,
+    BlockReads,
+    CacheLayout,
+    Region,
+    TransferProgress,
+    TransportError,
+)
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
@@ -83,7 +90,7 @@ class TcpTransport:
     def read(self, source: bytes, reads: BlockReads, stop: threading.Event) -> int:
         remote = decode(source)
         size = reads.check(remote.layout, self._memory.layout)
-        progress = Progress(stop, self._progress_s)
+        progress = TransferProgress(stop, self._progress_s)
         try:
             connection = self._connection(source, remote, progress)
             try:
@@ -114,7 +121,7 @@ class TcpTransport:
     def _receive(
         self,
         connection: socket.socket,
-        progress: Progress,
+        progress: TransferProgress,
         number: int,
         seed: int,
         blocks: list[int],
@@ -138,7 +145,7 @@ class TcpTransport:
         if staging is not None:
             self._memory.scatter(blocks, region, staging)
 
-    def _connection(self, source: bytes, remote: TcpDescription, progress: Progress) -> socket.socket:
+    def _connection(self, source: bytes, remote: TcpDescription, progress: TransferProgress) -> socket.socket:
         while True:
             with self._lock:
                 connection = self._idle[source].pop() if self._idle[source] else None
@@ -231,7 +238,7 @@ class TcpSource:
     def _challenge(self, connection: socket.socket) -> bool:
         """Prove to the reader that this source has the secret. Returns whether the reader has it."""
         connection.settimeout(POLL_INTERVAL_S)
-        progress, nonce = Progress(self._closing, self._progress_s), secrets.token_bytes(32)
+        progress, nonce = TransferProgress(self._closing, self._progress_s), secrets.token_bytes(32)
         try:
             send(connection, [memoryview(CHALLENGE.pack(MAGIC, nonce))], progress)
             theirs, proof = RESPONSE.unpack(receive_bytes(connection, RESPONSE.size, progress))
@@ -258,7 +265,7 @@ class TcpSource:
         if not connection.recv(1, socket.MSG_PEEK):
             return False
         connection.settimeout(POLL_INTERVAL_S)
-        progress = Progress(self._closing, self._progress_s)
+        progress = TransferProgress(self._closing, self._progress_s)
         header = receive_bytes(connection, REQUEST.size, progress)
         magic, num_blocks, *numbers, seed = REQUEST.unpack(header)
         region = Region(*numbers)
@@ -281,7 +288,7 @@ class TcpSource:
         return True
 
     def _deliver(
-        self, connection: socket.socket, progress: Progress, blocks: list[int], region: Region, seed: int
+        self, connection: socket.socket, progress: TransferProgress, blocks: list[int], region: Region, seed: int
     ) -> None:
         size = self._memory.layout.piece_bytes(region)
         for number, some in enumerate(cut(blocks, size)):
@@ -304,7 +311,7 @@ def prove(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
     return hmac.digest(secret, b"".join([side, *nonces]), "sha256")
 
 
-def greet(connection: socket.socket, secret: bytes, progress: Progress) -> None:
+def greet(connection: socket.socket, secret: bytes, progress: TransferProgress) -> None:
     """Open a connection, as the reader. Raises TransportError if either side does not have the secret."""
     magic, nonce = CHALLENGE.unpack(receive_bytes(connection, CHALLENGE.size, progress))
     if magic != MAGIC:
@@ -317,12 +324,12 @@ def greet(connection: socket.socket, secret: bytes, progress: Progress) -> None:
         raise TransportError("a different process listens at this address, or a process of another cluster")
 
 
-def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
+def refuse(connection: socket.socket, reason: str, progress: TransferProgress) -> None:
     data = reason.encode()[:MAX_REASON]
     send(connection, [memoryview(FRAME.pack(REFUSED, len(data), 0) + data)], progress)
 
 
-def ask(connection: socket.socket, reads: BlockReads, layout: CacheLayout, progress: Progress) -> int:
+def ask(connection: socket.socket, reads: BlockReads, layout: CacheLayout, progress: TransferProgress) -> int:
     """Send a read request to a source with this layout. Returns the seed of the answer's checksums; any other answer
     has wrong checksums."""
     ids = np.array(reads.remote, np.uint32).tobytes()
@@ -332,7 +339,7 @@ def ask(connection: socket.socket, reads: BlockReads, layout: CacheLayout, progr
     return seed
 
 
-def receive_header(connection: socket.socket, progress: Progress) -> tuple[int, int, int]:
+def receive_header(connection: socket.socket, progress: TransferProgress) -> tuple[int, int, int]:
     """Return number, bytes and checksum of the next frame. Raises TransportError if the source refuses."""
     number, num_bytes, checksum = FRAME.unpack(receive_bytes(connection, FRAME.size, progress))
     if number == REFUSED and num_bytes <= MAX_REASON:
@@ -357,7 +364,7 @@ def digest(buffers: Sequence[memoryview | bytes], seed: int) -> int:
     return total.intdigest()
 
 
-def connect(host: str, port: int, progress: Progress) -> socket.socket:
+def connect(host: str, port: int, progress: TransferProgress) -> socket.socket:
     """Return a new connection. Raises OSError, or TransportError when `progress` ends the wait."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -382,7 +389,7 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def receive(connection: socket.socket, buffers: list[memoryview], progress: Progress) -> None:
+def receive(connection: socket.socket, buffers: list[memoryview], progress: TransferProgress) -> None:
     """Fill the buffers. Raises OSError, or TransportError when `progress` ends the wait."""
     while buffers:
         progress.check()
@@ -394,13 +401,13 @@ def receive(connection: socket.socket, buffers: list[memoryview], progress: Prog
             buffers = rest(buffers, num_bytes)
 
 
-def receive_bytes(connection: socket.socket, num_bytes: int, progress: Progress) -> bytes:
+def receive_bytes(connection: socket.socket, num_bytes: int, progress: TransferProgress) -> bytes:
     buffer = bytearray(num_bytes)
     receive(connection, [memoryview(buffer)], progress)
     return bytes(buffer)
 
 
-def send(connection: socket.socket, buffers: list[memoryview], progress: Progress) -> None:
+def send(connection: socket.socket, buffers: list[memoryview], progress: TransferProgress) -> None:
     """Send the buffers. Raises OSError, or TransportError when `progress` ends the wait."""
     while buffers:
         progress.check()

@@ -107,7 +107,7 @@ class KVTransferWorker:
         self._transports = [
             open_transports(BlockMemory(c), host, transport, progress_s, key) if c.numel() else {} for c in caches
         ]
-        #: descriptions of this rank's memory by transport and group, for Progress.ranks
+        #: descriptions of this rank's memory by transport and group, for TransferProgress.ranks
         self.description = {
             key_of(name, group): transport.describe()
             for group, transports in enumerate(self._transports)

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-class Unsupported(Exception):
+class AttentionError(Exception):
     """Raised when a model's attention needs something that is not supported. Its message becomes the reason of an
     UnsupportedArchitecture."""
 
@@ -56,7 +56,7 @@ class Call:
     """Whether queries and keys are direct results of an `apply_rotary_pos_emb` that our kernel can replace."""
 
 
-class Step:
+class CurrentStep:
     """The current step, shared by all layers of a model."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class PagedAttention:
     """
 
     def __init__(
-        self, call: Call, cfg: ModelConfig, tp: ShardPlan, step: Step, dtype: torch.dtype, device: torch.device
+        self, call: Call, cfg: ModelConfig, tp: ShardPlan, step: CurrentStep, dtype: torch.dtype, device: torch.device
     ):
         self.mask, self.tp, self.step = call.mask, tp, step
         self.group, self.layer = cfg.kv_place(call.layer)
@@ -186,18 +186,18 @@ def record(
     """
     for name, given in kwargs.items():
         if given is not None and name not in USED + WITHOUT_EFFECT and (name, given) != ("is_causal", True):
-            raise Unsupported(f"its attention has the keyword {name!r}, which is not known here")
+            raise AttentionError(f"its attention has the keyword {name!r}, which is not known here")
     if not getattr(module, "is_causal", True):
-        raise Unsupported("its attention is not causal")
+        raise AttentionError("its attention is not causal")
     if not isinstance(attention_mask, Mask):
-        raise Unsupported("its attention mask is neither causal nor a window nor a chunk")
+        raise AttentionError("its attention mask is neither causal nor a window nor a chunk")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-        raise Unsupported("its keys and values differ in size")
+        raise AttentionError("its keys and values differ in size")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
-        raise Unsupported("its attention does not say which layer it belongs to")
+        raise AttentionError("its attention does not say which layer it belongs to")
     if module in _trial.calls:
-        raise Unsupported("a layer attends twice")
+        raise AttentionError("a layer attends twice")
     mask = attention_mask
     if (window := kwargs.get("sliding_window")) is not None and mask.window is None and mask.chunk is None:
         mask = Mask(window=int(window))

@@ -55,7 +55,7 @@ class Column(ColumnParallelLinear):
         return {name.removeprefix("."): shard for name, shard in super().shards().items()}
 
 
-class Part(nn.Module):
+class MergedPart(nn.Module):
     """One of several merged linear layers: [..., inputs] -> [..., this rank's outputs of this layer]. transformers'
     code calls them one by one with the same input; the first call computes all."""
 
@@ -86,7 +86,7 @@ class MergedProduct:
         return part
 
 
-class Row(RowParallelLinear):
+class RowLinear(RowParallelLinear):
     """A row-parallel layer: [..., inputs], or this rank's slice of them, -> [..., outputs], summed over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Row(RowParallelLinear):
         return super().forward(x.reshape(-1, own.size)).view(*x.shape[:-1], -1)
 
 
-class MLP(GatedMLP):
+class MergedMLP(GatedMLP):
     """A gated MLP with merged gate and up projections: [..., hidden] -> [..., hidden]."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class BiasedHead(LMHead):
         return super().shards() | {"bias": replicated(self.bias)}
 
 
-class Head(BiasedHead):
+class ModelHead(BiasedHead):
     def __init__(self, vocab_size: int, hidden_size: int, tp: ShardPlan, format: Online | None = None):
         super().__init__(vocab_size, hidden_size, tp, format)
         self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
@@ -180,7 +180,7 @@ class LayerMaker:
             gate: Any = module.gate_proj
             sizes = {"hidden_size": gate.in_features, "intermediate_size": gate.out_features}
             cfg = replace(self.cfg, **sizes, mlp_bias=gate.bias is not None)
-            return MLP(cfg, self.tp, path.removeprefix("model."))
+            return MergedMLP(cfg, self.tp, path.removeprefix("model."))
         experts: Any = module
         if has_plain_experts(experts, self.cfg.activation):
             return self._experts(path, OurExperts, *experts.gate_up_proj.shape)
@@ -214,7 +214,7 @@ class LayerMaker:
         format = None if name.endswith("gate") else self.cfg.weight_format(prefix, name)
         bias = module.bias is not None
         if style in ROWS:
-            return Row(module.in_features, module.out_features, self.tp, bias, format)
+            return RowLinear(module.in_features, module.out_features, self.tp, bias, format)
         gather = self.tp if style in GATHERED else None
         return Column(self._outputs(path, module, style), module.in_features, bias, format, gather)
 

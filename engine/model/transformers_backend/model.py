@@ -29,20 +29,20 @@ from engine.model.tensor_names import is_of_text
 from engine.model.transformers_backend.attention import (
     NAME,
     TRIAL,
+    AttentionError,
     Call,
+    CurrentStep,
     PagedAttention,
-    Step,
-    Unsupported,
     record_rotation,
     run_trial,
 )
 from engine.model.transformers_backend.layers import (
     Embedding,
-    Head,
     LayerMaker,
+    MergedPart,
     MergedProduct,
+    ModelHead,
     OurExperts,
-    Part,
     TiedHead,
 )
 from engine.model.transformers_backend.names import PIECES, CheckpointNames
@@ -119,7 +119,7 @@ class TransformersModel(Sharded):
             reason = f"its checkpoint needs the conversion {', '.join(sorted(self._names.refused))}"
             raise UnsupportedArchitecture(cfg.architecture, reason)
         self.lm_head, self._head_path = replace_layers(causal, cfg, tp, self._names)
-        self._step = Step()
+        self._step = CurrentStep()
         for path, call in calls.items():
             attention: Any = causal.get_submodule(path)
             paged = PagedAttention(call, cfg, tp, self._step, self.dtype, self.device)
@@ -252,7 +252,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: ShardPlan, names: Checkpoi
             module.add_module("qkv_proj", merged)
             product = MergedProduct(merged)
             for i, name in enumerate(merged.weights):
-                module.add_module(f"{name}_proj", Part(product, i))
+                module.add_module(f"{name}_proj", MergedPart(product, i))
                 done = (*done, f"{path}.{name}_proj")
     own = ours_for_embedding(embedding, tp)
     if own is not None:
@@ -263,7 +263,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: ShardPlan, names: Checkpoi
             raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of an unknown kind")
         head = (TiedLMHead if output.bias is None else TiedHead)(own, cfg.head_format)
     else:
-        head_type = LMHead if output.bias is None else Head
+        head_type = LMHead if output.bias is None else ModelHead
         head = head_type(output.out_features, output.in_features, tp, cfg.head_format)
     causal.set_submodule(head_path, HeadCall(head))
     return head, head_path
@@ -318,7 +318,7 @@ def try_out(cfg: ModelConfig, tp: ShardPlan) -> dict[str, Call]:
             paths = {module: path for path, module in causal.named_modules()}
             calls = {paths[module]: call for module, call in found.items()}
         check(cfg, calls, tp)
-    except Unsupported as e:
+    except AttentionError as e:
         raise UnsupportedArchitecture(cfg.architecture, str(e)) from e
     except FAILURES as e:
         why = (str(e).strip() or "no message").splitlines()[0]
@@ -328,20 +328,20 @@ def try_out(cfg: ModelConfig, tp: ShardPlan) -> dict[str, Call]:
 
 
 def check(cfg: ModelConfig, calls: dict[str, Call], tp: ShardPlan) -> None:
-    """Raise Unsupported unless every layer attends once, with the heads that the configuration states."""
+    """Raise AttentionError unless every layer attends once, with the heads that the configuration states."""
     layers = sorted(call.layer for call in calls.values())
     if layers != list(range(cfg.num_layers)):
         missing = cfg.num_layers - len(set(layers) & set(range(cfg.num_layers)))
-        raise Unsupported(f"{missing} of its {cfg.num_layers} layers have no attention that could be replaced")
+        raise AttentionError(f"{missing} of its {cfg.num_layers} layers have no attention that could be replaced")
     for call in calls.values():
         if call.head_dim != cfg.head_dim:
-            raise Unsupported(f"heads of layer {call.layer} have {call.head_dim} values, not {cfg.head_dim}")
+            raise AttentionError(f"heads of layer {call.layer} have {call.head_dim} values, not {cfg.head_dim}")
         window = cfg.window[call.layer]
         if window is not None and not cfg.keeps_all_kv and window != call.mask.window:
-            raise Unsupported(f"layer {call.layer} sees more than the {window} tokens whose KV is kept")
+            raise AttentionError(f"layer {call.layer} sees more than the {window} tokens whose KV is kept")
         whole, own = (cfg.num_heads, cfg.num_kv_heads), (cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size))
         if (call.heads, call.kv_heads) not in (whole, own):
-            raise Unsupported(f"layer {call.layer} has {call.heads} heads and {call.kv_heads} KV heads, not {whole}")
+            raise AttentionError(f"layer {call.layer} has {call.heads} heads and {call.kv_heads} KV heads, not {whole}")
 
 
 def fixed_rope(base: nn.Module) -> None:

@@ -70,7 +70,7 @@ class Node(msgspec.Struct, array_like=True):
     turns, of a defaultdict its factory before them."""
 
 
-class Graph(msgspec.Struct, array_like=True):
+class ObjectGraph(msgspec.Struct, array_like=True):
     roots: list[Any]
     """Values."""
     nodes: list[Node]
@@ -89,7 +89,7 @@ class AnyGraph(msgspec.Struct, array_like=True):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-GRAPH = msgspec.msgpack.Decoder(Graph)
+GRAPH = msgspec.msgpack.Decoder(ObjectGraph)
 ANY_GRAPH = msgspec.msgpack.Decoder(AnyGraph)
 VALUES = msgspec.msgpack.Decoder(list[Any])
 
@@ -257,7 +257,7 @@ class GraphReader:
         except Exception as error:  # a message of a class may refuse its fields in any way, as a hash its parts
             raise UnknownState(f"{type(error).__name__}: {error}") from error
 
-    def _read(self, graph: Graph) -> list[Any]:
+    def _read(self, graph: ObjectGraph) -> list[Any]:
         filled: list[tuple[Any, ObjectKind, list[Any]]] = []
         containers: list[tuple[Any, list[Any]]] = []
         messages, objects, thing = self._kinds.messages, self._kinds.objects, None

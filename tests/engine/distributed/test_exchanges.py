@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
-from engine.distributed.exchange.members import PER_RANK, Counts, Members, Ranks
+from engine.distributed.exchange.members import PER_RANK, AllRanks, Counts, Members
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from tests.rank_pool import RankPool
@@ -43,7 +43,7 @@ def products(x: Tensor, places: Tensor) -> Tensor:
     return x[:, None] * (1 + (places % 7)[..., None]).to(x.dtype) / 3
 
 
-def results(ranks: Ranks, width: int, counts: Counts, dtype: torch.dtype, kind: Any) -> tuple[Tensor, Tensor]:
+def results(ranks: AllRanks, width: int, counts: Counts, dtype: torch.dtype, kind: Any) -> tuple[Tensor, Tensor]:
     """What a rank gets back: sums of rows, and products of pairs."""
     members = Members(ranks, width)
     own = rows_of(members.engine, counts[members.engine], ranks.size, dtype)

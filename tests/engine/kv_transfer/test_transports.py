@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.transport import nixl, tcp
-from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, Region, TransportError
+from engine.kv_transfer.transport.base import BlockReads, KVTransport, Region, TransferProgress, TransportError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, LayerPart, overlap, parts
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.kv_transfer.transport.nixl import NixlTransport
@@ -467,7 +467,7 @@ def test_a_flipped_bit_in_the_greeting_fails_the_read(link: SpoiltRead, at: int)
 
 def test_a_flipped_bit_in_a_request_is_refused(make_tcp: Make) -> None:
     remote = tcp.decode(make_tcp(full_cache(4, 2)).describe())
-    progress = Progress(NEVER, 5.0)
+    progress = TransferProgress(NEVER, 5.0)
     connection = tcp.connect(remote.host, remote.port, progress)
     tcp.greet(connection, remote.key, progress)
     header = tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 2, 0, 2, 0)[:-8]
@@ -605,7 +605,7 @@ def test_no_bytes_end_a_source(junk: bytes, knows: bool) -> None:
     """Neither in the place of a greeting, nor after it."""
     there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
     source, reader = (TcpTransport(BlockMemory(cache), HOST, 20.0) for cache in (there, here))
-    remote, progress = tcp.decode(source.describe()), Progress(NEVER, 5.0)
+    remote, progress = tcp.decode(source.describe()), TransferProgress(NEVER, 5.0)
     connection = tcp.connect(remote.host, remote.port, progress)
     if knows:
         tcp.greet(connection, remote.key, progress)

@@ -34,12 +34,12 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by layers: they scale queries by hidden_size / heads
 
 
-class Unsupported(Exception):
+class GGUFError(Exception):
     """The GGUF file cannot be read as a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GGUFFamily:
     """How a Hugging Face checkpoint names an architecture of llama.cpp, and how its tensors differ."""
 
     architecture: str
@@ -60,30 +60,30 @@ class Family:
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", rotated_pairs=True),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
-    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", {"norm_topk_prob": False}),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}),
-    "gemma2": Family("Gemma2ForCausalLM", "gemma2", GEMMA, norm_shift=1.0),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", GEMMA, norm_shift=1.0),
-    "phi3": Family(
+    "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated_pairs=True),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", {"norm_topk_prob": False}),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", GEMMA, norm_shift=1.0),
+    "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", GEMMA, norm_shift=1.0),
+    "phi3": GGUFFamily(
         "Phi3ForCausalLM", "phi3", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True
     ),
-    "glm4": Family("Glm4ForCausalLM", "glm4", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True),
-    "glm4moe": Family(
+    "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True),
+    "glm4moe": GGUFFamily(
         "Glm4MoeForCausalLM", "glm4_moe", renamed={"shared_expert.": "shared_experts."}, partial_rotary=True
     ),
-    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, stacked_experts=True),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, stacked_experts=True),
 }  # fmt: skip
-MIXTRAL = Family("MixtralForCausalLM", "mixtral", rotated_pairs=True)
+MIXTRAL = GGUFFamily("MixtralForCausalLM", "mixtral", rotated_pairs=True)
 
 
-def family(metadata: Metadata) -> Family:
-    """Return the family of a file. Raises Unsupported for an unknown architecture."""
+def family(metadata: Metadata) -> GGUFFamily:
+    """Return the family of a file. Raises GGUFError for an unknown architecture."""
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
-        raise Unsupported(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
+        raise GGUFError(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
     return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else FAMILIES[name]
 
 
@@ -98,31 +98,29 @@ class Keys:
         if isinstance(value, list):  # one for each layer
             if len(set(value)) != 1:
                 shown = str(value[:50])[:100]
-                raise Unsupported(f"{self.prefix}.{name} = {shown} is not supported: must be the same for all layers")
+                raise GGUFError(f"{self.prefix}.{name} = {shown} is not supported: must be the same for all layers")
             return value[0]
         return value
 
     def __getitem__(self, name: str) -> Any:
         if (value := self.get(name)) is None:
-            raise Unsupported(f"it has no {self.prefix}.{name}")
+            raise GGUFError(f"it has no {self.prefix}.{name}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a whole number in its range. Raises Unsupported, also for a missing one without a default."""
+        """Return a whole number in its range. Raises GGUFError, also for a missing one without a default."""
         value = self[name] if default is None else self.get(name, default)
         allowed = RANGES.get(name, SIZE)
         if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
             limit = f"a whole number from {allowed[0]:,} to {allowed[-1]:,}"
-            raise Unsupported(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be {limit}")
+            raise GGUFError(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be {limit}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number. Raises Unsupported, also for a missing one without a default."""
+        """Return a positive number. Raises GGUFError, also for a missing one without a default."""
         value = self[name] if default is None else self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise Unsupported(
-                f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be above 0, and finite"
-            )
+            raise GGUFError(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be above 0, and finite")
         return value
 
 
@@ -131,7 +129,7 @@ def num_layers(metadata: Metadata) -> int:
     keys = Keys(metadata)
     count, further = keys.size("block_count"), keys.size("nextn_predict_layers", 0)
     if further >= count:
-        raise Unsupported(f"{keys.prefix}.nextn_predict_layers = {further} is not supported: must be below {count}")
+        raise GGUFError(f"{keys.prefix}.nextn_predict_layers = {further} is not supported: must be below {count}")
     return count - further
 
 
@@ -143,23 +141,23 @@ def head_counts(metadata: Metadata) -> dict[str, int]:
 
 
 def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, list[float]]) -> Fields:
-    """Return the fields of config.json. Raises Unsupported. tensors: by their names in the file. factors: the file's
+    """Return the fields of config.json. Raises GGUFError. tensors: by their names in the file. factors: the file's
     tensors of rotary factors, by name."""
     keys, own = Keys(metadata), family(metadata)
     for name in REFUSED:
         if keys.get(name):
-            raise Unsupported(f"{keys.prefix}.{name} = {keys.get(name)!r} is not supported")
+            raise GGUFError(f"{keys.prefix}.{name} = {keys.get(name)!r} is not supported")
     if keys.get("attention.causal") is False:
-        raise Unsupported(f"{keys.prefix}.attention.causal = False is not supported: it is an encoder")
+        raise GGUFError(f"{keys.prefix}.attention.causal = False is not supported: it is an encoder")
     if "token_embd.weight" not in tensors:
-        raise Unsupported("it has no token_embd.weight")
+        raise GGUFError("it has no token_embd.weight")
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", hidden // heads)
     if (value_length := keys.size("attention.value_length", head_dim)) != head_dim:
-        raise Unsupported(f"{keys.prefix}.attention.value_length = {value_length} differs from the length of keys")
+        raise GGUFError(f"{keys.prefix}.attention.value_length = {value_length} differs from the length of keys")
     rotated = keys.size("rope.dimension_count", head_dim)
     if rotated != head_dim and not own.partial_rotary:
-        raise Unsupported(f"{keys.prefix}.rope.dimension_count = {rotated} is not supported: must be {head_dim}")
+        raise GGUFError(f"{keys.prefix}.rope.dimension_count = {rotated} is not supported: must be {head_dim}")
     parts = {name.partition(".")[2].partition(".")[2] for name in tensors if name.startswith("blk.")}
     return {
         "architectures": [own.architecture],
@@ -221,7 +219,7 @@ def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise Unsupported(f"{keys.prefix}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
+        raise GGUFError(f"{keys.prefix}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": original, "truncate": keys.prefix != "gpt-oss"}
@@ -264,7 +262,7 @@ def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
             return {**fields, "num_experts": count, "shared_expert_intermediate_size": shared}
         case "glm4moe":
             if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
-                raise Unsupported(f"glm4moe.expert_gating_func = {keys['expert_gating_func']} is not supported")
+                raise GGUFError(f"glm4moe.expert_gating_func = {keys['expert_gating_func']} is not supported")
             return {
                 "n_routed_experts": count,
                 "num_experts_per_tok": used,

@@ -15,7 +15,7 @@ import msgspec
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.cache import made_folder
 from engine.model.checkpoint.gguf import config, names, tokenizer
-from engine.model.checkpoint.gguf.config import Metadata, Unsupported
+from engine.model.checkpoint.gguf.config import GGUFError, Metadata
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
 from engine.model.checkpoint.gguf.header import Header
 from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
@@ -45,7 +45,7 @@ def gguf_folder(file: Path) -> Path:
         stats = [(str(part), part.stat()) for part in files]
         state = ["gguf", VERSION, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
         return made_folder(state, lambda folder: _fill(folder, files))
-    except (Unsupported, UnsupportedTokenizer) as error:
+    except (GGUFError, UnsupportedTokenizer) as error:
         raise ModelFolderError(str(file), str(error)) from None
     except (OSError, ValueError, IndexError, KeyError) as error:
         problem = f"cannot be read as GGUF: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -58,7 +58,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
     checked = {entry.type for entry in tensors.values()} - TYPES.keys()
     if checked:
         limit = f"must be one of {', '.join(TYPES)}"
-        raise Unsupported(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
+        raise GGUFError(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
     found = names.entries(metadata, tensors)
     fields = config.config(metadata, tensors, _rope_factors(files, tensors))
     backend = tokenizer.read_tokenizer(metadata)
@@ -100,7 +100,7 @@ def _rope_factors(files: list[Path], tensors: dict[str, Entry]) -> dict[str, lis
     for name in names.ROPE_FACTORS:
         if (entry := tensors.get(name) or tensors.get(f"blk.0.{name}")) is not None:
             if entry.type != "F32" or len(entry.shape) > 1:
-                raise Unsupported(f"its tensor {name} must be a list of F32, got {entry.type} {list(entry.shape)}")
+                raise GGUFError(f"its tensor {name} must be a list of F32, got {entry.type} {list(entry.shape)}")
             found[name] = np.fromfile(paths[entry.file], np.float32, entry.shape[0], offset=entry.offset).tolist()
     return found
 

@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from engine.model.checkpoint.gguf.config import Unsupported
+from engine.model.checkpoint.gguf.config import GGUFError
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -40,17 +40,17 @@ ALIGNMENT = 32
 
 
 class Header:
-    """The metadata and the tensors of one file. Raises Unsupported, naming the field, or OSError."""
+    """The metadata and the tensors of one file. Raises GGUFError, naming the field, or OSError."""
 
     def __init__(self, file: Path):
         self._name, self._size, self._at = file.name, file.stat().st_size, 0
         if not self._size:
-            raise Unsupported(f"{self._name} is empty")
+            raise GGUFError(f"{self._name} is empty")
         with file.open("rb") as stream:
             self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._end = min(self._size, MAX_BYTES)
         if self._take(4, "magic") != MAGIC:
-            raise Unsupported(f"{self._name} is no GGUF file")
+            raise GGUFError(f"{self._name} is no GGUF file")
         version = self._number("I", "version")
         if version not in VERSIONS:
             raise self._refused("version", version, " or ".join(map(str, VERSIONS)))
@@ -131,7 +131,7 @@ class Header:
         try:
             return self._take(self._number("Q", name), name).decode()
         except UnicodeDecodeError:
-            raise Unsupported(f"{self._name}: {name} is no text") from None
+            raise GGUFError(f"{self._name}: {name} is no text") from None
 
     def _number(self, kind: str, name: str) -> Any:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), name))[0]
@@ -142,5 +142,5 @@ class Header:
         self._at += size
         return self._bytes[self._at - size : self._at]
 
-    def _refused(self, field: str, value: object, limit: str) -> Unsupported:
-        return Unsupported(f"{self._name}: {field[:100]} must be {limit}, got {str(value)[:100]}")
+    def _refused(self, field: str, value: object, limit: str) -> GGUFError:
+        return GGUFError(f"{self._name}: {field[:100]} must be {limit}, got {str(value)[:100]}")

@@ -7,7 +7,7 @@ import re
 
 from msgspec.structs import replace
 
-from engine.model.checkpoint.gguf.config import Keys, Metadata, Unsupported, family, head_counts, num_layers
+from engine.model.checkpoint.gguf.config import GGUFError, Keys, Metadata, family, head_counts, num_layers
 from engine.model.checkpoint.gguf.entry import Entry
 
 # Modules of Hugging Face's models that the tables of the package `gguf` know. If two have the same name in a file, the
@@ -27,7 +27,7 @@ LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(.+)")
 
 
 def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the file's tensors by their names in a checkpoint. Raises Unsupported for a tensor without such a name."""
+    """Return the file's tensors by their names in a checkpoint. Raises GGUFError for a tensor without such a name."""
     own, last, heads = family(metadata), num_layers(metadata), head_counts(metadata)
     check_layers(metadata, tensors)
     paths, strange = _paths(metadata), []
@@ -49,18 +49,18 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
         found |= _placed(path, suffix, entry, own.stacked_experts)
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise Unsupported(f"its tensors {', '.join(sorted(strange)[:3])}{more} are not known in a {own.architecture}")
+        raise GGUFError(f"its tensors {', '.join(sorted(strange)[:3])}{more} are not known in a {own.architecture}")
     return _alternating(found) if own.stacked_experts else found
 
 
 def check_layers(metadata: Metadata, tensors: dict[str, Entry]) -> None:
-    """Raise Unsupported unless the file has tensors of each layer, and of none above the last."""
+    """Raise GGUFError unless the file has tensors of each layer, and of none above the last."""
     count, last = Keys(metadata).size("block_count"), num_layers(metadata)
     numbers = {int(layer[1]) for name in tensors if (layer := LAYER_NAME.match(name))}
     for has, wrong in (("tensors", [n for n in numbers if n >= count]), ("no tensors", set(range(last)) - numbers)):
         if wrong:
             told = f"{metadata['general.architecture']}.block_count = {count}"
-            raise Unsupported(f"it has {has} of layer {min(wrong)}, but {told}")
+            raise GGUFError(f"it has {has} of layer {min(wrong)}, but {told}")
 
 
 def types(found: dict[str, Entry]) -> dict[str, str]:
@@ -100,7 +100,7 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
     if not projection or stacked_experts:
         return {f"{path}.{suffix}": entry}
     if len(entry.shape) < 2:
-        raise Unsupported(f"its experts {path} must have a dimension of experts, got the shape {list(entry.shape)}")
+        raise GGUFError(f"its experts {path} must have a dimension of experts, got the shape {list(entry.shape)}")
     count, *shape = entry.shape
     one = replace(entry, shape=tuple(shape))
     name = f"{projection}.{suffix}"

@@ -147,7 +147,7 @@ def is_free(block: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # `block` and `storage`
 
 
-class Graph:
+class KernelGraph:
     """A recording of the kernels that this thread launches inside a `with` block. The kernels also run while they are
     recorded.
 

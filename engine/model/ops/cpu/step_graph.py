@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.attention import latent_tiles, row_tiles
-from engine.model.ops.cpu.graph import RUN_ALL, Graph
+from engine.model.ops.cpu.graph import RUN_ALL, KernelGraph
 from engine.model.ops.cpu.recurrent.sequences import SEQUENCE_NUMBERS, TABLE, sequence_table
 from engine.model.state import StateBatch, StateCache
 
@@ -64,7 +64,7 @@ class StepGraph:
         self._states, self._sequences = states, torch.empty(1 + max_tokens, SEQUENCE_NUMBERS, dtype=torch.int64)
         self._latent_heads, self._latent_tiles = latent_heads, torch.empty_like(self._tiles)
         self._counts = RECORDED[: states.slots] if states.layers else RECORDED
-        self._graph = Graph(sum(self._counts), max_tokens)
+        self._graph = KernelGraph(sum(self._counts), max_tokens)
         RUN_ALL.compile(torch.int64)
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ Launch = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CompileTarget:
     """What Triton asks a driver for before it compiles. capability: of the GPU, times 10."""
 
     capability: int
@@ -43,7 +43,7 @@ class Variant:
 
     def compile(self, capability: int) -> None:
         """Compile it, or find it in the cache."""
-        driver.set_active(Target(capability))
+        driver.set_active(CompileTarget(capability))
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
@@ -64,7 +64,7 @@ def variants(capability: int) -> Iterator[dict[str, Variant]]:
 
         return note
 
-    driver.set_active(Target(capability))
+    driver.set_active(CompileTarget(capability))
     launch = KernelInterface.__getitem__
     KernelInterface.__getitem__ = item
     try:

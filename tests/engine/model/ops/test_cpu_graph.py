@@ -13,7 +13,7 @@ import torch
 
 from engine.model.ops import moe
 from engine.model.ops.cpu import activation, norm
-from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, NAP_US, WAITS, Graph, poll, usleep, wait_for_zero
+from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, NAP_US, WAITS, KernelGraph, poll, usleep, wait_for_zero
 from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel, take
 from engine.model.ops.cpu.moe import experts, routing
 from tests.cpu_kernels import needs_linear_kernel
@@ -72,7 +72,7 @@ def layers(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_then():
-    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS)
+    x, graph = torch.randn(TOKENS, SIZE), KernelGraph(TOKENS, TOKENS)
     with graph:
         out = layers(x, 3)
     for _ in range(4):
@@ -82,7 +82,7 @@ def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_
 
 
 def test_a_kernel_may_run_beside_the_one_before_it_and_the_next_waits_for_both():
-    told, graph = torch.ones(3, dtype=torch.int64), Graph(1, 1)
+    told, graph = torch.ones(3, dtype=torch.int64), KernelGraph(1, 1)
     with graph:
         AWAIT_AND_TELL.launch(torch.int64, 4, told)
         graph.run_beside()
@@ -97,7 +97,7 @@ def test_a_kernel_may_run_beside_the_one_before_it_and_the_next_waits_for_both()
 def test_a_replay_needs_only_the_threads_that_have_a_core():
     """So beside a busy process a step takes at most as much longer as fewer threads compute it: each finds all work
     that nobody has in hand, and waits for no thread that has not come."""
-    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS)
+    x, graph = torch.randn(TOKENS, SIZE), KernelGraph(TOKENS, TOKENS)
     with graph:
         out = layers(x, 3)
     expected, waits = out.clone(), WAITS[1:].copy()
@@ -111,7 +111,7 @@ def test_a_replay_needs_only_the_threads_that_have_a_core():
 def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
     x, held = torch.randn(TOKENS, SIZE), []
     for count in (2, 20):
-        graph = Graph(TOKENS, TOKENS)
+        graph = KernelGraph(TOKENS, TOKENS)
         with graph:
             layers(x, count)
         held.append(len(graph.memory))
@@ -119,7 +119,7 @@ def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
 
 
 def test_a_graph_of_a_few_tokens_is_replayed_for_more_and_for_fewer():
-    x, graph = torch.zeros(TOKENS, SIZE), Graph(3, TOKENS)
+    x, graph = torch.zeros(TOKENS, SIZE), KernelGraph(3, TOKENS)
     with graph:
         out = layers(x[:3], 3)
     for tokens in (TOKENS, 1, 17):
@@ -129,7 +129,7 @@ def test_a_graph_of_a_few_tokens_is_replayed_for_more_and_for_fewer():
 
 
 def test_another_thread_launches_its_kernels_beside_a_recording():
-    x, graph, results = torch.randn(TOKENS, SIZE), Graph(TOKENS, TOKENS), []
+    x, graph, results = torch.randn(TOKENS, SIZE), KernelGraph(TOKENS, TOKENS), []
     with graph:
         other = threading.Thread(target=lambda: results.append(layers(x, 1)))
         other.start()
@@ -168,7 +168,7 @@ def experts_of_a_layer() -> list[torch.Tensor]:
 
 @needs_linear_kernel
 def test_experts_are_replayed_for_more_tokens_and_for_fewer():
-    x, logits, graph = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 6).bfloat16(), Graph(3, TOKENS)
+    x, logits, graph = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 6).bfloat16(), KernelGraph(3, TOKENS)
     weights = experts_of_a_layer()
     with graph:
         out = experts_layer(x[:3], logits[:3], *weights)
@@ -183,7 +183,11 @@ def test_experts_are_replayed_for_more_tokens_and_for_fewer():
 
 @needs_linear_kernel
 def test_a_thread_that_comes_late_to_experts_leaves_whatever_has_taken_their_memory():
-    x, logits, graph = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 6).bfloat16(), Graph(TOKENS, TOKENS)
+    x, logits, graph = (
+        torch.randn(TOKENS, 64).bfloat16(),
+        torch.randn(TOKENS, 6).bfloat16(),
+        KernelGraph(TOKENS, TOKENS),
+    )
     with graph:
         out = experts_layer(x, logits, *experts_of_a_layer())
     graph.replay(TOKENS)

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from engine.model.layers.linear import ReplicatedLinear
-from engine.model.transformers_backend.layers import MergedProduct, Norm, Part
+from engine.model.transformers_backend.layers import MergedPart, MergedProduct, Norm
 
 
-def three_parts() -> tuple[list[Part], list[nn.Parameter]]:
+def three_parts() -> tuple[list[MergedPart], list[nn.Parameter]]:
     merged = ReplicatedLinear(8, {"q": 6, "k": 4, "v": 4}, bias=False)
     nn.init.normal_(merged.weight)
     product = MergedProduct(merged)
-    return [Part(product, i) for i in range(3)], merged.weight.split([6, 4, 4])
+    return [MergedPart(product, i) for i in range(3)], merged.weight.split([6, 4, 4])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 2, 1)])

@@ -15,7 +15,7 @@ from transformers.models.smollm3 import modeling_smollm3
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.ops.rope import rotate_plain
-from engine.model.transformers_backend.attention import Step
+from engine.model.transformers_backend.attention import CurrentStep
 from engine.model.transformers_backend.model import find_calls
 from engine.model.transformers_backend.rope import is_plain, replace_rotation
 from tests.transformers_models import make_transformers_model
@@ -74,12 +74,12 @@ def test_a_table_rotates_as_transformers_cosines_and_sines_do():
     cos, sin = angles()
     q = torch.randn(1, 3, 5, 16)
     expected, _ = modeling_smollm3.apply_rotary_pos_emb(q, q, cos, sin)
-    found = rotate_plain(q[0].transpose(0, 1), Step().table(cos, sin), torch.arange(5))
+    found = rotate_plain(q[0].transpose(0, 1), CurrentStep().table(cos, sin), torch.arange(5))
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
-    unchanged = rotate_plain(q[0].transpose(0, 1), Step().no_rotation(q), torch.arange(5))
+    unchanged = rotate_plain(q[0].transpose(0, 1), CurrentStep().no_rotation(q), torch.arange(5))
     assert torch.equal(unchanged, q[0].transpose(0, 1))
 
 
 def test_angles_that_differ_between_the_halves_are_left_to_transformers():
     cos, sin = angles()
-    assert Step().table(cos, sin.sort().values) is None
+    assert CurrentStep().table(cos, sin.sort().values) is None

@@ -16,7 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import fill_with_noise
 from engine.model.models.registry import build_model
 from engine.model.transformers_backend.attention import Mask
-from engine.model.transformers_backend.layers import Norm, OurExperts, Part, Row
+from engine.model.transformers_backend.layers import MergedPart, Norm, OurExperts, RowLinear
 from engine.model.transformers_backend.model import find_calls
 from tests.models import COMMON
 from tests.transformers_models import make_transformers_model
@@ -87,8 +87,8 @@ def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "Dots1ForCausalLM"))
     model = build_model(cfg, ShardPlan(TPGroup(0, 2)), torch.float32, "cpu")
     layer = model.base.layers[1]
-    assert isinstance(layer.self_attn.q_proj, Part) and layer.self_attn.qkv_proj.outputs == 48
-    assert isinstance(layer.self_attn.o_proj, Row)
+    assert isinstance(layer.self_attn.q_proj, MergedPart) and layer.self_attn.qkv_proj.outputs == 48
+    assert isinstance(layer.self_attn.o_proj, RowLinear)
     assert isinstance(layer.input_layernorm, Norm) and isinstance(layer.mlp.experts, OurExperts)
 
 

@@ -23,7 +23,7 @@ from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, sum_function, work
 from engine.model.ops.cpu.recurrent.linear_attention import (
     FEW_ROWS,
-    Space,
+    Scratch,
     attend_tile,
     divide_space,
     find_keys,
@@ -62,7 +62,7 @@ def multiply_pair(k_i: Any, q_i: Any, k_j: Any, now: Any, before: Any, key_dim: 
 
 
 @device_function
-def multiply_pairs(space: Space, first: int, count: int, q: int, stride: int, decays: int, base: int, row: int,
+def multiply_pairs(space: Scratch, first: int, count: int, q: int, stride: int, decays: int, base: int, row: int,
                    rows: int, key_dim: int) -> None:  # fmt: skip
     """Fill `inner` for a tile's rows among themselves. q: address of the queries of its first row."""
     key_at = as_i64(space.key_at)
@@ -76,7 +76,7 @@ def multiply_pairs(space: Space, first: int, count: int, q: int, stride: int, de
 
 
 @device_function
-def multiply_tile(space: Space, decayed: int, decayed_at: int, tile: int, first: int, count: int, q: int, stride: int,
+def multiply_tile(space: Scratch, decayed: int, decayed_at: int, tile: int, first: int, count: int, q: int, stride: int,
                   decays: int, row: int, rows: int, key_dim: int) -> None:  # fmt: skip
     """Fill `inner` for the `rows` rows of a tile. The tile begins at `row` of its chunk and at `first` of the `count`
     rows of its portion. decayed: memory for CHUNK keys; decayed_at: addresses of these keys; tile: memory for 2 * ROWS
@@ -106,7 +106,7 @@ def multiply_tile(space: Space, decayed: int, decayed_at: int, tile: int, first:
 
 
 @device_function
-def move_state(space: Space, decayed: int, decayed_at: int, decays: int, state: int, values: int, key_dim: int,
+def move_state(space: Scratch, decayed: int, decayed_at: int, decays: int, state: int, values: int, key_dim: int,
                value_dim: int, begun: bool) -> None:  # fmt: skip
     """Decay the state over a whole chunk, and add the chunk's rows."""
     decay_keys(decayed, space.key_at, decays, CHUNK - 1, CHUNK, key_dim)
@@ -133,7 +133,7 @@ def add_decays(decays: int, steps: int, stride: int, row: int, end: int, key_dim
 
 
 @device_function
-def read_state(space: Space, q: int, stride: int, decays: int, state: int, row: int, count: int, key_dim: int,
+def read_state(space: Scratch, q: int, stride: int, decays: int, state: int, row: int, count: int, key_dim: int,
                value_dim: int, begun: bool) -> None:  # fmt: skip
     """Fill `read` for the keys and queries of `count` rows of a chunk, from `row` on."""
     if not begun:

@@ -48,7 +48,7 @@ TOKENS = 2  # tokens whose q, k and v a thread widens at a time
 FEW_ROWS = 4  # up to this many rows of keys and queries, keys are read in place, not packed
 
 
-class Space(NamedTuple):
+class Scratch(NamedTuple):
     """A thread's memory, as addresses; float32. `rows` holds rows of keys, followed by as many rows of queries."""
 
     rows: int  #: [2 * rows, d_k]
@@ -64,7 +64,7 @@ class Space(NamedTuple):
 
 
 @device_function
-def divide_space(start: int, rows: int, key_dim: int, value_dim: int) -> Space:
+def divide_space(start: int, rows: int, key_dim: int, value_dim: int) -> Scratch:
     read = start + 8 * rows * key_dim
     inner = read + 8 * rows * value_dim
     sums = inner + 8 * rows * CHUNK
@@ -73,7 +73,7 @@ def divide_space(start: int, rows: int, key_dim: int, value_dim: int) -> Space:
     decays = weights + 4 * ROWS * CHUNK
     factors = decays + 4 * CHUNK
     key_at = factors + CACHE_LINE_BYTES
-    return Space(start, read, inner, sums, keys, weights, decays, factors, key_at, key_at + 8 * CHUNK)
+    return Scratch(start, read, inner, sums, keys, weights, decays, factors, key_at, key_at + 8 * CHUNK)
 
 
 @device_function
@@ -108,7 +108,7 @@ def multiply_keys(out: int, rows: int, a: int, key_at: int, keys: int, key_dim: 
 
 
 @device_function
-def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
+def weigh(space: Scratch, r: int, row: int, end: int, inner: int) -> None:
     """Write weights[r, j] = inner[j] * exp(G_row - G_j) for j < end. row: row of the chunk. inner: address of its
     products."""
     weights, decays, products = as_f32(space.weights + 4 * r * CHUNK), as_f32(space.decays), as_f32(inner)
@@ -118,7 +118,7 @@ def weigh(space: Space, r: int, row: int, end: int, inner: int) -> None:
 
 
 @device_function
-def add_rows(space: Space, r: int, rows: int, values: int, first: int, last: int, value_dim: int) -> None:
+def add_rows(space: Scratch, r: int, rows: int, values: int, first: int, last: int, value_dim: int) -> None:
     """Add to sums[r + i]: the sum over first <= j < last of weights[r + i, j] * values[j], for i < rows."""
     if last <= first:
         return
@@ -131,7 +131,7 @@ def add_rows(space: Space, r: int, rows: int, values: int, first: int, last: int
 
 
 @device_function
-def sum_before(space: Space, rows: int, first: int, values: int, value_dim: int) -> None:
+def sum_before(space: Scratch, rows: int, first: int, values: int, value_dim: int) -> None:
     """Set sums, for `rows` rows, to the weighted sums of values over the chunk's rows before `first`."""
     sums = as_f32(space.sums)
     for i in range(rows * value_dim):
@@ -145,7 +145,7 @@ def sum_before(space: Space, rows: int, first: int, values: int, value_dim: int)
 
 @device_function
 def attend_tile(
-    space: Space, values: int, v: int, v_stride: int, out: int, beta: int, beta_stride: int, first: int, rows: int,
+    space: Scratch, values: int, v: int, v_stride: int, out: int, beta: int, beta_stride: int, first: int, rows: int,
     row: int, count: int, value_dim: int,
 ) -> None:  # fmt: skip
     """Compute u and o of `rows` rows, from `row` of the chunk on; they must not cross a multiple of ROWS. first: index
@@ -178,7 +178,7 @@ def attend_tile(
 
 
 @device_function
-def move_state_rows(space: Space, state: int, values: int, first: int, value_dim: int) -> None:
+def move_state_rows(space: Scratch, state: int, values: int, first: int, value_dim: int) -> None:
     """Scale ROWS rows of the state, from `first` on, by `factors`, and add the products of `keys` and values."""
     keys, rows = as_f32(space.keys + 4 * first * CHUNK), state + 4 * first * value_dim
     for c in range(0, value_dim, COLUMNS):
@@ -195,7 +195,7 @@ def save_state(state: int, to: int, numbers: int) -> None:
 
 
 @device_function
-def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
+def move_state(space: Scratch, state: int, values: int, key_dim: int, value_dim: int, begun: bool) -> None:
     """Decay the state over a full chunk, and add the chunk's rows. `keys` holds their keys, which are decayed in
     place."""
     decays, last = as_f32(space.decays), as_f32(space.decays)[CHUNK - 1]
@@ -213,7 +213,7 @@ def move_state(space: Space, state: int, values: int, key_dim: int, value_dim: i
 
 
 @device_function
-def find_keys(space: Space, kept: int, new: int, stride: int, row: int, end: int, key_dim: int) -> None:
+def find_keys(space: Scratch, kept: int, new: int, stride: int, row: int, end: int, key_dim: int) -> None:
     """Set the addresses of a chunk's keys: kept keys before `row`, new keys up to `end`, and after these the last key
     again."""
     key_at = as_i64(space.key_at)

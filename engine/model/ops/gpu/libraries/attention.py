@@ -17,7 +17,7 @@ from engine.model.batch import Batch
 from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention
 from engine.model.ops.gpu.libraries import flash_attention, flash_infer
-from engine.model.ops.gpu.libraries.choice import DTYPES, Library, Op, Shape, select
+from engine.model.ops.gpu.libraries.choice import DTYPES, AttentionShape, Library, Op, select
 from engine.model.ops.gpu.rope import rotate_and_write
 
 __all__ = ["paged_attention", "rotate_and_write"]
@@ -42,7 +42,7 @@ def paged_attention(
     plain_scores = softcap is None and sinks is None and chunk is None and batch.image_ends is None
     if plain_scores and batch.kv_cache.dtype == q.dtype and q.dtype in DTYPES:
         _, _, _, kv_heads, block_size, head_dim = batch.kv_cache.shape
-        shape = Shape(q.dtype, q.shape[1], kv_heads, block_size, head_dim, window)
+        shape = AttentionShape(q.dtype, q.shape[1], kv_heads, block_size, head_dim, window)
         attend = select(OP, q.device, shape)[len(batch.chunks) > 0]
         if attend is not None:
             return attend(q, batch, layer, scale, window)

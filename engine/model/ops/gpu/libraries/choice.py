@@ -34,7 +34,7 @@ Attend = Callable[[Tensor, Batch, int, float, Any], Tensor]  # q, batch, layer, 
 Candidates = list[tuple[str, Attend | None]]  # by name; None is our own kernel
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     dtype: torch.dtype
     heads: int
     kv_heads: int
@@ -63,7 +63,7 @@ class Op(NamedTuple):
 
 
 @cache
-def select(op: Op, device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | None]:
+def select(op: Op, device: torch.device, shape: AttentionShape) -> tuple[Attend | None, Attend | None]:
     """Return and log the library for steps that only decode, and the library for all other steps. None means our own
     kernels."""
     right: Candidates = []
@@ -84,7 +84,7 @@ def select(op: Op, device: torch.device, shape: Shape) -> tuple[Attend | None, A
     return decode[1], others[1]
 
 
-def fastest(op: Op, candidates: Candidates, shape: Shape, device: torch.device) -> tuple[str, Attend | None]:
+def fastest(op: Op, candidates: Candidates, shape: AttentionShape, device: torch.device) -> tuple[str, Attend | None]:
     """Compare each candidate's time with the fastest candidate's on each batch of TIMED. Return the candidate whose
     largest ratio is smallest. Logs all ratios."""
     times = [seconds(attend or op.ours, shape, device) for _, attend in candidates]
@@ -95,7 +95,7 @@ def fastest(op: Op, candidates: Candidates, shape: Shape, device: torch.device) 
     return candidates[min(range(len(candidates)), key=lambda i: max(ratios[i]))]
 
 
-def seconds(attend: Attend, shape: Shape, device: torch.device) -> list[float]:
+def seconds(attend: Attend, shape: AttentionShape, device: torch.device) -> list[float]:
     """Return the seconds of one layer's attention for each batch of TIMED, replayed from a graph as in decode."""
     found = []
     for lengths in TIMED:
@@ -129,7 +129,7 @@ def repeat(replay: Callable[[], None], output: Tensor) -> Tensor:
     return output
 
 
-def check(op: Op, attend: Attend, shape: Shape, device: torch.device, *, chunks: bool) -> None:
+def check(op: Op, attend: Attend, shape: AttentionShape, device: torch.device, *, chunks: bool) -> None:
     """Raise ValueError unless the library agrees with the oracle, also in a graph replayed with other lengths."""
     for counts, lengths, others in trials(shape.window, chunks):
         q, batch = small_batch(counts, lengths, shape, device)
@@ -157,7 +157,7 @@ def trials(window: int | None, chunks: bool) -> list[tuple[list[int], tuple[int,
     return found
 
 
-def step(attend: Attend, q: Tensor, batch: Batch, shape: Shape) -> Tensor:
+def step(attend: Attend, q: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
     """Attend in each layer. Returns the result of the last one."""
     batch = replace(batch, plans={})
     return [attend(q, batch, layer, 0.1, shape.window) for layer in range(LAYERS)][-1]
@@ -168,7 +168,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     return output, replay
 
 
-def compare(op: Op, found: Tensor, q: Tensor, batch: Batch, shape: Shape) -> None:
+def compare(op: Op, found: Tensor, q: Tensor, batch: Batch, shape: AttentionShape) -> None:
     """Raise ValueError unless each row is close to the oracle's. Padding is not compared."""
     expected = op.plain(q, batch, LAYERS - 1, 0.1, shape.window).float().flatten(1)
     real = (batch.kv_len > 0).repeat_interleave(batch.query_start.diff())
@@ -179,7 +179,7 @@ def compare(op: Op, found: Tensor, q: Tensor, batch: Batch, shape: Shape) -> Non
 
 
 def small_batch(
-    counts: list[int], kv_lens: tuple[int, ...], shape: Shape, device: torch.device, most_bytes: int = 1 << 40
+    counts: list[int], kv_lens: tuple[int, ...], shape: AttentionShape, device: torch.device, most_bytes: int = 1 << 40
 ) -> tuple[Tensor, Batch]:
     """Return random q [sum(counts), heads, head_dim] of `shape.dtype`, and a step with a random cache.
 

@@ -13,7 +13,7 @@ import pytest
 from engine.errors import ModelFolderError
 from engine.model.checkpoint import cache
 from engine.model.checkpoint.folder import resolve
-from engine.model.checkpoint.gguf.config import Unsupported
+from engine.model.checkpoint.gguf.config import GGUFError
 from engine.model.checkpoint.gguf.header import Header
 from engine.model.config import ModelConfig
 from tests.gguf_files import write_gguf
@@ -93,7 +93,7 @@ def test_a_header_is_what_the_package_reads(written):
 def test_a_header_that_lies_is_refused_by_name_and_takes_no_memory(tmp_path, content, problem):
     (tmp_path / "model.gguf").write_bytes(content)
     tracemalloc.start()
-    with pytest.raises(Unsupported, match=problem):
+    with pytest.raises(GGUFError, match=problem):
         Header(tmp_path / "model.gguf")
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()

@@ -37,7 +37,7 @@ from engine.model.ops.gpu import (
     rope,
     sampling,
 )
-from engine.model.ops.gpu.compile_target import Target
+from engine.model.ops.gpu.compile_target import CompileTarget
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.logits.penalties import Penalties
@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
 EXPERTS = {"experts": torch.bfloat16, "experts, float16": torch.float16, "experts, float32": torch.float32}
 
 
-class Driver(Target):
+class Driver(CompileTarget):
     """A GPU whose kernels are compiled. capability: of the GPU, times 10."""
 
     def __init__(self, capability: int):

@@ -76,7 +76,7 @@ def install(monkeypatch):
 
 def chosen(case: Case) -> tuple[bool, bool]:
     """Whether libraries compute decode steps, and others."""
-    shape = choice.Shape(case.dtype, case.heads, case.kv_heads, case.block_size, case.head_dim, case.window)
+    shape = choice.AttentionShape(case.dtype, case.heads, case.kv_heads, case.block_size, case.head_dim, case.window)
     decode, others = choice.select(library_attention.OP, torch.device("cpu"), shape)
     return decode is not None, others is not None
 
