@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
+from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.http.bodies import Bodies
 from deployments.http.debug import VERSION
@@ -33,8 +34,7 @@ from deployments.openai.routes import OpenAIRoutes
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
-from deployments.parts.adapters.table import AdapterTable, MemoryTable
-from deployments.parts.console.config import ConsoleConfig
+from deployments.options.console import ConsoleConfig
 from deployments.parts.table import EdgeSetup, edge_parts, part_fields
 from deployments.pooling.routes import PoolingRoutes
 from deployments.quotas.quotas import Quotas

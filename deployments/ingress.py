@@ -24,6 +24,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.adapters.gcs_table import GcsTable
+from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend.token_channel import TokenChannel
@@ -34,11 +36,9 @@ from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
-from deployments.parts.adapters.gcs_table import GcsTable
-from deployments.parts.adapters.table import AdapterTable
-from deployments.parts.console.config import ConsoleConfig
-from deployments.parts.images.config import ImageConfig
-from deployments.parts.table import model_parts
+from deployments.options.console import ConsoleConfig
+from deployments.options.images import ImageConfig
+from deployments.parts.table import model_parts, open_images
 from deployments.poison.named import Named
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
@@ -208,12 +208,8 @@ class Ingress:
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
         tokenizer = ChatTokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
-        loader = None
-        if info.image_folder is not None:
-            from deployments.parts.images.image_loader import ImageLoader  # needs torch
-
-            loader = ImageLoader.from_folder(Path(info.image_folder), images, tokenizer)
-        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, partial(model_parts, images=loader))
+        parts = partial(model_parts, images=open_images(info, tokenizer, images))
+        model = ServedModel(info, tokenizer, pool, self._channel, self._telemetry, parts)
         model.poison.tell_others = partial(self._tell_others, info.name)
         return model
 

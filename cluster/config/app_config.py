@@ -13,7 +13,7 @@ from cluster.config.model_section import ModelSection
 from cluster.config.section import Section, section_of
 from deployments.http.validation import expected
 from deployments.observability.tracing import TracingConfig
-from deployments.parts.console.config import ConsoleConfig
+from deployments.options.console import ConsoleConfig
 from engine.errors import ConfigError, without_credentials
 from engine.offline.vllm_flags import RENAMED
 from placement.console_log import LogConfig, LogFormat, LogLevel

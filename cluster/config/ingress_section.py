@@ -12,7 +12,7 @@ from deployments.billing.usage_files import UsageConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.openai.batches.config import BatchConfig
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.quotas.limits import KeyLimits
 from deployments.storage.config import StoreConfig
 from engine.errors import ConfigError, Described

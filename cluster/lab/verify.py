@@ -24,6 +24,7 @@ from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
 from cluster.serve_config import load, ours
 from cluster.serve_flags import YAML, configuration
+from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
@@ -36,7 +37,6 @@ from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.adapters.registry import AdapterRegistry
-from deployments.parts.adapters.table import MemoryTable
 from deployments.parts.table import model_parts, part_fields
 from deployments.poison.poison import Poison
 from engine.config import EngineConfig

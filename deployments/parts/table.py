@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deployments.adapters.table import AdapterTable
 from deployments.edge_part import EdgePart
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.bodies import Bodies, PartFields
@@ -15,11 +17,11 @@ from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.model_part import ModelPart
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
+from deployments.options.console import ConsoleConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.adapters.adapter_models import AdapterModels
 from deployments.parts.adapters.metrics import METRICS as adapters
 from deployments.parts.adapters.routes import AdapterRoutes
-from deployments.parts.adapters.table import AdapterTable
-from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import ConsoleRoutes
 from deployments.parts.experts.metrics import METRICS as experts
 from deployments.parts.handoffs.metrics import METRICS as handoffs
@@ -43,6 +45,7 @@ from deployments.parts.thinking_budget.fields import ThinkingFields
 from deployments.parts.thinking_budget.thinking_budget import ThinkingBudgets
 from deployments.quotas.quotas import Quotas
 from deployments.storage.key_value import KeyValueStore
+from engine.text.chat_tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:  # it imports packages that only models with images need
     from deployments.parts.images.image_loader import ImageLoader
@@ -166,6 +169,15 @@ def part_fields() -> list[type[PartFields]]:
 
 def edge_parts(setup: EdgeSetup) -> list[EdgePart]:
     return [part for spec in PARTS if (part := spec.edge(setup)) is not None]
+
+
+def open_images(info: ModelInfo, tokenizer: ChatTokenizer, options: ImageConfig) -> ImageLoader | None:
+    """Return what loads the images of a model's requests; None if it reads text only. Raises ModelFolderError."""
+    if info.image_folder is None:
+        return None
+    from deployments.parts.images.image_loader import ImageLoader  # needs torch
+
+    return ImageLoader.from_folder(Path(info.image_folder), options, tokenizer)
 
 
 def model_parts(model: ServedModel, images: ImageLoader | None = None) -> list[ModelPart]:

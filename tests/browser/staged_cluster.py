@@ -20,7 +20,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_model import ModelInfo, ServedModel
-from deployments.parts.console.config import ConsoleConfig
+from deployments.options.console import ConsoleConfig
 from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from fastapi import FastAPI
@@ -24,7 +24,6 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
-from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -39,6 +38,9 @@ from engine.wire.pooling_params import SupportedTasks
 from engine.wire.token_delta import ErrorInfo
 from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer
+
+if TYPE_CHECKING:
+    from deployments.parts.images.image_loader import ImageLoader
 
 MAX_MODEL_LEN = 512
 ALL_TASKS = SupportedTasks(names=("generate", "embed", "score"), embedding_size=4, score_token_ids=(5, 6))

@@ -23,7 +23,7 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.served.served_model import ModelInfo, ServedModel
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from deployments.adapters.table import AdapterTable
 from deployments.jobs.source import GenerationSource
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import FurtherModel, FurtherModels, ServedModels
 from deployments.parts.adapters.registry import AdapterRegistry
-from deployments.parts.adapters.table import AdapterTable
 
 
 class AdapterModels(FurtherModels):

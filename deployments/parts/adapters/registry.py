@@ -10,11 +10,11 @@ from weakref import WeakValueDictionary
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
+from deployments.adapters.table import AdapterTable
 from deployments.frontend.retry import BACK_OFF_S, ENGINE_GONE
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
-from deployments.parts.adapters.table import AdapterTable
 from deployments.poison.named import named_adapter
 from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool

@@ -24,8 +24,8 @@ from deployments.http.streaming import EventStream
 from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_models import ServedModels
+from deployments.options.console import ConsoleConfig
 from deployments.parts.console.cluster_watcher import ClusterWatcher
-from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.costs_view import CostsView
 from deployments.parts.console.engine_hours import EngineHours
 from deployments.parts.console.feed import ClusterFeed

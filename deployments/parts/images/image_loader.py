@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
 from deployments.parts.images.pixel_memory import PixelMemory
 from deployments.parts.images.requested_image import RequestedImage

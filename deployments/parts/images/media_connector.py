@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.public_address import is_public, reached_address
 from engine.errors import Described
 from engine.multimodal.invalid_image import InvalidImage

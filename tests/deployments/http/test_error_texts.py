@@ -14,7 +14,7 @@ from deployments.http.body import RequestBody, parse, validated
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.responses.request_body import ResponsesBody, RetrieveQuery
 from deployments.openai.structural_tag import structural_tag_grammar
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.images.requested_image import RequestedImage
 from deployments.pooling.request_bodies import ScoreBody

@@ -18,8 +18,8 @@ from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig, around_serve
 from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
 from deployments.observability.telemetry import Telemetry
+from deployments.options.console import ConsoleConfig
 from deployments.parts.console import feed
-from deployments.parts.console.config import ConsoleConfig
 from engine.errors import ConfigError
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.openai.bad_requests import BAD, Bad

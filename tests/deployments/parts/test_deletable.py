@@ -9,12 +9,6 @@ import pytest
 from deployments.parts.table import PARTS
 from tests.left_out import command
 
-NOT_YET = {
-    "adapters": "deployments/app.py and ingress.py import its table",
-    "images": "deployments/ingress.py imports its options",
-    "console": "deployments/app.py and ingress.py import its options",
-}
-"""Parts that something outside of the table imports. The list may only get shorter."""
 CHATS = ["tests/deployments/test_app.py", "-k", "chat or stream or choices or stop or logprobs"]
 
 
@@ -26,22 +20,10 @@ def with_those_that_need(part: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(spec.name, marks=pytest.mark.xfail(strict=True, reason=NOT_YET[spec.name]))
-        if spec.name in NOT_YET
-        else spec.name
-        for spec in PARTS
-    ],
-)
+@pytest.mark.parametrize("part", [spec.name for spec in PARTS])
 def test_chats_are_answered_without_a_part(part: str) -> None:
     packages = [f"deployments.parts.{name}" for name in with_those_that_need(part)]
     tests = [*CHATS, "-p", "deployments.ingress"]  # imports it, as clusters do
     left_out = command(["deployments.parts.table"], packages, tests)
     done = subprocess.run(left_out, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_parts_that_cannot_be_deleted_yet_are_parts() -> None:
-    assert NOT_YET.keys() <= {spec.name for spec in PARTS}

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from deployments import ray_compat
+from deployments.adapters import gcs_table
 from deployments.adapters.adapter import Adapter
-from deployments.parts.adapters import gcs_table
-from deployments.parts.adapters.gcs_table import GcsTable
+from deployments.adapters.gcs_table import GcsTable
 from tests.examples import examples
 
 

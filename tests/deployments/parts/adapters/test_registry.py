@@ -8,12 +8,12 @@ import pytest
 
 from deployments.adapters.adapter import Adapter
 from deployments.adapters.sources import AdapterSources
+from deployments.adapters.table import MemoryTable
 from deployments.errors import PoisonRequest
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters import registry as registry_module
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
 from deployments.parts.adapters.registry import AdapterRegistry
-from deployments.parts.adapters.table import MemoryTable
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import ended_key, read_key

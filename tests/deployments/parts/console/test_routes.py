@@ -13,8 +13,8 @@ from deployments.frontend import sequence_metrics
 from deployments.frontend.api_keys import hash_key
 from deployments.http.context import IS_ADMIN
 from deployments.http.middleware import AuthConfig
+from deployments.options.console import ConsoleConfig
 from deployments.parts.console.cluster_watcher import ClusterState
-from deployments.parts.console.config import ConsoleConfig
 from deployments.parts.console.routes import PAGE
 from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from urllib.parse import urlsplit
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
 from engine.multimodal.invalid_image import InvalidImage
 from tests.deployments.parts.images.image_server import image_server

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.images.requested_image import RequestedImage
 from engine.multimodal.processor import ProcessedImage

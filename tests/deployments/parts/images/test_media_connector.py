@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
 from engine.errors import ConfigError
 from engine.multimodal.invalid_image import InvalidImage

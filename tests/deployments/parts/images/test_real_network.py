@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 
-from deployments.parts.images.config import ImageConfig
+from deployments.options.images import ImageConfig
 from deployments.parts.images.media_connector import MediaConnector
 from engine.multimodal.invalid_image import InvalidImage
 from tests.deployments.parts.images.image_server import IMAGE

@@ -11,7 +11,7 @@ import msgspec
 
 from deployments import ray_compat
 from deployments.adapters.adapter import Adapter
-from deployments.parts.adapters.table import Changes
+from deployments.adapters.table import Changes
 from engine.errors import EngineUnavailable
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""Options of an application that are those of one part."""
