@@ -30,7 +30,7 @@ from engine.core.engine import EngineCore
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError, InvalidParameter
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput

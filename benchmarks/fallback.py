@@ -26,7 +26,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.model.families.table import families
 from engine.wire.generate_request import GenerateRequest

@@ -29,7 +29,7 @@ from PIL import Image
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.tables import figure, make_table, show
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.multimodal.image import decode
 from engine.offline.llm import LLM

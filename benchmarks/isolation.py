@@ -31,7 +31,7 @@ from cluster.terminal.progress import progress_bar
 from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidParameter
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.multimodal.image import decode
 from engine.multimodal.processor import ImageProcessor

@@ -19,7 +19,7 @@ import typer
 from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.terminal.tables import figure, make_table, show
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.wire.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.options.speculation import SpeculativeConfig
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest

@@ -32,7 +32,7 @@ from engine.core.engine import EngineCore
 from engine.devices.device import is_gpu, open_device
 from engine.engine_options import BLOCK_SIZES
 from engine.errors import EngineError, InvalidParameter
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

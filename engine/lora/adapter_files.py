@@ -17,7 +17,7 @@ from engine.free_memory import free_host_memory
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
 from engine.lora.module_patterns import MAX_LENGTH
-from engine.model.checkpoint.folder import HUB_ID
+from engine.model.checkpoint.resolve import HUB_ID
 from engine.safetensors_header import read_header
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model

@@ -106,6 +106,8 @@ class ModelConfig:
     """What each layer keeps (kv_groups.py). Empty if it follows from `window`, `num_kv_heads` and `head_dim`."""
     keeps_all_kv: bool = False
     """Whether layers with a window keep the KV of all tokens."""
+    mixins: tuple[str, ...] = ()
+    """Classes that are put before the family's, as `file.Class` in models/."""
     stage: Stage = ALL_LAYERS
     """The layers that this pipeline stage has (stage.py)."""
 
@@ -126,7 +128,9 @@ class ModelConfig:
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
         cfg = cls.from_fields(read_json(folder, "config.json"), folder, quantization, max_model_len)
-        return replace(cfg, vision=None) if language_model_only else cfg
+        if language_model_only:
+            cfg = import_module(FEATURES, __package__).text_only(cfg)
+        return cfg
 
     @classmethod
     def from_fields(

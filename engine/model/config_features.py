@@ -28,9 +28,15 @@ def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) ->
     )
     if cfg.transformers:
         return cfg
-    cfg = replace(cfg, vision=VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor)))
+    if vision := VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor)):
+        cfg = replace(cfg, vision=vision, mixins=("images.image_input.TakesImages",))
     check_unread(whole, raw, cfg, folder)
     return cfg
+
+
+def text_only(cfg: ModelConfig) -> ModelConfig:
+    """Return the model without its vision encoder."""
+    return replace(cfg, vision=None, mixins=())
 
 
 def read_quantization(cfg: ModelConfig, raw: Fields) -> scheme.Scheme | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -29,13 +29,11 @@ from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import weight_files
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.layers.embedding import TiedLMHead
-from engine.model.layers.moe import Experts
 from engine.model.shard import Shard, Sharded, TensorSlice
 
 logger = logging.getLogger(__name__)
 
 COMPARED_ROWS = 4096
-EXPERT = re.compile(r"(.+)\.(\d+)\.")
 LOG_INTERVAL_S = 1.0  # between two log lines of progress
 # Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and static scales of activations, which are scaled dynamically here. The
@@ -75,10 +73,7 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
         canonical |= {name: own for name, own in known.items() if own is not None}
         files[file] = [name for name in names if name in canonical]
     untie_own_head(model, folder, files, canonical)
-    for path, layer in model.named_modules():
-        if isinstance(layer, Experts):
-            layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
-    leave_out_experts(model, files, canonical)
+    leave_out(elsewhere(model, set(canonical.values())), files, canonical)
     shards = checkpoint_shards(model)
     unused = zero_biases(files, canonical, set(shards))
     # such as those of a head for pretraining
@@ -161,7 +156,7 @@ def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
         if isinstance(layer, Sharded):
             for name, shard in layer.shards().items():
                 tensor = name.partition(":")[0]
-                shards.setdefault(model.checkpoint_name(f"{path}.{tensor}"), []).append(shard)
+                shards.setdefault(name_of(model, path, tensor), []).append(shard)
     return shards
 
 
@@ -204,19 +199,24 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
     return found
 
 
-def leave_out_experts(model: Loadable, files: dict[Path, list[str]], canonical: dict[str, str]) -> None:
-    """Remove the names of experts of other ranks."""
-    own: dict[str, range] = {}
+def elsewhere(model: Loadable, names: set[str]) -> set[str]:
+    """Return those of the checkpoint's tensors, by their canonical names, that only other ranks hold."""
+    found = set()
     for path, layer in model.named_modules():
-        if isinstance(layer, Experts) and layer.split.spread:
-            own[model.checkpoint_name(f"{path}.0.down_proj.weight").rpartition(".0.")[0]] = layer.split.own
+        if isinstance(layer, Sharded):
+            found |= layer.elsewhere(names, partial(name_of, model, path))
+    return found
 
-    def is_elsewhere(name: str) -> bool:
-        expert = EXPERT.match(name)
-        return expert is not None and expert[1] in own and int(expert[2]) not in own[expert[1]]
 
+def name_of(model: Loadable, path: str, tensor: str) -> str:
+    """Return the canonical name of a layer's tensor. path: the layer's in the model."""
+    return model.checkpoint_name(f"{path}.{tensor}")
+
+
+def leave_out(left_out: set[str], files: dict[Path, list[str]], canonical: dict[str, str]) -> None:
+    """Remove names of tensors. left_out: canonical names."""
     for file, names in files.items():
-        files[file] = [name for name in names if not is_elsewhere(canonical[name])]
+        files[file] = [name for name in names if canonical[name] not in left_out]
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str], canonical: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -95,6 +96,11 @@ class Sharded(nn.Module):
     def shards(self) -> Shards:
         """Return every checkpoint tensor that this layer reads, named relative to the layer; together they fill it."""
         raise NotImplementedError
+
+    def elsewhere(self, names: set[str], name_of: Callable[[str], str]) -> set[str]:
+        """Return tensors of this layer that only other ranks hold. names: all tensors of the checkpoint. name_of: gives
+        a tensor's name in the checkpoint, from its name in this layer."""
+        return set()
 
     def pack(self) -> None:
         """Convert the loaded weights to the form that the ops need. Nothing can be loaded afterwards."""

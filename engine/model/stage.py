@@ -31,7 +31,13 @@ def config_of(stage: Stage, config: ModelConfig) -> ModelConfig:
     recurrent = config.recurrent
     if recurrent is not None:
         recurrent = replace(recurrent, layers=tuple(layer for layer in recurrent.layers if layer in stage.layers))
-    return replace(config, stage=stage, recurrent=recurrent, head=config.head if stage.is_last else "none")
+    return replace(
+        config,
+        stage=stage,
+        recurrent=recurrent,
+        head=config.head if stage.is_last else "none",
+        mixins=(*config.mixins, "stage.StageModel"),
+    )
 
 
 def divide(costs: list[float], stages: int, last: float = 0.0) -> list[int]:

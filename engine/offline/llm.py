@@ -26,8 +26,8 @@ from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import GPU_DEFAULTS
 from engine.errors import Described, EngineError, InvalidParameter, RequestError
-from engine.model.checkpoint.folder import default_sampling
 from engine.model.checkpoint.overlay import engine_folder
+from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages

@@ -10,7 +10,7 @@ import torch
 from engine.model import fixed_order
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
-from engine.model.models.registry import add_vision_encoder, build_model
+from engine.model.models.registry import add_encoders, build_model
 from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup
 
@@ -24,7 +24,7 @@ def load_model(setup: RankSetup, parts: RankParts) -> Model:
     model = build_model(setup.model, plan, setup.dtype, device)
     if plan.fixed_order:
         fixed_order.pad_layers(model)
-    add_vision_encoder(model, setup.model, setup.dtype, device)
+    add_encoders(model, setup.dtype, device)
     if config.load_format == "dummy":
         fill_with_noise(model)
     else:

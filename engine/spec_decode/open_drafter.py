@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.drafter import ModelDrafter

@@ -20,7 +20,7 @@ from pathlib import Path
 import uvicorn
 
 from engine.grammars.compiler import GrammarCompiler
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from tests.clients.answers import Call, dumps, find

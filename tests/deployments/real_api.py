@@ -36,7 +36,7 @@ from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
-from engine.model.checkpoint.folder import has_image_processor
+from engine.model.checkpoint.resolve import has_image_processor
 from engine.model.config import ModelConfig
 from engine.options.handoff import HandoffConfig
 from engine.serving.server import EngineServer

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.real_model.served import TEMPLATE
 from benchmarks.real_model.texts import WEATHER, user
 from deployments.openai.served.served_model import ModelInfo
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from tests.deployments.real_api import LIMITS, RealApi, real_api
 

@@ -9,7 +9,8 @@ from gguf import GGUFReader, dequantize
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, TensorProcessor, get_gguf_hf_weights_map
 
 from engine.model.checkpoint import smollm2
-from engine.model.checkpoint.folder import read_json, resolve
+from engine.model.checkpoint.folder import read_json
+from engine.model.checkpoint.resolve import resolve
 from engine.offline.llm import LLM
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.model.checkpoint.folder import GGUF_INDEX, resolve
+from engine.model.checkpoint.gguf.folder import INDEX as GGUF_INDEX
+from engine.model.checkpoint.resolve import resolve
 from tools.gguf_numbers import write_numbers
 from tools.medusa.heads import add_options, hidden_states, train_heads
 

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import OfflineLoad
 from cluster.cli.bench.prompts import WARM_UP, BenchRequest
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import CompletionOutput

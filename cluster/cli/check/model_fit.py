@@ -25,7 +25,7 @@ from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.loader import tensors_by_file
-from engine.model.models.image_encoder import encoder_config
+from engine.model.models.images.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.packed_int import PackedInt
 from engine.model.stage import config_of, nth_stage

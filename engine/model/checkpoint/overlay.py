@@ -9,7 +9,8 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.checkpoint.cache import made_folder
-from engine.model.checkpoint.folder import read_json, resolve, resolve_tokenizer, tokenizer_files
+from engine.model.checkpoint.folder import read_json
+from engine.model.checkpoint.resolve import resolve, resolve_tokenizer, tokenizer_files
 
 
 def engine_folder(config: EngineConfig) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -10,8 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.checkpoint.gguf.folder import INDEX
-from engine.model.checkpoint.gguf.tensors import GGUFSlice, GGUFTensors
+from engine.model.checkpoint.folder import OTHER_FORMATS
 from engine.model.shard import TensorSlice
 
 
@@ -27,13 +27,15 @@ class Tensors(Protocol):
 
 def open_weights(file: Path) -> AbstractContextManager[Tensors]:
     """Map a file from `weight_files`. Raises OSError or SafetensorError."""
-    if file.name == INDEX:
-        return GGUFTensors(file)
-    tensors: AbstractContextManager[Tensors] = safe_open(file, framework="pt")
+    other = OTHER_FORMATS.get(file.name)
+    tensors: AbstractContextManager[Tensors] = (
+        safe_open(file, framework="pt") if other is None else import_module(other, __package__).open_weights(file)
+    )
     return tensors
 
 
 def slice_for(tensors: Tensors, name: str, target: Tensor) -> TensorSlice:
     """Return a tensor in the form that `target` needs: stored blocks if it holds bytes, else numbers."""
     found = tensors.get_slice(name)
-    return found.blocks if isinstance(found, GGUFSlice) and target.dtype == torch.uint8 else found
+    blocks: TensorSlice = getattr(found, "blocks", found)
+    return blocks if target.dtype == torch.uint8 else found

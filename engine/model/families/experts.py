@@ -8,19 +8,19 @@ from engine.model.families.wide_family import WideFamily
 FAMILIES: dict[str, Family] = {
     # Qwen 3 with a mixture of experts in most layers or all; a window, if any, is in all of them
     "Qwen3MoeForCausalLM": WideFamily(
-        "qwen3.Qwen3ForCausalLM",
+        "moe.Qwen3MoeForCausalLM",
         ("sliding_window", "use_sliding_window", "attention_bias", "num_experts", "num_local_experts"),
         {"use_sliding_window": False, "sliding_window": 4096},
     ),
     # Mixtral, arXiv:2401.04088: Mistral with a mixture of experts in all layers
     "MixtralForCausalLM": WideFamily(
-        "llama.LlamaForCausalLM",
+        "moe.LlamaMoeForCausalLM",
         ("sliding_window", "num_local_experts", "num_experts"),
         {"norm_topk_prob": True, "rope_theta": 1e6, "eos_token_id": 2},
     ),
     # Qwen 1.5 MoE and Qwen 2 MoE, arXiv:2407.10671, section 2.2.2: one more expert for all tokens, behind a gate
     "Qwen2MoeForCausalLM": WideFamily(
-        "llama.LlamaForCausalLM",
+        "moe.LlamaMoeForCausalLM",
         ("sliding_window", "use_sliding_window", "layer_types", "num_experts", "shared_expert_intermediate_size"),
         {"use_sliding_window": False, "sliding_window": 4096, "sliding_window_pattern": 2, "qkv_bias": True},
     ),

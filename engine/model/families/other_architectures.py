@@ -15,8 +15,8 @@ from engine.model.families.multimodal import MULTIMODAL
 from engine.model.families.table import families
 from engine.model.families.transformers_family import TRANSFORMERS_FAMILY, TransformersFamily
 
-IMAGE_ENCODER = TransformersFamily("image_encoder.ImageEncoder")
-"""A model's vision encoder alone, which an encoding engine has (models/image_encoder.py)."""
+IMAGE_ENCODER = TransformersFamily("images.image_encoder.ImageEncoder")
+"""A model's vision encoder alone, which an encoding engine has (models/images/image_encoder.py)."""
 
 
 @dataclass(frozen=True, slots=True)

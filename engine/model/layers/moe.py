@@ -252,6 +252,15 @@ class Experts(Sharded):
                     shards |= {f"{i}.{name}.weight": (weight, expert) for i, expert in zip(own, target, strict=True)}
         return shards
 
+    def elsewhere(self, names: set[str], name_of: Callable[[str], str]) -> set[str]:
+        """Return the tensors of other ranks' experts, and learn whether the experts are stored as one tensor."""
+        self.stacked |= name_of("down_proj") in names
+        if not self.split.spread:
+            return set()
+        prefix = name_of("0.down_proj.weight").rpartition(".0.")[0] + "."
+        experts = {name: name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+        return {name for name, expert in experts.items() if expert.isdigit() and int(expert) not in self.split.own}
+
     def pack(self) -> None:
         if self.tp.fixed_order:
             self.kernels = self.pieces()

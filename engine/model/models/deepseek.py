@@ -12,10 +12,10 @@ from engine.model.layers.latent_attention import LatentAttention
 from engine.model.layers.sparse_attention import SparseLatentAttention
 from engine.model.models.glm4_moe import Glm4MoeForCausalLM
 from engine.model.models.hybrid.layer import ScaledForCausalLM, ScaledLayer
-from engine.model.models.llama import LlamaLayer
+from engine.model.models.moe import MoELayer
 
 
-class DeepseekLayer(LlamaLayer):
+class DeepseekLayer(MoELayer):
     attention_type = LatentAttention
 
 

@@ -11,7 +11,8 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
-from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
+from engine.model.models.moe import MoELayer
 
 
 class Glm4MoeAttention(LlamaAttention):
@@ -26,7 +27,7 @@ class Glm4MoeAttention(LlamaAttention):
         return self.o_proj(self.attend(q, k, v, batch, norms))
 
 
-class Glm4MoeLayer(LlamaLayer):
+class Glm4MoeLayer(MoELayer):
     attention_type = Glm4MoeAttention
 
 

@@ -14,7 +14,8 @@ from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.expert_split import split_experts
 from engine.model.layers.moe import Experts, MixtureOfExperts
-from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
+from engine.model.models.moe import MoELayer
 from engine.model.ops import dispatch, moe
 from engine.model.ops.elementwise import activations
 from engine.model.quantization.format import StoredWeight, WeightFormat
@@ -133,7 +134,7 @@ class GptOssMoE(MixtureOfExperts):
         return GptOssExperts(cfg, self.tp, cfg.weight_format(prefix, "experts"))
 
 
-class GptOssLayer(LlamaLayer):
+class GptOssLayer(MoELayer):
     attention_type = GptOssAttention
     moe_type = GptOssMoE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,8 @@ from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
-from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
-from engine.model.layers.other_stage import NoEmbedding, OtherLayer
-from engine.model.tensor_names import NativeNames, is_of_text
-
-if TYPE_CHECKING:
-    from engine.model.transformers_backend.vision import VisionEncoder
+from engine.model.tensor_names import NativeNames
 
 # Modules have the checkpoint's names, except merged layers: merged layer and part -> name in the checkpoint.
 PACKED = {
@@ -67,7 +62,6 @@ class LlamaLayer(nn.Module):
     attention_type: ClassVar[type[nn.Module]] = LlamaAttention
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
     mlp_type: ClassVar[type[GatedMLP]] = GatedMLP
-    moe_type: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
     mlp_name: ClassVar[str] = "mlp"  # in checkpoints
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan, layer: int):
@@ -75,11 +69,13 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.add_mixer(cfg, tp, layer)
         self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else self.mlp_type
-        self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.{self.mlp_name}")
+        self.mlp = self.make_mlp(cfg, tp, layer)
 
     def add_mixer(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> None:
         self.self_attn = self.attention_type(cfg, tp, layer)
+
+    def make_mlp(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> nn.Module:
+        return self.mlp_type(cfg, tp, f"layers.{layer}.{self.mlp_name}")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         residual, normed = self.input_layernorm.add(residual, x)
@@ -107,15 +103,8 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
-        self.vision: VisionEncoder | None = None
-        """The vision encoder; None in a model that takes no images."""
-        self.stage = cfg.stage
-        own, here = cfg.stage.layers, cfg.stage.has_embedding
-        self.embed_tokens = (
-            VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp) if here else NoEmbedding(cfg.hidden_size)
-        )
-        layers = (self.layer_type(cfg, tp, i) if i in own else OtherLayer() for i in range(cfg.num_layers))
-        self.layers = nn.ModuleList(layers)
+        self.embed_tokens = self.make_embedding(cfg, tp)
+        self.layers = nn.ModuleList(self.make_layer(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.lm_head: LMHead | None = None
         self.score: ReplicatedLinear | None = None
@@ -126,6 +115,15 @@ class LlamaForCausalLM(NativeNames, nn.Module):
                 self.lm_head = LMHead(cfg.vocab_size, cfg.hidden_size, tp, cfg.head_format)
         elif cfg.head == "score":
             self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
+
+    def make_embedding(self, cfg: ModelConfig, tp: ShardPlan) -> VocabEmbedding:
+        return VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
+
+    def make_layer(self, cfg: ModelConfig, tp: ShardPlan, layer: int) -> nn.Module:
+        return self.layer_type(cfg, tp, layer)
+
+    def add_encoders(self) -> None:
+        """Add what encodes other inputs than text; a model of text has nothing of the kind."""
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         x = self.embed(input_ids)
@@ -150,12 +148,6 @@ class LlamaForCausalLM(NativeNames, nn.Module):
     def layer_inputs(self, input_ids: Tensor, x: Tensor) -> Sequence[Tensor]:
         """Return the `inputs` of `run_layers`. x: [tokens, hidden], embedded tokens, with embeddings of images."""
         return ()
-
-    def canonical_name(self, name: str) -> str | None:
-        if self.vision is None or is_of_text(name):
-            own = super().canonical_name(name)
-            return own if own is not None and self.stage.holds(own) else None
-        return self.vision.canonical_name(name)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, vocab_size] float32 for hidden [rows, hidden]."""

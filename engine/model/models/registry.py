@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from engine.model.families.table import find_family
-from engine.model.layers.other_stage import StageOutput
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
@@ -21,9 +20,14 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def model_class(architecture: str) -> type[Model]:
-    """Return the class for an architecture. All have the interface of Llama's."""
-    file, _, name = find_family(architecture).model.rpartition(".")
+def model_class(architecture: str, mixins: tuple[str, ...] = ()) -> type[Model]:
+    """Return the class for an architecture, with classes that are put before it. All have the interface of Llama's."""
+    classes = [_class(name) for name in (*mixins, find_family(architecture).model)]
+    return type(classes[-1].__name__, tuple(classes), {}) if mixins else classes[0]
+
+
+def _class(name: str) -> type[Model]:
+    file, _, name = name.rpartition(".")
     cls: type[Model] = getattr(importlib.import_module(f".{file}", __package__), name)
     return cls
 
@@ -33,23 +37,18 @@ def build_model(cfg: ModelConfig, tp: ShardPlan, dtype: torch.dtype, device: tor
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    cls = model_class(cfg.architecture)
+    cls = model_class(cfg.architecture, cfg.mixins)
+    return build(lambda: cls(cfg, tp), dtype, device)
 
-    def make() -> Model:
-        model = cls(cfg, tp)
-        if not cfg.stage.is_last:
-            model.norm = StageOutput(cfg.hidden_size)
+
+def add_encoders(model: Model, dtype: torch.dtype, device: torch.device) -> None:
+    """Add what encodes other inputs than text to a model that `build_model` has built."""
+
+    def add() -> Model:
+        model.add_encoders()
         return model
 
-    return build(make, dtype, device)
-
-
-def add_vision_encoder(model: Model, cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Add the vision encoder to a model that `build_model` has built, if it takes images and embeds tokens here."""
-    if (vision := cfg.vision) is not None and cfg.stage.is_first:
-        from engine.model.transformers_backend.vision import VisionEncoder
-
-        model.vision = build(lambda: VisionEncoder(vision), dtype, device)
+    build(add, dtype, device)
 
 
 def build(make: Callable[[], Module], dtype: torch.dtype, device: torch.device | str) -> Module:

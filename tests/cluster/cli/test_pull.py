@@ -21,7 +21,7 @@ from cluster.cli.serve import say_what_the_default_is
 from cluster.config.app_config import AppConfig
 from engine.errors import InvalidParameter, ModelFolderError, StartupError
 from engine.model.checkpoint import cache, smollm2
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from tests.gguf_files import write_gguf
 from tests.models import make_model
 

@@ -14,7 +14,7 @@ from deployments.openai.formats.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.formats.choice_parser import ChoiceParser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart
 from engine import LLM, SamplingParams
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextChunk
 

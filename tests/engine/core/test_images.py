@@ -18,6 +18,7 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
+from engine.model.models.images.image_input import vision_encoder
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
@@ -346,7 +347,7 @@ def test_a_text_model_refuses_images(tmp_path):
 def test_a_multimodal_model_can_be_served_as_a_text_model(folder):
     core = engine(folder("gemma3"), language_model_only=True, max_num_batched_tokens=5)
     picture, text, _ = prompts("gemma3")
-    assert core.ranks.runner.model.vision is None
+    assert vision_encoder(core.ranks.runner.model) is None
     assert run(core, text) == [expected_tokens(folder("gemma3"), text, MAX_TOKENS)]
     with pytest.raises(InvalidParameter, match="this model reads text only"):
         core.add(GenerateRequest(request_id="r", prompt=picture.tokens, mm_features=picture.images))

@@ -20,7 +20,7 @@ from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint import cache
-from engine.model.checkpoint.folder import resolve
+from engine.model.checkpoint.resolve import resolve
 from engine.model.fixed_order import in_fixed_order
 from engine.model.low_rank import row_table
 from engine.wire.generate_request import GenerateRequest

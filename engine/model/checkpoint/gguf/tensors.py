@@ -17,6 +17,10 @@ from engine.model.quantization.ggml import unpack
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+def open_weights(index: Path) -> GGUFTensors:
+    return GGUFTensors(index)
+
+
 class GGUFTensors:
     """The tensors named by an index, in files next to it; with the interface of `safetensors.safe_open`."""
 

@@ -10,10 +10,11 @@ from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
+from engine.model.models.moe import MoELayer
 from engine.model.ops.elementwise import gates
 
 
-class HybridLayer(LlamaLayer):
+class HybridLayer(MoELayer):
     """A layer of Llama with a recurrent layer in place of attention, in the layers that the configuration names."""
 
     recurrent_type: ClassVar[type[nn.Module]]

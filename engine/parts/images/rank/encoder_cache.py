@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+from engine.model.models.images.image_input import vision_encoder
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -31,9 +32,10 @@ class EncoderCache:
     def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype, *, together: bool):
         """together: whether images of a step that `go_together` are encoded by one call. The last bits of an image's
         embeddings then depend on the other images, as they do on a GPU anyway."""
-        assert model.vision is not None and cfg.vision is not None
-        self._device = model.vision.device
-        self._vision, self._hidden_size, self._dtype, self._cfg = model.vision, cfg.hidden_size, dtype, cfg.vision
+        vision = vision_encoder(model)
+        assert vision is not None and cfg.vision is not None
+        self._device = vision.device
+        self._vision, self._hidden_size, self._dtype, self._cfg = vision, cfg.hidden_size, dtype, cfg.vision
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
         self._together = together

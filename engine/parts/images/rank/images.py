@@ -17,7 +17,8 @@ from engine.free_memory import FreeMemory
 from engine.model.batch import Batch, DeepStack
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
-from engine.model.models.image_encoder import encoder_config
+from engine.model.models.images.image_encoder import encoder_config
+from engine.model.models.images.image_input import vision_encoder
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.rank.encoder_cache import EmbeddingRows, EncoderCache
@@ -124,7 +125,7 @@ class Images(RankPart):
         self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, setup.dtype, device)
         # one axis for each column of the table: the cosines, then the sines
         self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=device)
-        if model.vision is not None:
+        if vision_encoder(model) is not None:
             self.cache = EncoderCache(model, cfg, setup.dtype, together=setup.device.asynchronous)
 
     def dummy_step(self, step: DummyStep) -> None:

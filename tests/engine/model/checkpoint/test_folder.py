@@ -10,7 +10,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 from engine import pocket
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.checkpoint.folder import default_sampling, eos_token_ids, read_json, resolve
+from engine.model.checkpoint.folder import eos_token_ids, read_json
+from engine.model.checkpoint.resolve import resolve
+from engine.model.checkpoint.sampling_defaults import default_sampling
 
 
 @pytest.fixture

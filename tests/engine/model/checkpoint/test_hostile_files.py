@@ -11,7 +11,8 @@ import pytest
 
 from engine import pocket
 from engine.errors import ModelFolderError, ServingError
-from engine.model.checkpoint import folder as model_folder
+from engine.model.checkpoint.folder import eos_token_ids
+from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.spec_decode.eagle3 import Eagle3Config
 from engine.spec_decode.medusa import MedusaDrafter
@@ -88,8 +89,8 @@ def read_model(folder):
 
 def read_texts(folder):
     ChatTokenizer.from_folder(folder)
-    model_folder.default_sampling(folder)
-    model_folder.eos_token_ids(folder)
+    default_sampling(folder)
+    eos_token_ids(folder)
 
 
 FILES = {

@@ -10,9 +10,9 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint import cache as cache_module
-from engine.model.checkpoint.folder import resolve
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
+from engine.model.checkpoint.resolve import resolve
 from engine.text.chat_tokenizer import ChatTokenizer
 from tests.models import make_tokenizer
 

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 from engine.model.checkpoint import cache
-from engine.model.checkpoint.folder import resolve
 from engine.model.checkpoint.gguf.entry import PLAIN, TYPES
+from engine.model.checkpoint.resolve import resolve
 from engine.model.ops.cpu.quantized_linear import Integers
 from tests.batches import load_by_hand
 from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from engine.errors import ModelFolderError
-from engine.model.checkpoint import cache, folder
-from engine.model.checkpoint.folder import default_sampling, eos_token_ids, resolve
+from engine.model.checkpoint import cache
+from engine.model.checkpoint import resolve as resolving
+from engine.model.checkpoint.folder import eos_token_ids
 from engine.model.checkpoint.identity import identity_of
+from engine.model.checkpoint.resolve import resolve
+from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.text.chat_tokenizer import ChatTokenizer
 from tests.gguf_files import write_gguf
@@ -73,7 +76,7 @@ def test_a_file_in_the_hub_is_named_by_its_name_or_its_quantization(source, monk
     os.link(write(source), hub / "tiny-Q8_0.gguf")
     os.link(write(source), hub / "tiny-F16.gguf")
     asked = []
-    monkeypatch.setattr(folder, "_download", lambda *args: asked.append(args[:2]) or hub)
+    monkeypatch.setattr(resolving, "_download", lambda *args: asked.append(args[:2]) or hub)
     assert resolve("org/tiny@v1:tiny-F16.gguf") == resolve("org/tiny:F16")
     assert asked == [("org/tiny", "v1"), ("org/tiny", None)]
     with pytest.raises(ModelFolderError, match="org/tiny:Q4_0': has no such file"):

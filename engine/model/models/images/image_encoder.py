@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,7 @@ from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.tensor_names import NativeNames, is_of_text
-
-if TYPE_CHECKING:
-    from engine.model.transformers_backend.vision import VisionEncoder
-
+from engine.model.transformers_backend.vision import VisionEncoder
 
 ARCHITECTURE = "ImageEncoder"
 
@@ -44,6 +40,7 @@ def encoder_config(config: ModelConfig) -> ModelConfig:
         rope=config.rope[:1],
         window=(None,) * (1 + config.vision.deepstack),
         vision=replace(config.vision, rope_axes=()),
+        mixins=(),
         layer_kv=(),
     )
 
@@ -56,8 +53,13 @@ class ImageEncoder(NativeNames, nn.Module):
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
+        assert cfg.vision is not None
+        self._vision_config = cfg.vision
         self.vision: VisionEncoder | None = None
         self._hidden_size, self._dtype = cfg.hidden_size, torch.get_default_dtype()
+
+    def add_encoders(self) -> None:
+        self.vision = VisionEncoder(self._vision_config)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return torch.zeros(len(input_ids), self._hidden_size, dtype=self._dtype, device=input_ids.device)
