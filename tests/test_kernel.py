@@ -18,7 +18,7 @@ LIMITS = {
     "distributed": 812,
     "model": 2_669,
     "runner": 1_705,
-    "core": 2_465,
+    "core": 2_498,
 }
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {

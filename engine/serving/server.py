@@ -60,7 +60,6 @@ class EngineServer:
             engine_id=engine_id,
             address=self.address,
             status_to=status_to,
-            num_ranks=group.size,
             clock=SYSTEM_CLOCK,
         )
         self._stopping = threading.Event()

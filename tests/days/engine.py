@@ -48,9 +48,12 @@ from engine.parts.grammar.grammars import Grammars
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.parts.holds.hold_courier import HoldCourier
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
+from engine.parts.kv_fetching.fetch_courier import FetchCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
+from engine.parts.kv_fetching.prefix_counter import PrefixCounter
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
 from engine.parts.speculation.speculator import Speculator
@@ -225,15 +228,21 @@ class Engine:
                         FakeCompiler(random.Random(self.rng.getrandbits(64))),  # type: ignore[arg-type]
                     ),
                     *([] if offloading is None else [TierCourier(offloading, self.tiers)]),  # type: ignore[arg-type]
-                    *([] if self.image_channel is None else [ImageCourier(self.image_channel)]),
-                    HandoffCourier(self.channel),  # type: ignore[arg-type]
+                    HoldCourier(None if fetching is None else fetching.peer),
+                    *([] if fetching is None else [FetchCourier(fetching.peer, PrefixCounter(kv_cache))]),
+                    *(
+                        [ImageCourier(self.image_channel, images)]
+                        if self.image_channel is not None and (images := scheduler.parts.get(EncoderCacheManager))
+                        else []
+                    ),
+                    HandoffCourier(self.channel, handoffs),  # type: ignore[arg-type]
                 ],
                 Pauses(self.clock),  # type: ignore[arg-type]
             ),
             clock=clock,
         )
         self.endpoint = EngineEndpoint(
-            self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, num_ranks=1, clock=clock
+            self.core, self, engine_id=engine_id, address=self.address, status_to=status_to, clock=clock
         )
         for channel in self.channels:
             channel.serve()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.door.inputs import Input
 from engine.core.door.outputs import Receiver
-from engine.core.mail.courier import Courier, TakeMessages
+from engine.core.mail.courier import Courier, Engine, TakeMessages
 from engine.wire.handoff import HandoffEvent
 
 if TYPE_CHECKING:  # it needs pyzmq
@@ -37,6 +37,9 @@ class ChannelCourier(Courier):
     def deliver(self, take: TakeMessages) -> None:
         if actions := take(self._receiver):
             self.channel.submit(*actions)
+
+    def status(self, core: Engine) -> dict[str, Any]:
+        return {"live_handoffs": self.channel.snapshot(), "refused": self.channel.refused_by_ranks()}
 
     def close(self) -> None:
         self.channel.close()

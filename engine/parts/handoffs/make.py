@@ -24,4 +24,4 @@ def make(setup: PartSetup) -> Made:
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, loaded.config.determinism, ranks)
     handoffs = Handoffs(policy, channel.peer, own, "decode" if policy and config.switch_roles else None)
     setup.compute_s = compute_seconds(setup.step_times, handoffs)
-    return Made([handoffs], [HandoffCourier(channel)])
+    return Made([handoffs], [HandoffCourier(channel, handoffs)])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from engine.parts.holds.hold_courier import HoldCourier
 from engine.parts.holds.holds import Holds
 from engine.parts.holds.no_holds import NoHolds
+from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.setup import Made, PartSetup
 
 
 def make(setup: PartSetup) -> Made:
-    config = setup.loaded.config
+    config, fetching = setup.loaded.config, setup.part("kv_fetching", KVFetching)
+    courier = HoldCourier(None if fetching is None else fetching.peer)
     if not (config.max_held_share and config.enable_prefix_caching) or setup.loaded.model.bidirectional:
-        return Made([NoHolds()])
+        return Made([NoHolds()], [courier])
     holds = Holds(
         setup.kv_cache,
         setup.part("kv_tiers", KVOffloading),
@@ -22,4 +25,4 @@ def make(setup: PartSetup) -> Made:
         max_ttl_s=config.max_hold_s,
     )
     holds.update(setup.clock.monotonic())  # restores those on disk, before any block is evicted or too old
-    return Made([holds])
+    return Made([holds], [courier])

@@ -24,7 +24,7 @@ def make(setup: PartSetup) -> Made:
     rank = runner.parts[Images]
     if config.encode is not None and rank.inbox is not None:
         channel = open_channel(setup, config.encode, rank.of_ranks)
-        couriers.append(ImageCourier(channel))
+        couriers.append(ImageCourier(channel, images))
         encoder, dtype, block_size = encoder_config(loaded.model), runner.dtype, runner.block_size
         images.handoffs = ImageHandoffs(
             channel.peer,

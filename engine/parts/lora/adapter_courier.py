@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from engine.core.door.inputs import Input
-from engine.core.mail.courier import Courier, TakeMessages
+from engine.core.mail.courier import Courier, Server, TakeMessages
+from engine.errors import AdapterError, ServingError
 from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_slots import AdapterSlots
-from engine.parts.lora.inputs import AdapterRead
+from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import AdapterLoaded
+from engine.wire.messages import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 
 
@@ -33,9 +36,15 @@ class AdapterCourier(Courier):
         self._slots.check_adapter(lora)
         self._loader.check(lora)
 
-    def call(self, number: int, call_id: str) -> None:
-        """Send the outcome of a command to the control actor. call_id: id of its LoadAdapter."""
-        self._calls[number] = call_id
+    def take(self, command: msgspec.Struct, server: Server) -> bool:
+        if not isinstance(command, LoadAdapter):
+            return False
+        try:
+            self._calls[server.core.apply(AdapterNumbered(command.lora))] = command.call_id
+            server.core.idle = False
+        except ServingError as error:
+            server.tell(AdapterLoaded(command.call_id, ErrorInfo.of(error)))
+        return True
 
     def arrived(self, now: float) -> Iterator[Input]:
         for number, error in self._loader.finished():
@@ -46,3 +55,14 @@ class AdapterCourier(Courier):
     def deliver(self, take: TakeMessages) -> None:
         for load in take("adapters"):
             self._loader.load(load)
+
+
+class NoAdapterCourier(Courier):
+    """Of an engine without adapters."""
+
+    def take(self, command: msgspec.Struct, server: Server) -> bool:
+        if not isinstance(command, LoadAdapter):
+            return False
+        error = AdapterError.without_slots(command.lora.lora_name)
+        server.tell(AdapterLoaded(command.call_id, ErrorInfo.of(error)))
+        return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.door.part_input import KernelWithParts, PartInput
-from engine.errors import AdapterError
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.wire.lora import LoRARequest
 
@@ -16,9 +15,7 @@ class AdapterNumbered(PartInput, frozen=True):
     lora: LoRARequest
 
     def apply(self, scheduler: KernelWithParts, now: float) -> int:
-        if (slots := scheduler.parts.get(AdapterSlots)) is None:
-            raise AdapterError.without_slots(self.lora.lora_name)
-        return slots.new_load(self.lora)
+        return scheduler.parts[AdapterSlots].new_load(self.lora)
 
 
 class AdapterRead(PartInput, frozen=True):
