@@ -27,6 +27,7 @@ from benchmarks.memory_floor import measure_bandwidth
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
+from engine.kernel_trial.steps import memory_of
 from engine.model.batch import Batch
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
@@ -125,7 +126,7 @@ def make_batch(runner: ModelRunner, counts: list[int], context: int) -> Batch:
 
 def fill(runner: ModelRunner) -> None:
     """Fill KV and states: until it is written, all memory is one page of zeros, which every cache holds."""
-    for tensor in [*runner.kv_caches, *(tensor for layer in runner.states.layers for tensor in layer.values())]:
+    for tensor in memory_of(runner):
         tensor.fill_(0.01)
 
 

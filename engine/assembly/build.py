@@ -26,14 +26,13 @@ from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
 from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
-from engine.model.state import state_specs
 from engine.parts.experts.rank.experts import Experts
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
+from engine.parts.kv_groups.rank.snapshot_memory import snapshot_border, snapshot_interval, specs_of
 from engine.parts.setup import Loaded, Made, PartSetup
 from engine.parts.table import PARTS
 from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launcher import Launcher
-from engine.runner.memory import snapshot_border, snapshot_interval
 from engine.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
@@ -136,10 +135,9 @@ def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
     config, model, runner = loaded.config, loaded.model, loaded.runner
     prefix_caching = config.enable_prefix_caching and not model.bidirectional
     snapshots, interval = None, 0
-    if count := runner.states.num_snapshots:
-        size = runner.states.snapshots[0].nbytes
-        snapshots = BlockPool(count, snapshot_border(runner.block_size), prefix_caching, block_bytes=size)
-        specs = state_specs(model.recurrent, str(runner.dtype).removeprefix("torch."), runner.tp.size)
+    for kept in runner.memory.more_blocks:
+        snapshots = BlockPool(len(kept), snapshot_border(runner.block_size), prefix_caching, block_bytes=kept[0].nbytes)
+        specs = specs_of(runner.setup)
         interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
     return kv_cache_of(
         [group.spec for group in model.kv_groups],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.kv_groups import KVCacheGroup
 from engine.wire.parts.lora import SequenceAdapter
+from engine.wire.parts.states import StateStep
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
@@ -51,7 +52,9 @@ def compute_steps(runner: Any) -> tuple[list[int], int, int]:
 
 def memory_of(runner: Any) -> list[Tensor]:
     """Return the KV caches and states of a ModelRunner."""
-    return [*runner.kv_caches, *(tensor for layer in runner.states.layers for tensor in layer.values())]
+    states = runner.memory.of.get(StateStep.part)
+    layers = [] if states is None else states.layers
+    return [*runner.kv_caches, *(tensor for layer in layers for tensor in layer.values())]
 
 
 def trial_plans(

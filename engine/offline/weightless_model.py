@@ -26,6 +26,7 @@ from engine.model.ops.latent import tiles
 from engine.model.state import StateCache, state_specs
 from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, buffer_size
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.states import StateStep
 
 META = torch.device("meta")
 BLOCKS = 8192  # of a KV cache
@@ -135,8 +136,8 @@ class WeightlessModel:
                         for group in groups
                     ],
                     [torch.ones(len(group.layers), 2, device=META) if quantized else None for group in groups],
-                    StateCache(specs, seqs, 0, META),
                     torch.zeros(seqs, context, dtype=torch.int32, device=META),
+                    {StateStep.part: StateCache(specs, seqs, 0, META)},
                 ),
                 budget_bytes=0, tp=self.tp,
             )  # fmt: skip

@@ -22,9 +22,8 @@ from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
-from engine.model.state import state_specs
+from engine.parts.kv_groups.rank.snapshot_memory import snapshot_bytes, specs_of
 from engine.runner.kv_cache import group_needs
-from engine.runner.memory import snapshot_bytes
 from engine.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -50,9 +49,8 @@ class Loaded:
         model, runner, tp = self.model, self.runner, self.runner.tp
         needs = group_needs(self.config, runner.block_size, model, runner.kv_dtype, tp)
         sizes = [need.block_bytes for need in needs]
-        if runner.states.num_snapshots:
-            dtype = str(runner.dtype).removeprefix("torch.")
-            sizes.append(snapshot_bytes(state_specs(model.recurrent, dtype, tp.size)))
+        if runner.memory.more_blocks:
+            sizes.append(snapshot_bytes(specs_of(runner.setup)))
         return [size * tp.size for size in sizes]
 
 

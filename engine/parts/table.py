@@ -18,6 +18,7 @@ RANK_PARTS = (
     "experts",  # counts no step of warming up
     "handoffs",
     "kv_tiers",
+    "kv_groups",  # states get a share of what the others leave free
 )
 """Folders of engine/parts whose `rank/make.py` makes a rank's end, in the order in which they begin a step."""
 

@@ -20,7 +20,6 @@ from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, Unifor
 from engine.runner.step import NewTokens, PromptLogprobRows, StepInputs
 from engine.runner.step_layout import BatchRows, SampledTokens, StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import NewSequence, SampledStep, StepPlan
 
 NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([], None))
@@ -70,14 +69,14 @@ class InputBuilder:
         of = {name: needed for name, prepare in self._prepare if (needed := prepare(plan, layout, staged)) is not None}
         sequences, query_start, first_sequences = layout.sequences, layout.query_start, None
         width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
-        if plan.drafts and self._layers.divides_drafts:
+        if plan.drafts and self._layers.divides_drafts and layout.divides_drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
             query_start, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
         rows = BatchRows(sequences, query_start, width)
         prepared = self._layers.prepare(plan, layout, rows, self.block_tables, staged)
         batch = None
         if prepared.needs_batch or self._needs_batch:
-            batch = self._batch(plan, layout, rows, prepared.all_chunks, staged)
+            batch = self._batch(layout, rows, prepared.all_chunks, staged)
         drawn, last = SampledTokens.of(plan, layout), self._max_model_len - 1
         return StepInputs(
             plan=plan,
@@ -96,9 +95,7 @@ class InputBuilder:
             of=of,
         )
 
-    def _batch(
-        self, plan: StepPlan, layout: StepLayout, rows: BatchRows, all_chunks: bool, staged: StagedCopy
-    ) -> Batch:
+    def _batch(self, layout: StepLayout, rows: BatchRows, all_chunks: bool, staged: StagedCopy) -> Batch:
         sequences = rows.sequences
         single, chunks = split_rows(sequences.counts, sequences.ends, all_chunks=all_chunks)
         slots: np.ndarray | list[int] = [] if self._layers.keeps_tables else sequences.slots
@@ -124,7 +121,6 @@ class InputBuilder:
             chunks=chunks_of(chunks),
             kv_scales=first.kv_scales,
             other_groups=tuple(others),
-            states=self._memory.states.batch(sequences.slots, staged, plan.record(StateStep) or NO_STATES),
         )
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:

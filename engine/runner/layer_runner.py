@@ -27,11 +27,12 @@ class LayerRunner:
     keeps_tables: ClassVar[bool] = False
     """Whether the device keeps block tables; a batch then gets its rows in `begin`."""
 
+    divides_drafts: ClassVar[bool] = True
+    """Whether tokens that verify drafts are sequences of their own in a batch."""
+
     def __init__(self, setup: RankSetup, model: Model):
         """model: with its weights, and all that parts have added to its layers."""
         self._setup, self._model = setup, model
-        #: Whether tokens that verify drafts are sequences of their own in a batch. A recurrent state runs through them.
-        self.divides_drafts = setup.model.recurrent is None
 
     def free_memory(self, dummy_steps: Sequence[Callable[[DummyStep], None]]) -> FreeMemory:
         """Return the memory that is free for what a rank keeps of sequences. dummy_steps: compute what parts add to the

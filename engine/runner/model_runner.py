@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
 from engine.model.ops.sampling_plain import mark_non_finite
-from engine.model.state import StateCache
 from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
@@ -64,19 +63,18 @@ class ModelRunner:
         for attach in parts.attach:
             attach(self.model)
         free = self.layers.free_memory(parts.dummy_step)
-        self.num_blocks, self.max_model_len, num_snapshots = plan_blocks(setup, free, parts)
-        self.states = StateCache(setup.state_specs, config.max_num_seqs, num_snapshots, device)
+        self.num_blocks, self.max_model_len = plan_blocks(setup, free, parts)
         self.kv_caches = [
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)
         ]
         self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
-        self._memory = StepMemory(self.kv_caches, self.kv_scales, self.states, self._history)
+        self.memory = StepMemory(self.kv_caches, self.kv_scales, self._history)
         for allocate in parts.allocate:
-            allocate(self._memory)
+            allocate(self.memory)
         self.sample_rows, self.logit_ops = sampling.select(device), LogitOps.select(device)
-        self.layers.open(self._memory)
-        self._inputs = InputBuilder(config, model_config, self.device, self._memory, self.layers, parts)
+        self.layers.open(self.memory)
+        self._inputs = InputBuilder(config, model_config, self.device, self.memory, self.layers, parts)
         self.layers.start(self._run)
         for start in parts.start:
             start(self._run, self.layers)
@@ -103,7 +101,6 @@ class ModelRunner:
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_caches[change.group][block, :, :, :, start:] = 0
-        self.states.restore(inputs.plan)
         step = Forward(inputs, inputs.batch)
         for before in self.parts.before:
             before(step)

@@ -30,6 +30,8 @@ class RankPart:
     """Its key in StepInputs.of and LaunchedStep.of, and the `part` of its commands and answers."""
     block_bytes: int = 0
     """Device memory that it needs for each block of the first KV cache group."""
+    state_bytes: int = 0
+    """Of the memory for the KV cache, what it keeps of sequences besides; known after `reserve`."""
     needs_batch: bool = False
     """Whether it reads the batch also of steps that run as graphs."""
 
@@ -127,6 +129,10 @@ class RankParts(ByClass[RankPart]):
     @property
     def block_bytes(self) -> int:
         return sum(part.block_bytes for part in self.all)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(part.state_bytes for part in self.all)
 
 
 NO_PARTS = RankParts()

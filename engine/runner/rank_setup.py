@@ -20,7 +20,6 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.ops import dispatch
 from engine.model.stage import config_of, nth_stage
-from engine.model.state import StateSpec, state_specs
 from engine.runner import kv_cache
 from engine.usable_cpus import usable_cpus
 
@@ -95,11 +94,6 @@ class RankSetup:
             if config.async_scheduling is None
             else config.async_scheduling,
         )
-
-    @property
-    def state_specs(self) -> list[StateSpec]:
-        """The tensors that each recurrent layer keeps for a sequence."""
-        return state_specs(self.model.recurrent, str(self.dtype).removeprefix("torch."), self.tp.size)
 
     @property
     def layout(self) -> str:

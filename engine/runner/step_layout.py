@@ -44,7 +44,7 @@ class BatchRows:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The tokens of a step, in the order of its plan's entries, as arrays of int64. Parts may change the last three
+    """The tokens of a step, in the order of its plan's entries, as arrays of int64. Parts may change the last four
     fields."""
 
     sequences: Sequences  #: one per entry
@@ -55,6 +55,7 @@ class StepLayout:
     token_index: np.ndarray  #: [tokens], where they are in the flattened token history
     rotary: np.ndarray  #: [tokens], the positions by which a graph rotates them
     fits_graph: bool = True  #: whether a graph can compute the step
+    divides_drafts: bool = True  #: whether tokens that verify drafts may be sequences of their own in a batch
     unsampled: Collection[int] = ()  #: slots of sequences for which no token is sampled
 
     @classmethod

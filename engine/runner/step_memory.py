@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
-
-from engine.model.state import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +14,13 @@ class StepMemory:
 
     kv_caches: list[Tensor]  #: one per KV cache group
     kv_scales: list[Tensor | None]  #: one per KV cache group; None without FP8
-    states: StateCache
     history: Tensor  #: [slots, max_model_len] int32, the tokens of each sequence
+    of: dict[str, Any] = field(default_factory=dict)
+    """What parts keep, by their names."""
+    more_blocks: list[Tensor] = field(default_factory=list)
+    """Of what parts keep, that which other engines and tiers read block by block."""
 
     @property
     def blocks(self) -> list[Tensor]:
-        """The tensors whose blocks other engines and tiers read: KV caches, then snapshots of recurrent states."""
-        return [*self.kv_caches, *([self.states.snapshots] if self.states.num_snapshots else [])]
+        """The tensors whose blocks other engines and tiers read."""
+        return [*self.kv_caches, *self.more_blocks]

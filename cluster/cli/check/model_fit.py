@@ -31,10 +31,10 @@ from engine.model.quantization.packed_int import PackedInt
 from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
+from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory
-from engine.runner.memory import choose_num_snapshots, snapshot_bytes
 from engine.runner.rank_setup import check_tested
 from placement.capacity import Node, can_grow, missing
 

@@ -48,7 +48,8 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
 
     from engine.distributed.tp_group import TPGroup
     from engine.kv_transfer.transport import nixl
-    from engine.runner import kv_cache, memory
+    from engine.parts.kv_groups.rank import snapshot_memory
+    from engine.runner import kv_cache
 
     cfg, size, tp, gpu = model.config, engine.known_block_size, TPGroup(0, ranks), torch.device("cuda")
     assert cfg is not None
@@ -58,17 +59,17 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     needs = kv_cache.group_needs(engine, size, cfg, dtype, tp)
     buffers = nixl.reserved_bytes(engine, [need.block_bytes for need in needs], gpu)
     free = each.less(engine.max_num_seqs * running + buffers)
-    snapshots = memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
+    snapshots = snapshot_memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
     blocks, longest = kv_cache.choose_num_blocks(
-        engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * memory.snapshot_bytes(states)
+        engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * snapshot_memory.snapshot_bytes(states)
     )
-    sizes = [need.block_bytes for need in needs] + ([memory.snapshot_bytes(states)] if snapshots else [])
+    sizes = [need.block_bytes for need in needs] + ([snapshot_memory.snapshot_bytes(states)] if snapshots else [])
     return KVLayers(
         specs=tuple(group.spec for group in cfg.kv_groups),
         blocks=tuple(blocks),
         block_bytes=tuple(ranks * each for each in sizes),
         step_tokens=kv_cache.window_step_tokens(engine, cfg),
         snapshots=snapshots,
-        snapshot_tokens=memory.snapshot_border(size),
-        snapshot_interval=memory.snapshot_interval(engine, size, cfg, states, dtype, tp) if states else 0,
+        snapshot_tokens=snapshot_memory.snapshot_border(size),
+        snapshot_interval=snapshot_memory.snapshot_interval(engine, size, cfg, states, dtype, tp) if states else 0,
     ), longest

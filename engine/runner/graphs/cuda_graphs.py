@@ -37,6 +37,7 @@ from engine.errors import StartupError
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
 from engine.model.state import StateBatch, StateCache
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.states import StateStep
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class CudaGraphs:
             self._device,
             forward,
             self._tables,
-            StepMemory([kv_cache], [None], StateCache([], 0, 0, kv_cache.device), self._memory.history),
+            StepMemory([kv_cache], [None], self._memory.history),
             budget_bytes=budget_bytes,
             tp=TPGroup.single(),
         )
@@ -334,8 +335,9 @@ class CudaGraphs:
             )
         ]
         states = None
-        if layers := self._memory.states.layers:
-            states = StateBatch(layers, columns.slots.int(), columns.save_at, columns.save_slots)
+        cache: StateCache | None = self._memory.of.get(StateStep.part)
+        if cache is not None and cache.layers:
+            states = StateBatch(cache.layers, columns.slots.int(), columns.save_at, columns.save_slots)
         batch = Batch(
             positions=columns.positions,
             slot_mapping=first.slot_mapping,

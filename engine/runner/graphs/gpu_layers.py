@@ -62,10 +62,10 @@ class GPULayers(LayerRunner):
     """Sends a GPU only changes of block tables: with long contexts, the rows of a batch are megabytes."""
 
     keeps_tables = True
+    divides_drafts = False  # the KV of a sequence is read once for all its rows
 
     def __init__(self, setup: RankSetup, model: Model):
         super().__init__(setup, model)
-        self.divides_drafts = False  # the KV of a sequence is read once for all its rows
         self.graphs: CudaGraphs | NoGraphs = NoGraphs()
         #: Where graphs read the hidden states of another rank; None on ranks that embed tokens.
         self._hidden: Tensor | None = None
@@ -152,5 +152,5 @@ class GPULayers(LayerRunner):
             counts=rows.sequences.counts,
             kv_len=rows.sequences.ends,
             query_start=rows.query_start,
-            saves=None if states is None else self._memory.states.saves(slots, states.saved),
+            saves=None if states is None else self._memory.of[StateStep.part].saves(slots, states.saved),
         )

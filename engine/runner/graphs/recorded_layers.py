@@ -14,6 +14,7 @@ from engine.runner.layer_runner import LayerRunner
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.states import StateStep
 
 if TYPE_CHECKING:
     from engine.model.ops.cpu.step_graph import StepGraph
@@ -49,6 +50,6 @@ def record_steps(setup: RankSetup, model: Model, memory: StepMemory) -> StepGrap
     max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
     x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
     latent_heads = None if setup.model.latent is None else setup.model.num_heads
-    kept = memory.kv_caches, memory.kv_scales, memory.states
+    kept = memory.kv_caches, memory.kv_scales, memory.of.get(StateStep.part)
     graph = StepGraph(model.run_layers, x, max_blocks, *kept, latent_heads)
     return graph if graph.record() else None

@@ -14,7 +14,7 @@ from engine.devices.device import StagedCopy
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
-from engine.model.state import StateCache
+from engine.model.state import StateCache, state_specs
 from engine.runner import kv_cache
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
@@ -78,6 +78,7 @@ def run_dummy_step(
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     single, chunks = split(counts.tolist(), counts.tolist())
     staged = setup.device.staged_copy()
+    states = state_specs(setup.model.recurrent, str(setup.dtype).removeprefix("torch."), setup.tp.size)
     table = torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=device)
     first, *others = [
         KVGroup(
@@ -99,7 +100,7 @@ def run_dummy_step(
         chunks=chunks,
         kv_scales=first.kv_scales,
         other_groups=tuple(others),
-        states=StateCache(setup.state_specs, seqs, 0, device).batch(np.arange(seqs), staged),
+        states=StateCache(states, seqs, 0, device).batch(np.arange(seqs), staged),
     )
     samplings = dummy_samplings(setup, seqs, staged)
     staged.send()

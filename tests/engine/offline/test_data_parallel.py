@@ -260,7 +260,7 @@ def test_engines_whose_layers_are_compiled_give_the_tokens_of_one_that_is_not(
 
 
 def run_with_little_memory(*args: Any) -> None:
-    with mock.patch("engine.runner.memory.free_host_memory", return_value=FreeMemory(2**20, "")):
+    with mock.patch("engine.runner.layer_runner.free_host_memory", return_value=FreeMemory(2**20, "")):
         run_rank(*args)
 
 

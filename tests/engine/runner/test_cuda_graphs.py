@@ -19,7 +19,6 @@ from engine.devices.cuda_device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows
 from engine.model.ops.sampling_plain import mark_non_finite
-from engine.model.state import StateCache
 from engine.runner.graphs.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
@@ -270,7 +269,7 @@ class SpinningDevice(TapedDevice):
 
 
 def memory() -> StepMemory:
-    return StepMemory([torch.zeros(1)], [None], StateCache([], 2, 0, torch.device("cpu")), torch.zeros(2, 8))
+    return StepMemory([torch.zeros(1)], [None], torch.zeros(2, 8))
 
 
 def test_a_rank_that_fails_before_its_first_sum_ends_the_start_of_the_other_which_waits_for_that_sum():

@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.devices.device import Device
 from engine.model.batch import row_tiles
-from engine.model.state import StateCache
 from engine.runner import inputs
 from engine.runner.graphs.cuda_graphs import StepColumns, StepShape
 from engine.runner.graphs.gpu_layers import GPULayers, GPUStep
@@ -33,8 +32,7 @@ PROMPT = [5, 6, 7]
 
 def memory(slots: int, max_model_len: int) -> StepMemory:
     history = torch.zeros(slots, max_model_len, dtype=torch.int32)
-    states = StateCache([], slots, 0, torch.device("cpu"))
-    return StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], states, history)
+    return StepMemory([torch.zeros(1, 1, 1, 1, 16, 1)], [None], history)
 
 
 def builder() -> InputBuilder:

@@ -10,6 +10,7 @@ import pytest
 from engine.core.engine import EngineCore
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
+from engine.wire.parts.states import StateStep
 from tests.engine.spec_decode.draft_checkpoints import VOCAB, make_drafters
 from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, make_core, requests, run
@@ -29,9 +30,11 @@ def launch_twice(core: EngineCore) -> None:
     runner, launch = core.ranks.runner, core.ranks.runner.launch
 
     def twice(inputs: Any) -> Any:
-        states = runner.states.keep(inputs.plan)
+        states = runner.memory.of.get(StateStep.part)
+        kept = None if states is None else states.keep(inputs.plan)
         launch(inputs)
-        runner.states.put_back(states)
+        if kept is not None:
+            states.put_back(kept)
         return launch(inputs)
 
     runner.launch = twice  # type: ignore[method-assign]

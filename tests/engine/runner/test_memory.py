@@ -14,9 +14,10 @@ from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.parts.experts.rank.experts import keep_free
-from engine.runner import kv_cache, memory
+from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes, snapshot_interval
+from engine.runner import kv_cache
 from engine.runner.kv_cache import choose_num_blocks
-from engine.runner.memory import choose_num_snapshots, plan_blocks, snapshot_bytes, snapshot_interval
+from engine.runner.memory import plan_blocks
 from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
 from tests.engine.model.model_configs import tiny_config
@@ -69,9 +70,8 @@ def test_they_are_as_far_apart_as_tokens_whose_kv_takes_the_memory_of_one():
     assert interval(prefix_cache_retention_interval=0) == 0
 
 
-def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_path, caplog):
+def test_blocks_leave_room_for_the_experts_of_a_lost_engine(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="engine.parts.experts.rank.experts")
-    monkeypatch.setattr(memory, "free_host_memory", lambda: FreeMemory(GIB, "the box"))
     config = EngineConfig(model=str(make_model(tmp_path, "qwen3_moe")), dtype="float32", device="cpu", max_num_seqs=64)
     setup = RankSetup.of(config, ModelConfig.from_folder(tmp_path), tmp_path, ONE)
     block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, 16, setup.model, torch.float32, ONE))
@@ -85,7 +85,7 @@ def test_blocks_leave_room_for_the_experts_of_a_lost_engine(monkeypatch, tmp_pat
             return keep_free(free, self._spare_bytes)
 
     def blocks(spare_bytes: int) -> int:
-        (found,), _, _ = plan_blocks(setup, FreeMemory(GIB, "the box"), RankParts([Spare(spare_bytes)]))
+        (found,), _ = plan_blocks(setup, FreeMemory(GIB, "the box"), RankParts([Spare(spare_bytes)]))
         return found
 
     assert blocks(spare) == 40 < blocks(0), "half of what is free, on a CPU"

@@ -40,7 +40,7 @@ class StepGraph:
         max_blocks: int,
         kv_caches: list[Tensor],
         kv_scales: list[Tensor | None],
-        states: StateCache,
+        states: StateCache | None,
         latent_heads: int | None,
     ):
         """forward: returns hidden states [tokens, hidden] for embedded tokens [tokens, hidden] and their batch.
@@ -63,7 +63,7 @@ class StepGraph:
         self._tiles = torch.empty(1 + max_tokens, 4, dtype=torch.int64)
         self._states, self._sequences = states, torch.empty(1 + max_tokens, SEQUENCE_NUMBERS, dtype=torch.int64)
         self._latent_heads, self._latent_tiles = latent_heads, torch.empty_like(self._tiles)
-        self._counts = RECORDED[: states.slots] if states.layers else RECORDED
+        self._counts = RECORDED if states is None or not states.layers else RECORDED[: states.slots]
         self._graph = KernelGraph(sum(self._counts), max_tokens)
         RUN_ALL.compile(torch.int64)
 
@@ -145,7 +145,7 @@ class StepGraph:
 
     def _example_states(self, sequences: int) -> StateBatch | None:
         """Return the states of new sequences, none of which is saved as a snapshot."""
-        if not self._states.layers:
+        if self._states is None or not self._states.layers:
             return None
         none = torch.full((sequences,), -1, dtype=torch.int32)
         return StateBatch(self._states.layers, torch.arange(sequences, dtype=torch.int32), none, none)

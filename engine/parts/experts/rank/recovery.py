@@ -99,7 +99,7 @@ class Recovery(NoRecovery):
 
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         rank, computed = self._rank, None
-        states = rank.states.keep(inputs.plan)
+        states = [] if rank.states is None else rank.states.keep(inputs.plan)
         try:
             launched = rank.runner.launch(inputs)
             self._check()
@@ -136,7 +136,7 @@ class Recovery(NoRecovery):
         (states, launched), self._interrupted = self._interrupted, ([], None)
         if num_computed < self._num_computed:
             launched, self._num_computed = None, num_computed
-        if launched is None:
+        if launched is None and self._rank.states is not None:
             self._rank.states.put_back(states)
         self.generation, self.resumed_at = self._survivors.generation, time.monotonic()
         pause_s = self.resumed_at - started

@@ -15,6 +15,7 @@ from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.states import StateStep
 
 
 class SharedExperts(Experts):
@@ -23,7 +24,7 @@ class SharedExperts(Experts):
         self._model = model
 
     def allocate(self, memory: StepMemory) -> None:
-        self._states = memory.states
+        self._memory = memory
 
     def start(self, run: Run, runner: LayerRunner) -> None:
         super().start(run, runner)
@@ -31,5 +32,5 @@ class SharedExperts(Experts):
         self._graphs = cast("SharedGraphs | NoGraphs", graphs)
 
     def launcher(self, runner: StepRunner, group: TPGroup) -> WaveLauncher:
-        rank = SharedRank(runner, self.setup, self._model, self._states, self._graphs, self.rank)
+        rank = SharedRank(runner, self.setup, self._model, self._memory.of.get(StateStep.part), self._graphs, self.rank)
         return open_wave_launcher(rank, group)

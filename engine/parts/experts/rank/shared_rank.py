@@ -18,6 +18,6 @@ class SharedRank:
     runner: StepRunner
     setup: RankSetup
     model: Model
-    states: StateCache
+    states: StateCache | None
     graphs: SharedGraphs | NoGraphs
     experts: NoExperts

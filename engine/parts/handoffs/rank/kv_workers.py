@@ -40,7 +40,7 @@ class KVWorkers(RankPart):
         heads = [group.spec.num_kv_heads for group in own.kv_groups]
         groups = zip(whole.kv_groups, own.kv_groups, strict=True)
         layers = [positions(group.layers, held.layers) for group, held in groups]
-        if whole.recurrent is not None and own.recurrent is not None and self._memory.states.num_snapshots:
+        if whole.recurrent is not None and own.recurrent is not None and self._memory.more_blocks:
             heads.append(setup.tp.size)  # each rank reads its part of a state from the same rank of the other engine
             layers.append(positions(whole.recurrent.layers, own.recurrent.layers))
         self._worker, self.of_ranks = start_kv_worker(config, self._memory.blocks, heads, layers, setup.tp, setup.host)

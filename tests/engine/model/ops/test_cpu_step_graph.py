@@ -15,9 +15,11 @@ import torch
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
+from engine.kernel_trial.steps import memory_of
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.kernel import Kernel
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.states import StateStep
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
@@ -232,6 +234,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
         slots = table[sequence, position // size].long() * size + position % size
         groups.append(KVGroup(slot_mapping=slots, block_table=table, kv_cache=cache))
     first, *others = groups
+    cache = core.ranks.runner.memory.of.get(StateStep.part)
     batch = Batch(
         positions=position,
         slot_mapping=first.slot_mapping,
@@ -242,7 +245,7 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
         single=single,
         chunks=chunks,
         other_groups=tuple(others),
-        states=core.ranks.runner.states.batch(np.arange(len(counts)), core.ranks.runner.device.staged_copy()),
+        states=None if cache is None else cache.batch(np.arange(len(counts)), core.ranks.runner.device.staged_copy()),
     )
     return torch.randn(tokens, 128, generator=generator).bfloat16(), batch
 
@@ -252,9 +255,9 @@ def make_step(core: EngineCore, counts: list[int], past: int) -> tuple[torch.Ten
 def test_one_recording_serves_steps_of_every_shape(architecture, quantization, tmp_path):
     core = make_core(tmp_path, architecture, quantization=quantization, num_gpu_blocks_override=1100)
     runner = core.ranks.runner
-    forward, graph, caches = runner.model.run_layers, runner.layers.graph, runner.kv_caches
+    forward, graph = runner.model.run_layers, runner.layers.graph
     assert graph is not None
-    caches = [*caches, *(tensor for states in core.ranks.runner.states.layers for tensor in states.values())]
+    caches = memory_of(runner)
     for cache in caches:
         cache.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     for counts, past in (([1], 70), ([1] * 64, 5), ([300], 0), ([100, 1, 33, 1, 1], 9), ([2], 1), ([1, 1], 128)):

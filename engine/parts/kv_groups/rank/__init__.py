@@ -1,0 +1,1 @@
+"""The end of KV cache groups on a rank."""
