@@ -241,7 +241,7 @@ class PrefillHarness(Harness):
         request = self.scheduler.queue.live[report.handoff_id]
         assert report.cost.compute_ns == self.ledger.of(request)
         if report.at_ns == self.ledger.wall_ns:  # the start of this engine is 0
-            held = [table.held for table in request.tables] + [request.states.held]
+            held = [group.held(request) for group in self.scheduler.kv_cache.groups]
             exact = sum(
                 usage.block_time(cost_of(request).blocks[i], held[i])
                 for i, usage in enumerate(self.ledger.block_usages)

@@ -35,6 +35,7 @@ from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.tier import Tier
 from engine.parts.lora.adapter_slots import AdapterSlots
+from engine.parts.pooling.pooling import Pooling
 from engine.parts.speculation.speculator import Speculator, any_number
 from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
@@ -45,7 +46,7 @@ from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
@@ -59,6 +60,9 @@ def next_token(seed: int, tokens: list[int], mask: bytes | None = None) -> int:
     """What the "model" says after `tokens`: any function will do that depends on all of them."""
     allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
     return allowed[random.Random(f"{seed} {tokens}").randrange(len(allowed))]
+
+
+ALL_TASKS = SupportedTasks(names=("generate", "embed", "score"))
 
 
 def pooled_of(tokens: list[int]) -> bytes:
@@ -350,6 +354,7 @@ class Harness:
                 max_ttl_s=max_hold_s,
             )
         parts = [
+            Pooling(ALL_TASKS),
             Grammars(),
             CostAccounts(),
             holds,
@@ -494,7 +499,7 @@ class Harness:
         assert wasted == sum(self.ledger.ns[line] for line in ("preemption", "replay", "handoff"))
         for group, pool in enumerate(manager.pool for manager in self.scheduler.kv_cache.groups):
             usage = self.ledger.block_usages[group]
-            tables = {r: r.tables[group].held if len(r.tables) > group else r.states.held for r in self.seen}
+            tables = {r: self.scheduler.kv_cache.groups[group].held(r) for r in self.seen}
             charged = [
                 usage.block_time(cost_of(r).blocks[group], tables.get(r, ()))
                 for r in self.seen

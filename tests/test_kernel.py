@@ -13,12 +13,12 @@ PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room. They may only be lowered; 9,000 in all is where they go.
 LIMITS = {
     "top": 808,
-    "wire": 867,
+    "wire": 864,
     "text": 542,
     "distributed": 812,
     "model": 2_669,
     "runner": 1_645,
-    "core": 2_498,
+    "core": 2_433,
 }
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {
@@ -49,13 +49,6 @@ runner/rank_setup.py config.py
 runner/rank_setup.py distributed/expert_shard_plan.py
 runner/rank_setup.py model/expert_parallel.py
 runner/rank_setup.py model/stage.py
-""",
-    "core": """\
-core/engine.py pooling/requested_task.py
-core/mail/ranks.py eplb/group_experts.py
-core/request.py spec_decode/draft_length.py
-core/request_queue.py black_box.py
-core/single_type_kv_cache_manager.py wire/handoff.py
 """,
 }
 

@@ -95,7 +95,7 @@ def build_engine(
             runner=loaded.runner,
             launcher=make_launcher(loaded.runner, group),
             broadcaster=broadcaster,
-            experts=make_experts(loaded, broadcaster),
+            marks=make_experts(loaded, broadcaster),
         ),
         scheduler=scheduler,
         observers=[step_times, *(observer for feature in features for observer in feature.observers)],
@@ -159,5 +159,4 @@ def make_limits(loaded: Loaded) -> ModelLimits:
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         chunked_prefill=not model.bidirectional,
-        pools_all_tokens=model.pooling.type != "last",
     )

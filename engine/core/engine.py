@@ -23,7 +23,6 @@ from engine.engine_options import EngineOptions
 from engine.errors import EngineUnavailable
 from engine.hooks import ByClass, overriding
 from engine.model.config import ModelConfig
-from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import StepPlan
 from engine.wire.stats.engine_stats import EngineStats
@@ -72,19 +71,13 @@ class EngineCore:
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
-        self._check_task(message)
         self.admit(inputs.Added(message))
 
     def check(self, message: GenerateRequest) -> None:
         """Raise RequestError if `add` would refuse this request even if there were no others, or if it would end for
         what it refers to. Waits for that."""
-        self._check_task(message)
         self.scheduler.check_request(message)
         self.mail.check(message, self._now())
-
-    def _check_task(self, message: GenerateRequest) -> None:
-        model = self.model_config
-        check_task(message, model.supported_tasks, model.vocab_size if model.head == "lm" else None)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[Event]:
         """End a request if it is live, and return its final event. reason: "stop" if the request's text has reached a

@@ -24,7 +24,7 @@ def tokens_delta(
     """Return a request's output from output token `position` on. logprobs: those of the returned tokens, possibly
     followed by more. first: True if the output starts with the first token that this engine sampled."""
     tokens = request.tokens[request.num_prompt + position :]
-    if not (first or logprobs or request.timeline or request.drafts.prediction):
+    if not (first or logprobs or request.timeline or request.news):
         return TokenDelta(request_id=request.request_id, position=position, token_ids=tokens)
     return TokenDelta(
         request_id=request.request_id,
@@ -32,11 +32,10 @@ def tokens_delta(
         token_ids=tokens,
         logprobs=None if logprobs is None else logprobs[: len(tokens)],
         num_cached_tokens=request.prefix.num_cached if first else 0,
-        holds=request.hold_outcomes if first else [],
         prompt_logprobs=request.prompt_logprobs if first else None,
-        prediction_tokens=request.drafts.take_verified(),
         times=request.times(now) if first else None,
         timeline=request.take_timeline(),
+        **request.take_news(),
     )
 
 

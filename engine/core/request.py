@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from engine.spec_decode.draft_length import SequenceDrafts
-from engine.wire.block_hash import block_hash, root_hash, root_keys, with_images
+from engine.wire.block_hash import Place, block_hash, root_hash, root_keys, with_places
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.part_record import Attached, PartRecord
-from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVHolder, KVSource, RemoteRequest
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
-from engine.wire.token_delta import HoldOutcome, RequestTimes, TokenLogprob
+from engine.wire.token_delta import RequestTimes, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.core.constraint import Constraint
@@ -56,43 +50,6 @@ class BlockTable:
         return self.blocks.index(block, self.num_released)
 
 
-NEVER = 1 << 62  # a position
-
-
-class StateSnapshot(NamedTuple):
-    """A saved copy of a sequence's recurrent state before the token at `position`."""
-
-    position: int
-    snapshot: int
-
-
-@dataclass(slots=True)
-class RequestStates:
-    """Snapshots of recurrent states that one request restores, saves and hands over."""
-
-    source: StateSnapshot | None = None
-    """Snapshot from which the request will start; None once it has started."""
-    saves: deque[StateSnapshot] = field(default_factory=deque)
-    """Snapshots that planned steps write or another engine hands over, oldest first."""
-    handed_over: list[list[int]] = field(default_factory=list)
-    """Snapshots handed over besides KV blocks, as one more KV cache group; empty for a model without recurrent
-    states."""
-    wanted: list[int] = field(default_factory=list)
-    """Future positions in its known tokens at which its state is saved, ascending."""
-    last_wanted: int = 0
-    """The last of the wanted positions that the sequence has passed."""
-    next_save: int = NEVER
-    """The next position at which a snapshot is saved."""
-    newest: bytes = b""
-    """Hash of the snapshot that the next one replaces."""
-
-    @property
-    def held(self) -> list[int]:
-        """Snapshots that the request holds, one entry for each reference."""
-        sources = [] if self.source is None else [self.source.snapshot]
-        return [*sources, *(save.snapshot for save in self.saves), *(s for group in self.handed_over for s in group)]
-
-
 @dataclass(slots=True)
 class PrefixUse:
     """Prefix cache state of one request."""
@@ -101,6 +58,8 @@ class PrefixUse:
     """Salt of the hashes: only requests with the same salt share blocks."""
     adapter: str = ""
     """Digest of the request's adapter, which is part of the hashes too."""
+    places: list[Place] = field(default_factory=list)
+    """Places of the prompt whose names are part of the hashes too, in order of position."""
     skip_reading: bool = False
     """Whether the cache is ignored: the request needs an output for every token, so all are computed."""
     hashes: list[bytes] = field(default_factory=list)
@@ -117,25 +76,6 @@ class PrefixUse:
 
 
 @dataclass(slots=True)
-class RemotePrompt:
-    """Remote prefill state of one request's prompt."""
-
-    where: Literal["auto", "local", "remote"] = "auto"
-    """Where the client wants the prompt computed (GenerateRequest.prefill)."""
-    source: KVSource | None = None
-    """Engine that holds the KV of its tokens, from which it moves here."""
-    holder: KVHolder | None = None
-    """Engine from whose prefix cache its first tokens can be fetched; None once that is decided."""
-    handoff_id: str = ""
-    """Id of its newest handoff."""
-    num_attempts: int = 0
-    local_only: bool = False
-    """Whether a handoff failed in a way that a retry cannot fix."""
-    handoff_at: tuple[float, float] | None = None
-    """Start and end of its newest handoff, in seconds on the caller's clock."""
-
-
-@dataclass(slots=True)
 class RequestClock:
     """Times at which one request reached each stage, in seconds on the caller's clock."""
 
@@ -144,6 +84,8 @@ class RequestClock:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    handoff_at: tuple[float, float] | None = None
+    """Start and end of the newest transfer of its KV from another engine."""
 
 
 @dataclass(slots=True, eq=False)  # compared by identity
@@ -173,7 +115,8 @@ class Request:
     tables: list[BlockTable] = field(default_factory=list)
     """Its KV blocks, one table per KV cache group; empty if it holds none. A waiting request holds blocks only if its
     KV came from another engine."""
-    states: RequestStates = field(default_factory=RequestStates)
+    handed_over: list[list[int]] = field(default_factory=list)
+    """What is handed over besides KV blocks, as further KV cache groups."""
     capacity: int = 0
     """Number of leading tokens for which it holds blocks in all groups."""
     slot: int = -1
@@ -186,20 +129,19 @@ class Request:
     """What parts keep of it, by their names."""
     marks: list[int] = field(default_factory=list)
     """Numbers of leading tokens, ascending: parts hear as soon as so many are in the prefix cache (Part.passed)."""
-    hold_outcomes: list[HoldOutcome] = field(default_factory=list)
-    """Decisions on its holds, which the delta with its first token reports."""
-    remote: RemotePrompt = field(default_factory=RemotePrompt)
-    asked_by: RemoteRequest | None = None
-    """The request of another engine for which this prompt is computed, if any. A request that moves gets one when it
+    news: dict[str, Any] = field(default_factory=dict)
+    """Fields of its next delta that parts have filled."""
+    asked_by: Any = None
+    """The message of another engine for which this prompt is computed, if any. A request that moves gets one when it
     stops here."""
-    images: list[MultiModalFeatureSpec] = field(default_factory=list)
-    lora: LoRARequest | None = None
     attached: Attached = field(default_factory=dict)  #: what parts tell their ends on the ranks when it gets a slot
-    pooling: PoolingParams | None = None
+    pools: bool = False
+    """Whether it asks for a vector or a score instead of tokens."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     constraint: Constraint | None = None
     """What its output is constrained by; None until a part knows."""
-    drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
+    verifying: int = 0
+    """Drafts in the step that is planned but not committed."""
     leaving: int = 0
     """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
@@ -217,30 +159,9 @@ class Request:
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
             clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
-            prefix=PrefixUse(message.cache_salt, digest_of(message.lora), params.prompt_logprobs is not None),
-            lora=message.lora,
-            remote=RemotePrompt(message.prefill, source=message.kv_source),
-            images=message.mm_features,
-            pooling=message.pooling,
-            attached={} if message.pooling is None else {PoolingParams.part: message.pooling},
+            prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),
+            pools=message.pooling is not None,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
-
-    @classmethod
-    def for_other_engine(cls, asked_by: RemoteRequest, now: float) -> Request:
-        """Create a request that computes another engine's prompt and samples one token."""
-        return cls(
-            request_id=asked_by.handoff_id,
-            tokens=list(asked_by.token_ids),
-            num_prompt=asked_by.num_prompt,
-            params=asked_by.params,
-            max_tokens=len(asked_by.token_ids) - asked_by.num_prompt + 1,
-            seed=asked_by.seed,
-            clock=RequestClock(now, None if asked_by.timeout_s is None else now + asked_by.timeout_s),
-            prefix=PrefixUse(asked_by.cache_salt, digest_of(asked_by.lora)),
-            asked_by=asked_by,
-            lora=asked_by.lora,
-            images=asked_by.mm_features,
         )
 
     def attach(self, record: PartRecord) -> None:
@@ -263,7 +184,7 @@ class Request:
     def is_undecided(self) -> bool:
         """Whether no step can be planned for the request yet. Either it is unknown how many tokens the step in flight
         will yield or which tokens its constraint allows next, or the request will stop at the token in flight."""
-        if self.drafts.in_flight > 0 or (self.constraint is not None and self.constraint.waits(self.in_flight)):
+        if self.verifying > 0 or (self.constraint is not None and self.constraint.waits(self.in_flight)):
             return True
         return self.leaving > 0 and self.in_flight > 0
 
@@ -284,10 +205,15 @@ class Request:
         timeline, self.timeline = self.timeline, []
         return timeline
 
+    def take_news(self) -> dict[str, Any]:
+        """Return the fields of the next delta that parts have filled since the last call."""
+        news, self.news = self.news, {}
+        return news
+
     def times(self, now: float) -> RequestTimes | None:
         """Return the request's times relative to its arrival, or None if it never ran. If there is no first token yet,
         `now` is its time."""
-        clock, handoff = self.clock, self.remote.handoff_at
+        clock, handoff = self.clock, self.clock.handoff_at
         if clock.scheduled_at is None:
             return None
         first, start = now if clock.first_token_at is None else clock.first_token_at, clock.arrived_at
@@ -310,8 +236,8 @@ class Request:
         while len(hashes) < count:
             start = len(hashes) * block_size
             parent = hashes[-1] if start else self.prefix.root
-            if self.images:
-                parent = with_images(parent, self.images, start, start + block_size)
+            if self.prefix.places:
+                parent = with_places(parent, self.prefix.places, start, start + block_size)
             hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
         return hashes[:count]
 
@@ -321,5 +247,5 @@ class Request:
         parent = self.hashes(full, block_size)[-1] if full else self.prefix.root
         if not rest:
             return parent
-        parent = with_images(parent, self.images, len(self.tokens) - rest, len(self.tokens))
+        parent = with_places(parent, self.prefix.places, len(self.tokens) - rest, len(self.tokens))
         return block_hash(parent, self.tokens[-rest:])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable, Sequence
 
-from engine.black_box import BLACK_BOX, compute_key
 from engine.core.request import Request, State
 
 
@@ -15,8 +15,9 @@ class RequestQueue:
     keep: their KV comes from elsewhere, or others read it.
     """
 
-    def __init__(self, max_num_seqs: int):
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, max_num_seqs: int, stopped: Sequence[Callable[[Request], None]] = ()):
+        """stopped: called with each request that has lost its slot."""
+        self.max_num_seqs, self._stopped = max_num_seqs, stopped
         #: All live requests, by id.
         self.live: dict[str, Request] = {}
         #: Sorted by `Request.order`.
@@ -55,7 +56,6 @@ class RequestQueue:
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=lambda r: r.order)
-        BLACK_BOX.begin(compute_key(request.request_id))
 
     def remove(self, request: Request) -> None:
         """Remove a request from its collection and its slot. It stays live, and keeps its blocks and its state."""
@@ -63,9 +63,10 @@ class RequestQueue:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
             self.running.remove(request)
-            BLACK_BOX.end(compute_key(request.request_id))
             self._free_slots.append(request.slot)
             request.slot = -1
+            for stopped in self._stopped:
+                stopped(request)
 
     def check(self, kept: list[Request]) -> None:
         """Raise AssertionError if a request or a slot is lost. kept: the live requests that parts keep."""

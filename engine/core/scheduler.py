@@ -27,7 +27,6 @@ from engine.engine_options import EngineOptions
 from engine.errors import EngineError, InvalidParameter, Overloaded, RequestError, RequestTimeout, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.plan import ALL_TOKENS_BANNED, StepPlan, StepResult
-from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,8 @@ class Scheduler:
         request of `max_model_len`."""
         self.config, self.kv_cache, self.limits = config, kv_cache, limits
         self.block_size = kv_cache.pool.block_size
-        self.queue = RequestQueue(config.max_num_seqs)
         self.parts = Parts(parts)
+        self.queue = RequestQueue(config.max_num_seqs, self.parts.stopped)
         self.offers = Offers(self.parts.offer, compute_s, self.block_size)
         self._checks = RequestChecks(limits, self.parts)
         self.totals = SchedulerStats()
@@ -121,7 +120,6 @@ class Scheduler:
         """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
         request = Request.create(message, self.limits.max_model_len, now)
-        request.prefix.skip_reading |= request.pooling is not None and self.limits.pools_all_tokens
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         return self.enqueue(request, message, priority, was_running=message.kv_source is not None)
 
@@ -131,13 +129,11 @@ class Scheduler:
             raise InvalidParameter("request_id", message.request_id, "unique among live requests")
         self._checks.check(message)
 
-    def check_remote(self, asked_by: RemoteRequest) -> None:
-        """Raise RequestError if this prompt of another engine could never be computed here."""
-        self._checks.check_remote(asked_by)
+    def check_prompt(self, request: Request, asked: Any) -> None:
+        """Raise RequestError if a request that generates could never be computed here. asked: what it was made from."""
+        self._checks.check_prompt(request, asked)
 
-    def enqueue(
-        self, request: Request, asked: GenerateRequest | RemoteRequest, priority: int = 0, *, was_running: bool = False
-    ) -> Request:
+    def enqueue(self, request: Request, asked: Any, priority: int = 0, *, was_running: bool = False) -> Request:
         """Queue a request that has been checked. Returns it, or raises Overloaded and changes nothing. asked: what it
         was made from. was_running: whether it moves here from another engine, and so comes before the others."""
         if (waiting := self.num_waiting) >= self.config.max_waiting:

@@ -8,7 +8,6 @@ from itertools import chain
 
 from engine.core.block_pool import BlockPool
 from engine.core.request import BlockTable, Request
-from engine.wire.handoff import HeldBlocks
 from engine.wire.plan import BlockChange
 
 Below = Callable[[int, bytes], bool]
@@ -123,11 +122,16 @@ class SingleTypeKVCacheManager:
         table = request.tables[self._group]
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
-    def hold(self, request: Request) -> HeldBlocks | None:
-        """Return the blocks with which another engine can continue after the known tokens; None if some are gone."""
+    def hold(self, request: Request) -> tuple[int, list[int]] | None:
+        """Return the blocks with which another engine can continue after the known tokens, and how many blocks come
+        before them. Returns None if some are gone."""
         table = request.tables[self._group]
         last = self.pool.blocks_for(len(request.tokens))
-        return HeldBlocks(table.num_released, table.blocks[table.num_released : last])
+        return table.num_released, table.blocks[table.num_released : last]
+
+    def held(self, request: Request) -> list[int]:
+        """Return the blocks that a request holds, one entry for each reference."""
+        return request.tables[self._group].held if request.tables else []
 
     def free(self, request: Request) -> None:
         """Release what a request holds."""

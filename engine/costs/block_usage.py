@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.block_pool import BlockHolder, BlockObserver
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request
 from engine.costs.request_cost import BlockAccount, cost_of
 
 
@@ -17,9 +18,10 @@ class BlockUsage(BlockObserver):
     nanosecond are carried over, and the last reference takes what is left.
     """
 
-    def __init__(self, num_blocks: int, group: int = 0):
+    def __init__(self, num_blocks: int, group: int = 0, held: Callable[[Request], Sequence[int]] | None = None):
         """num_blocks: highest block number of the pool, plus one. group: the pool's KV cache group. Nobody may have
-        references to the pool's blocks yet."""
+        references to the pool's blocks yet. held: returns the blocks of a request; by default those of its table."""
+        self.held = held or self._in_table
         #: Now, in nanoseconds. The owner moves it; all changes until the next move happen at this time.
         self.now_ns = 0
         #: Pays for the references that neither a request nor a hold has.
@@ -77,6 +79,9 @@ class BlockUsage(BlockObserver):
         """Return how many of the pool's blocks a holder uses, if each is divided among all who hold it."""
         return sum(1 / self._references[block] for block in held)
 
+    def _in_table(self, request: Request) -> Sequence[int]:
+        return request.tables[self._group].held
+
     def _account(self, holder: BlockHolder | None) -> BlockAccount:
         return self.shared if holder is None else cost_of(holder).blocks[self._group]
 
@@ -90,8 +95,8 @@ class BlockUsage(BlockObserver):
 
 def observe_usage(kv_cache: KVCacheManager) -> list[BlockUsage]:
     """Return the usage of the pool of each KV cache group from now on. Nobody may have references to blocks yet."""
-    pools = [manager.pool for manager in kv_cache.groups]
-    usages = [BlockUsage(len(pool.ref_counts()), group) for group, pool in enumerate(pools)]
-    for pool, usage in zip(pools, usages, strict=True):
-        pool.observers.append(usage)
+    usages = []
+    for group, manager in enumerate(kv_cache.groups):
+        usages.append(BlockUsage(len(manager.pool.ref_counts()), group, manager.held))
+        manager.pool.observers.append(usages[-1])
     return usages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
-    "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation", "lora",
-    "handoffs", "kv_events", "tape",
+    "pooling", "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation",
+    "lora", "handoffs", "kv_events", "black_box", "tape",
 )  # fmt: skip
 """Folders of engine/parts whose `make.py` makes the plan end. What an engine lacks is imported, and makes nothing."""
 

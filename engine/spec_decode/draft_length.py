@@ -26,10 +26,6 @@ class SequenceDrafts:
     """Whether drafting has been considered before, even if it was found not to pay."""
     proposed: list[int] = field(default_factory=list)
     """Tokens that a drafter with weights proposes after the newest one."""
-    in_flight: int = 0
-    """Drafted tokens in the step that is planned but not committed."""
-    verified: tuple[int, int] | None = None
-    """Numbers of predicted tokens that the newest step accepted and rejected."""
     num_drafted: int = 0
     """Drafted tokens since the start. `num_accepted` counts the accepted ones."""
     num_accepted: int = 0
@@ -69,12 +65,6 @@ class SequenceDrafts:
             self.pause(length)
         else:
             self._misses = 1
-
-    def take_verified(self) -> tuple[int, int] | None:
-        """Return how many predicted tokens the newest step accepted and rejected; None if it verified none, or on a
-        second call."""
-        verified, self.verified = self.verified, None
-        return verified
 
     def rest(self, length: int) -> None:
         """Stop drafting for REST tokens, because no draft was found."""

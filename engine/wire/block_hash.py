@@ -6,9 +6,9 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from engine.wire.multimodal import MultiModalFeatureSpec
-
 BLOCK_HASH_BYTES = 16
+Place = tuple[int, int, bytes]
+"""(offset, end, name) of tokens that stand for something that their ids do not tell, such as an image"""
 
 
 def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
@@ -37,33 +37,29 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
-def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: int, end: int) -> bytes:
-    """Return the parent hash of the block with tokens [start, end): `parent` extended by the hashes and positions of
-    the block's images. The placeholder tokens of all images are the same."""
-    places = [
-        image.mm_hash + (image.mm_position.offset - start).to_bytes(8, "little", signed=True)
-        for image in images
-        if image.mm_position.offset < end and start < image.mm_position.end
+def with_places(parent: bytes, places: Sequence[Place], start: int, end: int) -> bytes:
+    """Return the parent hash of the block with tokens [start, end): `parent` extended by the names and offsets of the
+    block's places."""
+    inside = [
+        name + (offset - start).to_bytes(8, "little", signed=True)
+        for offset, stop, name in places
+        if offset < end and start < stop
     ]
-    if not places:
+    if not inside:
         return parent
-    return hashlib.blake2b(parent + b"".join(places), digest_size=16, person=b"manta-kv-image").digest()
+    return hashlib.blake2b(parent + b"".join(inside), digest_size=16, person=b"manta-kv-image").digest()
 
 
 def block_hashes(
-    tokens: list[int],
-    block_size: int,
-    cache_salt: str = "",
-    images: Sequence[MultiModalFeatureSpec] = (),
-    adapter: str = "",
+    tokens: list[int], block_size: int, cache_salt: str = "", places: Sequence[Place] = (), adapter: str = ""
 ) -> bytes:
     """Return the concatenated hashes of all full blocks of these tokens, equal to those of `Request.hashes`."""
     content, last = array("i", tokens).tobytes(), root_hash(root_keys(cache_salt, adapter))
     size = block_size * array("i").itemsize
     hashes = []
     for i, start in enumerate(range(0, len(content) - size + 1, size)):
-        if images:
-            last = with_images(last, images, i * block_size, (i + 1) * block_size)
+        if places:
+            last = with_places(last, places, i * block_size, (i + 1) * block_size)
         last = hashlib.blake2b(last + content[start : start + size], digest_size=16).digest()
         hashes.append(last)
     return b"".join(hashes)

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs
+from engine.parts.kept import images_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
@@ -132,7 +133,7 @@ class ImageEngine(Engine):
         return images.whole
 
     def kv_of(self, request: Request, start: int, end: int, before: int) -> list[int]:
-        return chain(inputs(request.tokens, request.images)[start:end], before)
+        return chain(inputs(request.tokens, images_of(request))[start:end], before)
 
     def make_images(self, config: EngineConfig, clock: Clock) -> list[EncoderCacheManager]:
         size = self.cluster.size.images
@@ -170,7 +171,7 @@ class EncodeEngine(ImageEngine):
         return self.cluster.named_embeddings
 
     def kv_of(self, request: Request, start: int, end: int, before: int) -> list[int]:
-        return inputs(request.tokens, request.images)[start:end]
+        return inputs(request.tokens, images_of(request))[start:end]
 
 
 def engine_class(images: Images | None, role: Role) -> type[Engine]:

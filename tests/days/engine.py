@@ -51,11 +51,13 @@ from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.holds.hold_courier import HoldCourier
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
+from engine.parts.kept import source_of
 from engine.parts.kv_fetching.fetch_courier import FetchCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_fetching.prefix_counter import PrefixCounter
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
+from engine.parts.pooling.pooling import Pooling
 from engine.parts.speculation.speculator import Speculator
 from engine.parts.stages.micro_batches import MicroBatches
 from engine.runner.launcher import Launcher
@@ -188,6 +190,7 @@ class Engine:
             kv_cache,
             limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
             parts=[
+                Pooling(SupportedTasks()),
                 (grammars := Grammars()),
                 CostAccounts(),
                 *(part for part in (offloading, fetching) if part is not None),
@@ -207,7 +210,7 @@ class Engine:
                 runner=self.runner,  # type: ignore[arg-type]
                 launcher=Launcher(self.runner),  # type: ignore[arg-type]
                 broadcaster=NoBroadcaster(),
-                experts=NoMoves(),
+                marks=NoMoves(),
             ),
             scheduler=scheduler,
             observers=[
@@ -442,7 +445,7 @@ class Channel:
                 safe = self._unsafe.pop(event.handoff_id, event.verified)
                 assert event.verified <= safe, "KV is kept that was not held while it was read"
                 request = self._engine.core.scheduler.parts[Handoffs].remote.receiving.get(event.handoff_id)
-                moves = request is not None and request.remote.source is not None
+                moves = request is not None and source_of(request) is not None
                 if self._cluster.only_losses and (event.reason == "silent" or moves):
                     assert event.reason not in ("silent", "not_accepted"), "a lost message is not repeated"
         return events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.door.outputs import Outputs
 from engine.errors import ServingError
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from engine.core.request import Request
     from engine.core.request_queue import RequestQueue
     from engine.core.stats import SchedulerStats
-    from engine.wire.generate_request import GenerateRequest
-    from engine.wire.remote_request import RemoteRequest
     from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 
@@ -27,8 +25,6 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
     chunked_prefill: bool = True
     """Whether a prompt can be computed in several steps."""
-    pools_all_tokens: bool = False
-    """Whether pooling needs the hidden states of all prompt tokens."""
 
 
 class Kernel(Protocol):
@@ -40,10 +36,10 @@ class Kernel(Protocol):
     queue: RequestQueue
     totals: SchedulerStats
 
-    def check_remote(self, asked_by: RemoteRequest) -> None:
-        """Raise RequestError if this prompt of another engine could never be computed here."""
+    def check_prompt(self, request: Request, asked: Any) -> None:
+        """Raise RequestError if a request that generates could never be computed here. asked: what it was made from."""
 
-    def enqueue(self, request: Request, asked: GenerateRequest | RemoteRequest) -> Request:
+    def enqueue(self, request: Request, asked: Any) -> Request:
         """Queue a request that has been checked. Returns it, or raises Overloaded and changes nothing. asked: what it
         was made from."""
 

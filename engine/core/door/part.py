@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from engine.core.kv_cache_manager import Shorten
     from engine.core.step_plan_builder import StepPlanBuilder
     from engine.errors import ServingError
-    from engine.wire.generate_request import GenerateRequest
     from engine.wire.parts.part_record import PartRecord
     from engine.wire.plan import StepPlan
-    from engine.wire.remote_request import RemoteRequest
     from engine.wire.token_delta import TokenDelta, TokenLogprob
 
 
@@ -39,10 +37,11 @@ class Part:
 
     # -- a request -----------------------------------------------------------------------------------------
 
-    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
-        """Raise RequestError for a request that this engine could never serve. prompt: without output tokens."""
+    def check(self, asked: Any, prompt: Sequence[int]) -> None:
+        """Raise RequestError for a request that this engine could never serve. asked: a GenerateRequest, or another
+        message that a part makes requests of. prompt: without output tokens."""
 
-    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+    def opened(self, request: Request, asked: Any) -> None:
         """A request is queued. What the part keeps of it goes into `request.of`."""
 
     def may_start(self, request: Request) -> bool:
@@ -95,6 +94,9 @@ class Part:
 
     def started(self, request: Request) -> None:
         """A request has got a slot."""
+
+    def stopped(self, request: Request) -> None:
+        """A request has lost its slot."""
 
     def invalidated(self, request: Request) -> None:
         """The KV of a request may hold non-finite numbers. It still has its blocks, unless it was preempted."""
@@ -186,6 +188,7 @@ class Parts(ByClass[Part]):
         self.reserved = overriding(parts, Part.reserved)
         self.passed = overriding(parts, Part.passed)
         self.started = overriding(parts, Part.started)
+        self.stopped = overriding(parts, Part.stopped)
         self.invalidated = overriding(parts, Part.invalidated)
         self.ending = overriding(parts, Part.ending)
         self.update = overriding(parts, Part.update)

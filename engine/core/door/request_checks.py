@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Parts
+from engine.core.request import Request
 from engine.errors import AdapterError, InvalidParameter, PromptTooLong
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.remote_request import RemoteRequest
 
 
 class RequestChecks:
@@ -30,12 +32,12 @@ class RequestChecks:
             raise not_elsewhere(message.prefill)
         self._check_parts(message, message.prompt[: message.num_prompt])
 
-    def check_remote(self, asked_by: RemoteRequest) -> None:
-        self._check_tokens(asked_by.token_ids, asked_by.num_prompt)
-        self._check_parts(asked_by, asked_by.token_ids[: asked_by.num_prompt])
-        asked_by.params.check_vocabulary(self._limits.vocab_size)
+    def check_prompt(self, request: Request, asked: Any) -> None:
+        self._check_tokens(request.tokens, request.num_prompt)
+        self._check_parts(asked, request.tokens[: request.num_prompt])
+        request.params.check_vocabulary(self._limits.vocab_size)
 
-    def _check_parts(self, asked: GenerateRequest | RemoteRequest, prompt: list[int]) -> None:
+    def _check_parts(self, asked: Any, prompt: list[int]) -> None:
         if asked.lora is not None and not self._parts.takes("lora"):
             raise AdapterError.without_slots(asked.lora.lora_name)
         if asked.params.structured_outputs is not None and not self._parts.takes("structured_outputs"):

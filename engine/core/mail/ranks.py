@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.group_experts import GroupExperts
 from engine.runner.launcher import Launcher
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep
-from engine.wire.parts.part_record import Records, encoded
+from engine.wire.parts.part_record import PartRecord, Records, encoded
 from engine.wire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
+
+
+class PlanMarks(Protocol):
+    """What else the ranks are told with each plan."""
+
+    def mark(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with that."""
+
+    def report(self) -> PartRecord | None:
+        """Return its figures for EngineStats."""
 
 
 class Ranks:
@@ -29,11 +38,11 @@ class Ranks:
         runner: ModelRunner,
         launcher: Launcher,
         broadcaster: PlanBroadcaster | NoBroadcaster,
-        experts: GroupExperts,
+        marks: PlanMarks,
     ):
         """runner, launcher: of this rank."""
         self.runner, self.launcher = runner, launcher
-        self._group, self._broadcaster, self._experts = group, broadcaster, experts
+        self._group, self._broadcaster, self._marks = group, broadcaster, marks
         self._in_flight: deque[Future[LaunchedStep] | LaunchedStep] = deque()
 
     def check(self) -> None:
@@ -41,7 +50,7 @@ class Ranks:
         self._broadcaster.check()
 
     def launch(self, plan: StepPlan) -> None:
-        plan = self._experts.mark(plan)
+        plan = self._marks.mark(plan)
         self._broadcaster.send(plan)
         self._in_flight.append(self.launcher.launch(self.runner.prepare(plan)))
 
@@ -63,7 +72,7 @@ class Ranks:
 
     def report(self) -> Records:
         """Return what the ends of parts on this rank report."""
-        ends = self._experts.report(), self.launcher.report()
+        ends = self._marks.report(), self.launcher.report()
         return encoded(*ends, *(report() for report in self.runner.parts.report))
 
     def close(self) -> None:

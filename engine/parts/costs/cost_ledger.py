@@ -172,8 +172,8 @@ class CostLedger(LoopObserver):
         num_blocks = 0
         cost = cost_of(request)
         for group, account in cost.blocks.items():
-            held = request.tables[group].held if group < len(request.tables) else request.states.held
             usage = self.block_usages[group]
+            held = usage.held(request)
             byte_ns += self.block_bytes[group] * usage.block_time(account, held)
             num_bytes += self.block_bytes[group] * usage.share(held)
             num_blocks += len(held)

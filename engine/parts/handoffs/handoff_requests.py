@@ -6,6 +6,8 @@ import msgspec
 
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request
+from engine.parts.handoffs.remote_prompt import remote_of
+from engine.parts.kept import images_of, lora_of
 from engine.wire.handoff import HandoffAction, OpenHandoff
 from engine.wire.remote_request import Peer, RemoteRequest
 
@@ -43,7 +45,7 @@ class HandoffRequests:
         return RemoteRequest(
             handoff_id=handoff_id,
             request_id=request.request_id,
-            attempt=request.remote.num_attempts,
+            attempt=remote_of(request).num_attempts,
             token_ids=list(request.tokens),
             num_prompt=request.num_prompt,
             params=request.params,
@@ -53,8 +55,8 @@ class HandoffRequests:
             fingerprint=self.fingerprint,
             decode=decode,
             timeout_s=timeout_s,
-            mm_features=request.images,
-            lora=request.lora,
+            mm_features=list(images_of(request)),
+            lora=lora_of(request),
         )
 
     def prefix(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
@@ -70,4 +72,4 @@ def handed_over(request: Request, skip: int, block_size: int) -> list[list[int]]
     as far as a later token attends to them. A model with recurrent layers adds a group of state snapshots."""
     first, stop = skip // block_size, -(-len(request.tokens) // block_size)
     blocks = [table.blocks[max(first, table.num_released) : stop] for table in request.tables]
-    return blocks + request.states.handed_over
+    return blocks + request.handed_over

@@ -21,7 +21,9 @@ from engine.parts.handoffs import moves
 from engine.parts.handoffs.handoff_requests import HandoffRequests
 from engine.parts.handoffs.prompts_for_others import STUCK, PromptsForOthers
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
+from engine.parts.handoffs.remote_prompt import HANDOFFS, RemotePrompt, request_for
 from engine.parts.handoffs.remote_prompts import RemotePrompts
+from engine.parts.kept import KV_SOURCE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import (
     BlocksAsked,
@@ -88,6 +90,10 @@ class Handoffs(Part):
         if asked.params.prompt_logprobs is not None or asked.pooling is not None or self.remote.policy is None:
             raise not_elsewhere(asked.prefill)
 
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        if isinstance(asked, GenerateRequest):
+            request.of[HANDOFFS], request.of[KV_SOURCE] = RemotePrompt(asked.prefill), asked.kv_source
+
     def may_receive(self, request: Request) -> bool:
         return self.remote.may_receive(request)
 
@@ -129,8 +135,9 @@ class Handoffs(Part):
     def add(self, asked_by: RemoteRequest, now: float) -> Request:
         """Queue a prompt that another engine asked for, or raise a ServingError and change nothing."""
         self.for_others.check(asked_by)
-        self._kernel.check_remote(asked_by)
-        return self._kernel.enqueue(Request.for_other_engine(asked_by, now), asked_by)
+        request = request_for(asked_by, now)
+        self._kernel.check_prompt(request, asked_by)
+        return self._kernel.enqueue(request, asked_by)
 
     def started(self, request: Request) -> None:
         if request.asked_by:

@@ -12,7 +12,7 @@ import logging
 import msgspec
 
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import NEVER, Request, State
+from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.parts.handoffs.prompts_for_others import PromptsForOthers
 from engine.wire.handoff import HeldBlocks
@@ -32,10 +32,9 @@ def choose(queue: RequestQueue, others: list[Request], count: int) -> list[Reque
     """
     waiting = [*reversed(queue.waiting), *others]
     at_once = [r for r in waiting if not (r.asked_by or r.tables or r.state is State.FINISHED)][:count]
-    running = [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pooling)]
+    running = [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pools)]
     for request in running[: count - len(at_once)]:
         request.leaving = ATTEMPTS
-        request.drafts.resume_at = NEVER  # a step that yields several tokens is no place to stop
     return at_once
 
 
@@ -74,4 +73,4 @@ def blocks_to_continue(kv_cache: KVCacheManager, request: Request) -> list[HeldB
     """Return the blocks that another engine needs to continue after the known tokens, all of which must be computed:
     one entry for each KV cache group. Empty if no engine could continue from these blocks."""
     held = [group.hold(request) for group in kv_cache.groups]
-    return [] if None in held else [blocks for blocks in held if blocks is not None]
+    return [] if None in held else [HeldBlocks(*blocks) for blocks in held if blocks is not None]

@@ -16,6 +16,8 @@ from engine.parts.handoffs.remote_prefill_policy import (
     PrefillDecision,
     RemotePrefillPolicy,
 )
+from engine.parts.handoffs.remote_prompt import remote_of
+from engine.parts.kept import KV_SOURCE, source_of
 from engine.wire.handoff import CancelHandoff, Failed, OpenHandoff, Received
 from engine.wire.messages import CancelDispatch, DispatchRemote
 
@@ -47,7 +49,7 @@ class RemotePrompts:
         if self.policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
         local_only = self._local_only(request)
-        if request.remote.where == "remote" and not local_only:
+        if remote_of(request).where == "remote" and not local_only:
             return PrefillDecision(True, ASKED)
         return self.policy.decide(PendingPrompt(len(request.tokens), cached, local_only), self.load(running))
 
@@ -62,7 +64,7 @@ class RemotePrompts:
     def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
         """Return the error that ends a request after a failed handoff; None if its prompt can still be computed, here
         or by another engine."""
-        if request.remote.where != "remote" or not self._local_only(request):
+        if remote_of(request).where != "remote" or not self._local_only(request):
             return None
         why = f"{event.reason} {event.detail}".rstrip()
         return EngineUnavailable(f"no other engine could compute the prompt: {why}")
@@ -73,13 +75,13 @@ class RemotePrompts:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
-        if request.pooling is not None:
+        if request.pools:
             return "pooling"
-        if request.remote.where == "local":
+        if remote_of(request).where == "local":
             return ASKED
-        if request.remote.num_attempts >= self.policy.config.max_attempts:
+        if remote_of(request).num_attempts >= self.policy.config.max_attempts:
             return "attempts"
-        return "failed" if request.remote.local_only else ""
+        return "failed" if remote_of(request).local_only else ""
 
     def count(self, remote: bool, reason: str) -> None:
         """Count a decision that is carried out."""
@@ -100,14 +102,14 @@ class RemotePrompts:
 
         cached: leading tokens whose KV those blocks already contain.
         """
-        requests, source = self._requests, request.remote.source
+        requests, source = self._requests, source_of(request)
         assert requests.peer is not None
-        request.remote.num_attempts += source is None
-        request.remote.handoff_at = (now, now)
+        remote_of(request).num_attempts += source is None
+        request.clock.handoff_at = (now, now)
         timeout_s = None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now)
         handoff_id = requests.new_id(request) if source is None else source.handoff_id
         remote_request = requests.prompt(request, handoff_id, requests.peer, cached, timeout_s)
-        request.remote.handoff_id = handoff_id
+        remote_of(request).handoff_id = handoff_id
         self.receiving[handoff_id] = request
         self.opened_at[handoff_id] = now
         first, *others = handed_over(request, cached, block_size)
@@ -118,9 +120,9 @@ class RemotePrompts:
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request. The request stays in `receiving` as long as its blocks may be
         written."""
-        self._requests.send(CancelHandoff(request.remote.handoff_id, cost_of(request).coming.compute_ns))
-        if request.remote.source is None:
-            self._requests.out.post("control", CancelDispatch(request.remote.handoff_id))
+        self._requests.send(CancelHandoff(remote_of(request).handoff_id, cost_of(request).coming.compute_ns))
+        if source_of(request) is None:
+            self._requests.out.post("control", CancelDispatch(remote_of(request).handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
         """Record that all KV of a request has come. Returns the request."""
@@ -138,23 +140,23 @@ class RemotePrompts:
         del self.opened_at[event.handoff_id]
         if self._moved(request, "failed"):
             return request
-        request.remote.local_only = not event.retry
+        remote_of(request).local_only = not event.retry
         self._requests.out.post("control", CancelDispatch(event.handoff_id))
         return request
 
     def _moves_here(self, request: Request) -> bool:
         """Return whether another engine holds the KV of a request, and can send it here."""
-        return self._requests.peer is not None and request.remote.source is not None
+        return self._requests.peer is not None and source_of(request) is not None
 
     def _moved(self, request: Request, outcome: str) -> bool:
         """Return whether an ended handoff was a move of a request to this engine. Counts the outcome, and forgets the
         request's source."""
-        moved, request.remote.source = request.remote.source is not None, None
+        moved, request.of[KV_SOURCE] = source_of(request) is not None, None
         self._moves[outcome] += moved
         return moved
 
     def _close(self, handoff_id: str, now: float) -> Request:
         """Record the end of a handoff and return its request."""
         request = self.receiving.pop(handoff_id)
-        request.remote.handoff_at = request.remote.handoff_at and (request.remote.handoff_at[0], now)
+        request.clock.handoff_at = request.clock.handoff_at and (request.clock.handoff_at[0], now)
         return request

@@ -15,6 +15,7 @@ from engine.costs.request_cost import RequestCost, cost_of
 from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.parts.holds.request_holds import RequestHolds, holds_of
+from engine.parts.kept import lora_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.tier import Tier
@@ -92,7 +93,7 @@ class Holds(Part):
         entered into the prefix cache."""
         for mark in holds_of(request).take_marks(computed):
             outcome = self._ask(request, mark, now)
-            request.hold_outcomes.append(outcome)
+            request.news.setdefault("holds", []).append(outcome)
             if outcome.refusal is None:
                 self.table.granted += 1
                 request.note(f"{outcome.tokens} tokens are held for {outcome.ttl_s:g} s")
@@ -133,7 +134,7 @@ class Holds(Part):
             blocks,
             mark.ttl_s,
             expires_at,
-            None if request.images else prompt_of(request, len(hashes) * size),
+            None if request.prefix.places else prompt_of(request, len(hashes) * size),
         )
         replaced = [each for each in self.table.prefixes(asked.client, hashes) if self._replaces(hold, each)]
         if (refusal := self.table.lacks(mark, hold, replaced)) is not None:
@@ -160,7 +161,9 @@ class Holds(Part):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
                 self.table.pay(hold, cost_of(request))
                 self._records.changed(hold)
-                if hold.prompt is None and not request.images:  # of an earlier start, so its tokens were not known
+                if (
+                    hold.prompt is None and not request.prefix.places
+                ):  # of an earlier start, so its tokens were not known
                     hold.prompt = prompt_of(request, len(hold.hashes) * self._block_size)
 
     # -- giving to another engine --------------------------------------------------------------------------
@@ -268,7 +271,7 @@ class Holds(Part):
 
 
 def prompt_of(request: Request, num_tokens: int) -> PromptOfHold:
-    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, request.lora)
+    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, lora_of(request))
 
 
 def in_store(hold: Hold) -> bool:

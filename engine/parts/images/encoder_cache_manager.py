@@ -15,9 +15,10 @@ from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import InvalidParameter
 from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
+from engine.parts.kept import IMAGES, images_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
-from engine.wire.parts.images import ImageStats, ImageStep, ReceivedImage, SequenceImages
+from engine.wire.parts.images import ImageStats, ImageStep, ReceivedImage, SequenceImages, places_of
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -57,10 +58,10 @@ class EncoderCacheManager(Part):
     def up_to(self, request: Request, count: int) -> int:
         """Return how many of the next `count` tokens of a request come before the first image that has to wait for a
         later step, either to be encoded or to be computed whole."""
-        if not request.images:
+        if not request.prefix.places:
             return count
         start = request.computed
-        images = [image for image in request.images if start < image.mm_position.end]
+        images = [image for image in images_of(request) if start < image.mm_position.end]
         for image in images:
             span = image.mm_position
             if span.offset < start + count:
@@ -73,7 +74,7 @@ class EncoderCacheManager(Part):
     def shorten(self, request: Request, matched: int, block_size: int) -> int:
         """Return how many of the `matched` leading blocks can be used without splitting an image that must be whole."""
         if self.whole_images:
-            for image in reversed(request.images):
+            for image in reversed(images_of(request)):
                 span = image.mm_position
                 if span.offset < matched * block_size < span.end:
                     matched = span.offset // block_size
@@ -124,13 +125,13 @@ class EncoderCacheManager(Part):
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         """Let the request share the pixels of an image that another live request has."""
         found = []
-        for image in request.images:
+        for image in asked.mm_features:
             data = dict(image.data)
             if "pixel_values" in data:  # else the encoder raises the error
                 data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
             found.append(msgspec.structs.replace(image, data=data))
-        request.images = found
         if found:
+            request.of[IMAGES], request.prefix.places = found, places_of(found)
             request.attach(SequenceImages([image.without_pixels() for image in found]))
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
@@ -139,7 +140,7 @@ class EncoderCacheManager(Part):
         missing = {
             image.mm_hash: image.num_embeds
             for request in requests
-            for image in request.images
+            for image in images_of(request)
             if request.computed < image.mm_position.end and image.mm_hash not in self._cached
         }
         return sum(count for mm_hash, count in missing.items() if not self.handoffs.has(mm_hash))

@@ -24,6 +24,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.costs.step_cost import LinearCost, StepTimes
 from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.kept import source_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import fits, pin, pin_prefix, unpin, unpin_prefix
 from engine.wire.block_hash import BLOCK_HASH_BYTES
@@ -96,6 +97,9 @@ class PendingFetch:
     """Whether the cache has been emptied meanwhile."""
 
 
+HOLDER = "kv_fetching"  # in Request.of: the engine from whose cache its first tokens can be fetched
+
+
 class KVFetching(Part):
     """Fetches the first blocks of prompts from the caches and tiers of other engines, and lets other engines fetch."""
 
@@ -138,7 +142,7 @@ class KVFetching(Part):
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         if isinstance(asked, GenerateRequest):
-            request.remote.holder = asked.record(KVHolder)
+            request.of[HOLDER] = asked.record(KVHolder)
 
     def keeps(self) -> list[Request]:
         found = [request for fetch in self._fetches.values() for request in fetch.requests]
@@ -153,8 +157,8 @@ class KVFetching(Part):
 
     def offer(self, request: Request, matched: int, shorten: Shorten, watermark: int, now: float) -> Offer | None:
         """Return what the cache of another engine offers a waiting request, as Part.offer says."""
-        holder, size, whole = request.remote.holder, self._kv_cache.pool.block_size, len(request.tokens)
-        if request.remote.source is not None:  # it moves here, with all of its KV
+        holder, size, whole = request.of.get(HOLDER), self._kv_cache.pool.block_size, len(request.tokens)
+        if source_of(request) is not None:  # it moves here, with all of its KV
             return None
         if holder is None or not fits(self._kv_cache, request, matched, matched * size, whole, watermark):
             return None
@@ -169,10 +173,10 @@ class KVFetching(Part):
         expected_s, compute_s = self.link_cost.of(size_mib), self._times.prompt_token_s * tokens
         times = f"fetching {size_mib:.1f} MiB takes about {expected_s:.3g} s, computing {compute_s:.3g} s"
         if not self._may_ask(holder, tokens):
-            request.remote.holder = None
+            request.of[HOLDER] = None
             return None
         if compute_s and expected_s >= compute_s:
-            request.remote.holder = None
+            request.of[HOLDER] = None
             self.fetches["costs_more"] += 1
             self.link_cost.forget(FORGET)
             request.note(f"{tokens} tokens of {holder.engine.engine_id} to be computed here: {times}")
@@ -187,7 +191,7 @@ class KVFetching(Part):
     def _fetch(self, request: Request, wanted: WantedPrefix, watermark: int, now: float) -> bool:
         """Ask another engine for blocks. Returns False, and asks for nothing, if too few blocks are available, or none
         is missing."""
-        request.remote.holder = None  # it is asked once
+        request.of[HOLDER] = None  # it is asked once
         pinned = pin_prefix(self._kv_cache, wanted.needed, watermark)
         if pinned is None:
             return False

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
-from engine.core.request import NEVER, BlockTable, Request, RequestStates, StateSnapshot
+from engine.core.request import BlockTable, Request
 from engine.core.single_type_kv_cache_manager import Below, SingleTypeKVCacheManager, nowhere
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.wire.handoff import HeldBlocks
+from engine.parts.kv_groups.request_states import NEVER, STATES, RequestStates, StateSnapshot, held_by, states_of
 from engine.wire.parts.states import StateRestore, StateSave, StateStep
 
 
@@ -86,20 +86,21 @@ class StateCacheManager(SingleTypeKVCacheManager):
         snapshots = self.pool.reserve(table.blocks, missing, holder=request)
         assert snapshots is not None
         position, last = table.num_cached * self._kv_size, self._last_border(request)
-        states = request.states = RequestStates(handed_over=[[]])
+        states = request.of[STATES] = RequestStates()
+        request.handed_over = [[]]
         if table.blocks:
             states.source = StateSnapshot(position, snapshots[0])
         if missing and request.asked_by is None:  # another engine computes the prompt and sends this state
             states.saves.append(StateSnapshot(last, snapshots[-1]))
-            states.handed_over = [[self._share(request, snapshots[-1])]]
+            request.handed_over = [[self._share(request, snapshots[-1])]]
             return
         if missing or (request.asked_by is not None and position == last > request.asked_by.skip):
-            states.handed_over = [[snapshots[-1] if missing else self._share(request, snapshots[0])]]
+            request.handed_over = [[snapshots[-1] if missing else self._share(request, snapshots[0])]]
         self._choose_borders(request, position, last)
 
     def _choose_borders(self, request: Request, position: int, last: int) -> None:
         """Decide at which borders to save the state of a sequence that is computed from `position` to `last`."""
-        states = request.states
+        states = states_of(request)
         borders: set[int] = set()
         if self.pool.enable_prefix_caching:
             if self._interval:
@@ -110,24 +111,25 @@ class StateCacheManager(SingleTypeKVCacheManager):
             borders.add(last)
             size = self.pool.block_size
             borders.update(mark // size * size for mark in request.marks)
-        elif any(states.handed_over):
+        elif any(request.handed_over):
             borders.add(last)
         states.wanted = sorted(border for border in borders if position < border <= last)
         self._set_next(states, position)
 
     def add_sequence(self, request: Request) -> None:
-        source, request.states.source = request.states.source, None
+        states = states_of(request)
+        source, states.source = states.source, None
         if source is not None:
             assert source.position == request.computed
             self._restored.append(StateRestore(request.slot, source.snapshot))
             self._read.append((source.snapshot, request))
 
     def received(self, request: Request) -> int:
-        states = request.states
+        states = states_of(request)
         if states.saves:
             position, snapshot = states.saves.popleft()
             states.source = StateSnapshot(position, self._cache(request, position, snapshot))
-            self.pool.release(states.handed_over.pop(), request)
+            self.pool.release(request.handed_over.pop(), request)
         position = 0 if states.source is None else states.source.position
         states.wanted = []
         self._set_next(states, position)
@@ -138,7 +140,7 @@ class StateCacheManager(SingleTypeKVCacheManager):
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the snapshots within the first `computed` tokens into the prefix cache."""
-        states, known = request.states, min(computed, len(request.tokens))
+        states, known = states_of(request), min(computed, len(request.tokens))
         while states.saves and states.saves[0].position <= known:
             position, snapshot = states.saves.popleft()
             name = self._hash(request, position)
@@ -153,17 +155,20 @@ class StateCacheManager(SingleTypeKVCacheManager):
         for border in range(first * self._kv_size // size + 1, known + 1):
             self.pool.discard(self._hash(request, border * size))
 
-    def hold(self, request: Request) -> HeldBlocks | None:
+    def hold(self, request: Request) -> tuple[int, list[int]] | None:
         position = self._last_border(request)
         found = self.pool.match([self._hash(request, position)]) if position else []
         if position and not found:
             return None
-        request.states.handed_over = [[self._share(request, snapshot) for snapshot in found]]
-        return HeldBlocks(position // self._kv_size - 1, found)
+        request.handed_over = [[self._share(request, snapshot) for snapshot in found]]
+        return position // self._kv_size - 1, found
+
+    def held(self, request: Request) -> list[int]:
+        return held_by(request)
 
     def free(self, request: Request) -> None:
-        self.pool.release(request.states.held, request)
-        request.states = RequestStates()
+        self.pool.release(held_by(request), request)
+        request.of[STATES], request.handed_over = RequestStates(), []
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -177,19 +182,19 @@ class StateCacheManager(SingleTypeKVCacheManager):
         saved = [
             save
             for request in requests
-            if request.computed >= request.states.next_save and (save := self._save(request))
+            if request.computed >= states_of(request).next_save and (save := self._save(request))
         ]
         return StateStep(restored, saved) if restored or saved else None
 
     def _save(self, request: Request) -> StateSave | None:
         """Plan to save the state at the border that a step passes. Returns None if there is no room."""
-        states, size = request.states, self.pool.block_size
+        states, size = states_of(request), self.pool.block_size
         position = request.computed // size * size
         while states.wanted and states.wanted[0] <= request.computed:
             position = states.last_wanted = states.wanted.pop(0)
         self._set_next(states, request.computed)
-        if any(states.handed_over) and position == self._last_border(request):
-            found: list[int] | None = [self._share(request, states.handed_over[0][0])]
+        if any(request.handed_over) and position == self._last_border(request):
+            found: list[int] | None = [self._share(request, request.handed_over[0][0])]
         else:
             found = self.pool.allocate(1, request)
         if found is None:
@@ -206,7 +211,7 @@ class StateCacheManager(SingleTypeKVCacheManager):
 
     def check(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every snapshot is free, cached, or held by these requests."""
-        held = Counter(snapshot for request in holders for snapshot in request.states.held)
+        held = Counter(snapshot for request in holders for snapshot in held_by(request))
         self.pool.check(held + Counter(snapshot for snapshot, _ in self._read))
 
     def _last_border(self, request: Request) -> int:
@@ -240,13 +245,13 @@ class StateSnapshots(Part):
             plan.attach(states)
 
     def up_to(self, request: Request, count: int) -> int:
-        wanted = request.states.wanted
+        wanted = states_of(request).wanted
         return count if len(wanted) < 2 else min(count, wanted[1] - 1 - request.computed)
 
 
 def coming(request: Request) -> Iterator[int]:
     """Yield the borders at which planned steps save the state of a request."""
-    for save in request.states.saves:
+    for save in states_of(request).saves:
         yield save.position
-    if request.states.next_save <= request.computed:  # in the step that is being planned
-        yield request.states.next_save
+    if states_of(request).next_save <= request.computed:  # in the step that is being planned
+        yield states_of(request).next_save

@@ -16,6 +16,7 @@ from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.costs.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
+from engine.parts.kept import source_of
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_prefix
 from engine.parts.kv_tiers.saved_holds import SavedHolds
@@ -179,7 +180,7 @@ class KVOffloading(Part):
         """Return what the tiers offer a waiting request, as Part.offer says. What holds keep is offered even if
         computing it is expected to be faster."""
         size, whole = self._kv_cache.pool.block_size, len(request.tokens)
-        if request.remote.source is not None:
+        if source_of(request) is not None:
             return None  # an engine holds all of its KV, but not for long
         if request.prefix.looked_below or not fits(self._kv_cache, request, matched, matched * size, whole, watermark):
             return None

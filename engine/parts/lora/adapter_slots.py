@@ -13,6 +13,7 @@ from engine.core.request import Request
 from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import AdapterError
+from engine.parts.kept import LORA, lora_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import AdapterLoad, LoRARequest
 from engine.wire.parts.lora import AdapterStats, SequenceAdapter
@@ -85,26 +86,30 @@ class AdapterSlots(Part):
         if not lora.digest:
             raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
 
+    def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
+        if asked.lora is not None:
+            request.of[LORA], request.prefix.adapter = asked.lora, asked.lora.digest
+
     def may_start(self, request: Request) -> bool:
         """Return whether a waiting request may start: a slot has its adapter, and no earlier request waits for that
         slot. If no slot has the adapter, it is loaded as soon as a slot is free."""
-        if request.lora is None:
+        if (lora := lora_of(request)) is None:
             return True
-        slot = self._by_digest.get(request.lora.digest)
+        slot = self._by_digest.get(lora.digest)
         if slot is None:
-            self._bring(request, request.lora)
+            self._bring(request, lora)
             return False
         return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
 
     def started(self, request: Request) -> None:
-        if request.lora is not None:
-            slot = self._running[request] = self._by_digest[request.lora.digest]
+        if digest := request.prefix.adapter:
+            slot = self._running[request] = self._by_digest[digest]
             slot.kept_for = None
             request.attach(SequenceAdapter(self.slots.index(slot)))
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         for request in plan.requests:
-            if request.lora is not None:
+            if request.prefix.adapter:
                 self._running[request].last_step = step
 
     def step_ended(self, plan: StepPlan) -> None:
@@ -138,9 +143,11 @@ class AdapterSlots(Part):
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a running request's adapter is not in a slot."""
         for request in running:
-            if request.lora is not None:
+            if request.prefix.adapter:
                 slot = self._running[request]
-                assert slot.digest == request.lora.digest and not slot.load, "a slot was taken from a running request"
+                assert slot.digest == request.prefix.adapter and not slot.load, (
+                    "a slot was taken from a running request"
+                )
         assert {slot.digest: slot for slot in self.slots if slot.lora} == self._by_digest
 
     def _new_number(self) -> int:
@@ -182,4 +189,4 @@ class AdapterSlots(Part):
 
 def names_in(requests: Iterable[Request]) -> list[str]:
     """Return the names of the requests' adapters, each once."""
-    return list(dict.fromkeys(request.lora.lora_name for request in requests if request.lora is not None))
+    return list(dict.fromkeys(lora.lora_name for each in requests if (lora := lora_of(each)) is not None))

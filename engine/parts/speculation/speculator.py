@@ -26,6 +26,17 @@ LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so
 MANY = 0.25  # share of the requests with drafts in flight for which the others wait; a guess, not measured on a GPU
 
 
+SPECULATION = "speculation"  # in Request.of
+
+
+def drafts_of(request: Request) -> SequenceDrafts:
+    """Return the drafts of a request."""
+    drafts: SequenceDrafts | None = request.of.get(SPECULATION)
+    if drafts is None:
+        drafts = request.of[SPECULATION] = SequenceDrafts()
+    return drafts
+
+
 def any_number(position: int) -> int:
     return MAX_SPECULATIVE_TOKENS
 
@@ -83,13 +94,13 @@ class Speculator(Part):
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         if isinstance(asked, GenerateRequest) and (prediction := asked.record(Prediction)) is not None:
-            request.drafts.prediction = prediction.tokens
+            drafts_of(request).prediction = prediction.tokens
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         """Decide how many tokens a drafter with weights should propose per request at the end of this step."""
         self._num_proposed = 0
         if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
-            drafted = [request for request in plan.requests if not request.drafts.prediction]
+            drafted = [r for r in plan.requests if not (r.leaving or drafts_of(r).prediction)]
             sequences = [(self._start(request), len(request.tokens)) for request in drafted]
             self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
         plan.num_drafts = self._num_proposed
@@ -116,7 +127,7 @@ class Speculator(Part):
 
     def _waits(self, request: Request) -> bool:
         drafts = self._start(request)
-        if not self._pays(drafts, len(request.tokens)):
+        if request.leaving or not self._pays(drafts, len(request.tokens)):
             return False
         # the first is a guess of the token in flight
         limit = self._left(request, self._limit)
@@ -155,6 +166,8 @@ class Speculator(Part):
         drafts = self._start(request)
         length, proposed = len(request.tokens), drafts.proposed
         drafts.proposed = []  # valid after this token only
+        if request.leaving:  # a step that yields several tokens is no place to stop
+            return []
         if not self._pays(drafts, length) or (limit := self._left(request, min(capacity, self._limit))) <= 0:
             return []
         if drafts.drafter is not None:
@@ -171,25 +184,26 @@ class Speculator(Part):
     def verifies(self, request: Request, count: int) -> None:
         """Record that the next step verifies `count` drafts of a request."""
         drafts = self._start(request)
-        drafts.in_flight = count
+        request.verifying = count
         if self._step is self._undrafted:
             self._step = copy(self._undrafted)
         self._step.add(drafts.acceptance(len(request.tokens)), count)
 
     def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
         """Return how many of a request's drafts in flight were rejected, and learn from it."""
-        drafts = request.drafts
-        drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)
+        drafts = drafts_of(request)
+        drafted, request.verifying, drafts.proposed = request.verifying, 0, list(proposed)
         if drafted:
             if request.constraint is None or not request.constraint.forced:
                 drafts.record(drafted, accepted, len(request.tokens) + accepted)
-                drafts.verified = (accepted, drafted - accepted) if drafts.prediction else None
+                if drafts.prediction:
+                    request.news["prediction_tokens"] = (accepted, drafted - accepted)
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 
     def ended(self, request: Request) -> None:
         """Learn from a request that has ended."""
-        drafts = request.drafts
+        drafts = drafts_of(request)
         if drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
         if self._drafter is not None:
@@ -200,7 +214,7 @@ class Speculator(Part):
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, and set up its drafter the first time."""
-        drafts = request.drafts
+        drafts = drafts_of(request)
         if not drafts.started:
             drafts.started = True
             if drafts.prediction:

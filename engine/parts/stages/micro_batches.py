@@ -33,7 +33,7 @@ class MicroBatches(Part):
             return 0
         share = -(-len(request.tokens) // (2 * self._stages))
         chunk = min(count, max(LEAST_CHUNK, self._whole_image, share))
-        if chunk < request.pending or (request.images and request.computed < request.images[-1].mm_position.end):
+        if chunk < request.pending or (request.prefix.places and request.computed < request.prefix.places[-1][1]):
             return chunk
         if not self._left:
             return 0

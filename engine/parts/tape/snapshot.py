@@ -26,16 +26,7 @@ from engine.core.door.part import HOOKS, Part, Parts
 from engine.core.door.request_checks import RequestChecks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import StopConditions
-from engine.core.request import (
-    BlockTable,
-    PrefixUse,
-    RemotePrompt,
-    Request,
-    RequestClock,
-    RequestStates,
-    State,
-    StateSnapshot,
-)
+from engine.core.request import BlockTable, PrefixUse, Request, RequestClock, State
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -75,7 +66,7 @@ OF_PARTS = [*kinds_of_parts()]
 KINDS = Kinds()
 KINDS.add_objects(
     BlockAllocator, BlockPool, BlockTable, DecodeCost, KVCacheManager, LinearCost, ModelLimits, Offers, Outputs, Parts,
-    PrefixUse, RemotePrompt, Request, RequestChecks, RequestClock, RequestMetrics, RequestQueue, RequestStates,
+    PrefixUse, Request, RequestChecks, RequestClock, RequestMetrics, RequestQueue,
     Scheduler, SchedulerStats, SingleTypeKVCacheManager, StepCost, StepPlanBuilder, StepTimes, StopConditions,
     *(kind for part in OF_PARTS for kind in part.objects),
 )  # fmt: skip
@@ -85,7 +76,7 @@ KINDS.messages += [
     StepPlan,
     *(kind for part in OF_PARTS for kind in part.messages),
 ]  # fmt: skip
-KINDS.rows += [StateSnapshot, *(kind for part in OF_PARTS for kind in part.rows)]
+KINDS.rows += [kind for part in OF_PARTS for kind in part.rows]
 KINDS.constants |= {str(state): state for state in State}
 KINDS.constants |= {"nobody": NOBODY, "nobody listens": NOBODY_LISTENS, "unknown": unknown}
 for _part in OF_PARTS:
@@ -110,6 +101,7 @@ def of_request(request: Request) -> dict[str, Any]:
         "tokens": Zeros(len(request.tokens)),
         "reply_to": "",
         "timeline": [],
+        "news": {},
         "prompt_logprobs": None if request.prompt_logprobs is None else [None],
         "of": {name: kept for name, kept in request.of.items() if name not in UNSAID},
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Self
 
 import msgspec
 
+from engine.wire.block_hash import Place
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.part_record import PartRecord
 
@@ -55,3 +57,8 @@ class ImageStep(PartRecord, frozen=True, array_like=True):
 
 
 NO_IMAGES = ImageStep([], [], [])
+
+
+def places_of(images: Iterable[MultiModalFeatureSpec]) -> list[Place]:
+    """Return where images are in a prompt: the placeholder tokens of all images are the same."""
+    return [(image.mm_position.offset, image.mm_position.end, image.mm_hash) for image in images]

@@ -23,10 +23,11 @@ from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.rank.images import Images
+from engine.parts.kept import images_of
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
-from engine.wire.parts.images import ImageStats
+from engine.wire.parts.images import ImageStats, places_of
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
@@ -169,7 +170,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     for i, prompt in enumerate(asked):
         core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens, mm_features=prompt.images))
     live = core.scheduler.queue.live.values()
-    assert len({id(request.images[0].data["pixel_values"]) for request in live}) == 1, "pixels are kept ten times"
+    assert len({id(images_of(request)[0].data["pixel_values"]) for request in live}) == 1, "pixels are kept ten times"
     assert load_of(core.scheduler).queued_embeds == asked[0].images[0].num_embeds
     for i in range(len(asked)):
         core.abort(f"early {i}")
@@ -382,11 +383,12 @@ def test_a_text_costs_the_same_operations_with_a_vision_tower_and_without(folder
 def test_other_images_at_the_same_place_have_other_block_hashes():
     one, two = (Prompt("qwen3_vl").text(*range(1, 6)).image(seed).text(5, 6, 7) for seed in (1, 2))
     plain, first, second = (
-        split(block_hashes(one.tokens, 4, images=images)) for images in ([], one.images, two.images)
+        split(block_hashes(one.tokens, 4, places=places_of(images))) for images in ([], one.images, two.images)
     )
     assert plain[0] == first[0] == second[0], "the image begins behind the first block"
     assert len({*plain[1:], *first[1:], *second[1:]}) == 3 * len(plain[1:])
     moved = [msgspec.structs.replace(one.images[0], mm_position=PlaceholderRange(5, 6))]
-    assert split(block_hashes(one.tokens, 4, images=moved))[1] != first[1]
-    request = Request.create(GenerateRequest(request_id="r", prompt=one.tokens, mm_features=one.images), 99, 0)
+    assert split(block_hashes(one.tokens, 4, places=places_of(moved)))[1] != first[1]
+    request = Request.create(GenerateRequest(request_id="r", prompt=one.tokens), 99, 0)
+    request.prefix.places = places_of(one.images)
     assert request.hashes(len(first), 4) == first

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -17,6 +15,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
+from engine.parts.pooling.pooling import Pooling
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
@@ -211,7 +210,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
 def test_a_prefix_is_read_from_the_cache_unless_every_token_is_pooled():
     for pools_all_tokens, expected in ((False, 8), (True, 0)):
         h = Harness(num_blocks=64, max_model_len=64)
-        h.scheduler.limits = replace(h.scheduler.limits, pools_all_tokens=pools_all_tokens)
+        h.scheduler.parts[Pooling].all_tokens = pools_all_tokens
         h.add("first", [3] * 10, max_tokens=1)
         h.run()
         h.add("second", [3] * 10, pooling=PoolingParams())

@@ -10,6 +10,7 @@ from engine.core.request_queue import RequestQueue
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.prompts_for_others import STUCK_S
+from engine.parts.handoffs.remote_prompt import request_for
 from engine.wire.remote_request import KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
@@ -485,7 +486,7 @@ def queue_of_prompts(count: int) -> tuple[DecodeHarness, RequestQueue]:
 
 
 def asked_for(remote_request: RemoteRequest, number: int) -> Request:
-    request = Request.for_other_engine(remote_request, now=0.0)
+    request = request_for(remote_request, now=0.0)
     request.order = 0, number
     return request
 

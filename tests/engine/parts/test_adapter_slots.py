@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from engine.errors import AdapterError, RequestError
+from engine.parts.kept import lora_of
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead
 from engine.wire.lora import LoRARequest
@@ -94,7 +95,7 @@ def test_steps_read_the_adapters_of_their_requests_and_everyone_ends(seed):
     assert len(h.finished) == 30 and not h.slots.loading
     for name, event in h.finished.items():
         failed = event.delta.error is not None
-        assert failed == (event.request.lora == adapter("a5")) or event.delta.finish_reason == "abort", name
+        assert failed == (lora_of(event.request) == adapter("a5")) or event.delta.finish_reason == "abort", name
 
 
 def test_requests_with_other_adapters_do_not_wait_for_one_that_is_loaded():

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.request import Request, StateSnapshot
+from engine.core.request import Request
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from engine.parts.kv_groups.request_states import StateSnapshot, states_of
 from engine.parts.kv_groups.state_cache_manager import StateCacheManager
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.states import NO_STATES, StateStep
@@ -141,7 +142,7 @@ def test_another_engine_never_writes_a_snapshot_from_which_the_planned_step_rest
     snapshots.cache_block(snapshot, b"hash")
     message = GenerateRequest(request_id="starts", prompt=tokens(9), params=SamplingParams())
     request = Request.create(message, 100, 0.0)
-    request.states.source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
+    states_of(request).source, request.computed, request.slot = StateSnapshot(CHUNK, snapshot), CHUNK, 0
     states.add_sequence(request)
     assert snapshots.reserve([], 1) != [snapshot]
     assert not snapshots.can_reserve([], 1)

@@ -1,0 +1,1 @@
+"""Notes of what an engine computes, for whoever finds it dead."""

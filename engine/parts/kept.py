@@ -1,0 +1,27 @@
+"""What parts keep of a request for other parts to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.request import Request
+from engine.wire.lora import LoRARequest
+from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.remote_request import KVSource
+
+LORA, IMAGES, KV_SOURCE = "lora", "images", "kv_source"  # in Request.of
+
+
+def lora_of(request: Request) -> LoRARequest | None:
+    """Return the adapter of a request."""
+    return request.of.get(LORA)
+
+
+def images_of(request: Request) -> Sequence[MultiModalFeatureSpec]:
+    """Return the images of a prompt, in order of position."""
+    return request.of.get(IMAGES, ())
+
+
+def source_of(request: Request) -> KVSource | None:
+    """Return the engine from which a request moves here with its KV."""
+    return request.of.get(KV_SOURCE)
