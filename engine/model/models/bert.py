@@ -31,6 +31,9 @@ class Encoder(NativeNames, nn.Module):
         if tp.size > 1:
             raise ConfigError("tensor_parallel_size", tp.size, "1 for an encoder")
 
+    def add_encoders(self) -> None:
+        """Add nothing: it reads text only."""
+
     def scores(self, pooled: Tensor) -> Tensor:
         """Return scores [rows, 1] for pooled [rows, hidden]."""
         raise NotImplementedError

@@ -141,6 +141,9 @@ class TransformersModel(Sharded):
             transformers.__version__,
         )
 
+    def add_encoders(self) -> None:
+        """Add nothing: only the text part is computed."""
+
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         self._step.begin(batch)
         out = self.base(input_ids=input_ids[None], position_ids=batch.positions[None], use_cache=False)
