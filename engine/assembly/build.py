@@ -6,16 +6,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from engine.assembly.kv_cache import make_kv_cache
 from engine.assembly.load import load
 from engine.assembly.open_launcher import open_launcher
 from engine.clock import SYSTEM_CLOCK, Clock
 from engine.config import EngineConfig
-from engine.core.block_pool import BlockPool
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.door.kernel import ModelLimits
-from engine.core.door.part import Part
 from engine.core.engine import EngineCore
-from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.mail.mail import Mail
 from engine.core.mail.ranks import Ranks
 from engine.core.scheduler import Scheduler
@@ -27,11 +25,8 @@ from engine.eplb.rank_experts import RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
 from engine.parts.experts.rank.experts import Experts
-from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
-from engine.parts.kv_groups.rank.snapshot_memory import snapshot_border, snapshot_interval, specs_of
 from engine.parts.setup import Loaded, Made, PartSetup
 from engine.parts.table import PARTS
-from engine.runner.kv_cache import window_step_tokens
 from engine.runner.launcher import Launcher
 from engine.runner.model_runner import ModelRunner
 
@@ -129,27 +124,6 @@ def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:
     """Return what launches steps: a thread for overlap on devices whose calls block. With other ranks a thread is
     needed even without overlap, to notice a rank that hangs while a step waits for it."""
     return open_launcher(runner, group, group.size > 1 or (runner.overlap and not runner.device.asynchronous))
-
-
-def make_kv_cache(loaded: Loaded) -> tuple[KVCacheManager, list[Part]]:
-    config, model, runner = loaded.config, loaded.model, loaded.runner
-    prefix_caching = config.enable_prefix_caching and not model.bidirectional
-    snapshots, interval = None, 0
-    for kept in runner.memory.more_blocks:
-        snapshots = BlockPool(len(kept), snapshot_border(runner.block_size), prefix_caching, block_bytes=kept[0].nbytes)
-        specs = specs_of(runner.setup)
-        interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
-    return kv_cache_of(
-        [group.spec for group in model.kv_groups],
-        [
-            BlockPool(count, runner.block_size, prefix_caching, group.spec.window is not None, kv[:1].nbytes)
-            for count, group, kv in zip(runner.num_blocks, model.kv_groups, runner.kv_caches, strict=True)
-        ],
-        step_tokens=window_step_tokens(config, model),
-        least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),
-        snapshots=snapshots,
-        snapshot_interval=interval,
-    )
 
 
 def make_limits(loaded: Loaded) -> ModelLimits:

@@ -22,7 +22,6 @@ from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
-from engine.parts.kv_groups.rank.snapshot_memory import snapshot_bytes, specs_of
 from engine.runner.kv_cache import group_needs
 from engine.runner.model_runner import ModelRunner
 
@@ -49,8 +48,7 @@ class Loaded:
         model, runner, tp = self.model, self.runner, self.runner.tp
         needs = group_needs(self.config, runner.block_size, model, runner.kv_dtype, tp)
         sizes = [need.block_bytes for need in needs]
-        if runner.memory.more_blocks:
-            sizes.append(snapshot_bytes(specs_of(runner.setup)))
+        sizes += [snapshots[0].nbytes for snapshots in runner.memory.more_blocks]
         return [size * tp.size for size in sizes]
 
 

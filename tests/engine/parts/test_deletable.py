@@ -25,7 +25,6 @@ OTHER_MODULES = {
 }
 """Modules of a part that are not in its folder."""
 NOT_YET = {
-    "kv_groups": "build.py makes every KV cache by it",
     "speculation": "step_cost.py measures drafts",
 }
 """Parts that something else imports. The list may only get shorter."""
