@@ -38,7 +38,7 @@ from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import DispatchRemote
+from engine.wire.parts.handoffs import DispatchRemote
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 

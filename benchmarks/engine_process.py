@@ -14,19 +14,17 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
-from engine.wire.messages import (
+from engine.wire.messages import Command, EngineStatus, Notice
+from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
-    Command,
     DispatchRemote,
-    EngineStatus,
-    Notice,
-    PeerPool,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
 )
 from engine.wire.stats.engine_stats import EngineStats
+from engine.wire.stats.handoff_stats import PeerPool
 
 START_TIMEOUT_S = 300.0
 POLL_MS = 100

@@ -28,7 +28,7 @@ from deployments.prefill_decode import PrefillDecode
 from deployments.routing.config import Role
 from deployments.routing.router import EngineRouter
 from engine.errors import ConfigError, StartupError
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from placement import capacity
 from placement.console_log import LogConfig
 

@@ -13,7 +13,7 @@ from deployments.replicas.pairing import pair
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from placement.spec import GroupSpec
 
 

@@ -45,7 +45,7 @@ from deployments.replicas.serve_pool import ServePool
 from deployments.storage.config import StoreConfig
 from engine.errors import ServingError, StartupError
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)

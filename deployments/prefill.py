@@ -7,7 +7,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.replicas.engine_deployment import EngineDeployment
 from engine.config import EngineConfig
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from placement.spec import GroupSpec
 
 

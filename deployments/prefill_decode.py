@@ -14,8 +14,7 @@ from deployments.decode import Decode
 from deployments.replicas.engine_deployment import own_handle
 from deployments.replicas.role_follower import RoleFollower
 from engine.config import EngineConfig
-from engine.wire.messages import PeerPool
-from engine.wire.stats.handoff_stats import Role
+from engine.wire.stats.handoff_stats import PeerPool, Role
 from placement.spec import GroupSpec
 
 

@@ -15,30 +15,19 @@ import zmq
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import (
-    Abort,
-    AdapterLoaded,
-    Add,
+from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
-    Command,
     DispatchRemote,
-    EngineStatus,
-    GiveHolds,
-    HeldPrompt,
-    HeldPrompts,
-    LoadAdapter,
-    Notice,
     Prefill,
     PrefillReplicas,
-    ReleaseHolds,
     RemoteRequestFailed,
-    ResetPrefixCache,
-    TakeTape,
-    TapeTaken,
 )
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.speculation import Prediction
+from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
@@ -128,7 +117,7 @@ class FakeEngine:
             if self._commands.poll(self._step_ms if self._live else POLL_MS):
                 message = self._commands.recv()
                 with suppress(msgspec.DecodeError):  # another process may still send to whoever had this port before
-                    self._handle(msgspec.msgpack.decode(message, type=Command))
+                    self._handle(msgspec.msgpack.decode(message, type=kinds_of(Command)))
             while not self._notices.empty():
                 self._status.send(msgspec.msgpack.encode(self._notices.get()))
             if not self.paused.is_set():

@@ -22,7 +22,7 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import CancelDispatch, DispatchRemote
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams

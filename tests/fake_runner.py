@@ -41,8 +41,8 @@ from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
+from engine.wire.part_record import encoded
 from engine.wire.parts.holds import HoldMark, PromptHold
-from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult

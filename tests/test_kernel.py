@@ -18,7 +18,7 @@ LIMITS = {
     "distributed": 812,
     "model": 2_669,
     "runner": 1_645,
-    "core": 2_433,
+    "core": 2_435,
 }
 # What the kernel still imports although the page does not list it, by room. It may only shrink.
 NOT_YET = {

@@ -12,7 +12,7 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
 from engine.wire.messages import EngineStatus
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.stats.histogram import Histogram

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.messages import Abort, Add, CancelPrefill, Prefill
+from engine.wire.messages import Abort, Add
+from engine.wire.parts.handoffs import CancelPrefill, Prefill
 from engine.wire.remote_request import KVHolder, RemoteRequest
 
 

@@ -11,7 +11,8 @@ from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.remote_dispatcher import RemotePool
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
-from engine.wire.messages import Notice, PeerPool
+from engine.wire.messages import Notice, kinds_of
+from engine.wire.stats.handoff_stats import PeerPool
 
 
 class EngineReplica(EngineControl):
@@ -29,7 +30,9 @@ class EngineReplica(EngineControl):
         sockets. The others are those of EngineControl."""
         super().__init__(stall_timeout_s, peers, node)
         self._context = zmq.asyncio.Context()
-        self._notices: PullSocket[Notice] = PullSocket(self._context, host, Notice, name="engine_notices", key=key)
+        self._notices: PullSocket[Notice] = PullSocket(
+            self._context, host, kinds_of(Notice), name="engine_notices", key=key
+        )
         self.status_to = self._notices.address
         self._commands = zmq.Context(self._context).socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, 0)

@@ -16,9 +16,8 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.messages import HeldPrompt
-from engine.wire.parts.holds import HoldMark, PromptHold
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
+from engine.wire.parts.holds import HeldPrompt, HoldMark, PromptHold
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch

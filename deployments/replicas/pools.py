@@ -13,7 +13,8 @@ from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.messages import EngineStatus
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 
 

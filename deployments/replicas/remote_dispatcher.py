@@ -10,8 +10,10 @@ from typing import Literal, Protocol
 from deployments.routing.stats import RoutingStats
 from engine.black_box import compute_key, found_keys, read_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemoteRequestFailed
+from engine.wire.messages import Command, EngineStatus
+from engine.wire.parts.handoffs import PrefillReplica, PrefillReplicas, RemoteRequestFailed
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.stats.handoff_stats import PeerPool
 
 logger = logging.getLogger(__name__)
 

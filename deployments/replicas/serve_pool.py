@@ -28,8 +28,9 @@ from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest, digest_of
-from engine.wire.messages import HotPrefixes, PeerPool
+from engine.wire.parts.kv_fetching import HotPrefixes
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import State
 from engine.core.scheduler import Scheduler
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
 from engine.wire.stats.engine_stats import EngineLoad, EngineStats
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.wire.block_hash import Place, block_hash, root_hash, root_keys, with_places
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.part_record import Attached, PartRecord
+from engine.wire.part_record import Attached, PartRecord
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import RequestTimes, TokenLogprob

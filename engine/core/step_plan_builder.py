@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.request import Request
-from engine.wire.parts.part_record import Attached, PartRecord
+from engine.wire.part_record import Attached, PartRecord
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TypeVar
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
 
 R = TypeVar("R", bound=PartRecord)

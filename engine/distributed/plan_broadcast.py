@@ -23,7 +23,7 @@ from engine.distributed.handshake_monitor import HandshakeMonitor
 from engine.distributed.refusals import REFUSALS
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
-from engine.wire.parts.part_record import PartRecord, Records, encoded, record_in
+from engine.wire.part_record import PartRecord, Records, encoded, record_in
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

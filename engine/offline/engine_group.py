@@ -26,7 +26,7 @@ from engine.errors import EngineUnavailable
 from engine.runner.worker import Worker
 from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice
+from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, kinds_of
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenBatch, TokenDelta
 
@@ -55,7 +55,9 @@ class Inbox:
     def __init__(self, key: ClusterKey | None):
         self.context = zmq.Context()
         self.tokens: PullSocket[TokenBatch] = PullSocket(self.context, HOST, TokenBatch, name="tokens", key=key)
-        self.notices: PullSocket[Notice] = PullSocket(self.context, HOST, Notice, name="engine_notices", key=key)
+        self.notices: PullSocket[Notice] = PullSocket(
+            self.context, HOST, kinds_of(Notice), name="engine_notices", key=key
+        )
 
 
 def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.devices.device import Device
 from engine.runner.step import LaunchedStep, StepInputs
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class StepRunner(Protocol):

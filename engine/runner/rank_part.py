@@ -18,7 +18,7 @@ from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.step import DummyStep, Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
 
 

@@ -28,8 +28,6 @@ from engine.wire.messages import (
     EngineStatus,
     ResetPrefixCache,
     Subscribe,
-    TakeTape,
-    TapeTaken,
 )
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta
@@ -95,8 +93,6 @@ class EngineEndpoint:
                 self._subscribe(command)
             case ResetPrefixCache():
                 self.core.apply(inputs.CacheCleared())
-            case TakeTape(call_id):
-                self.tell(TapeTaken(call_id, self.core.tape.take()))
             case _:
                 if not any(courier.take(command, self) for courier in self.core.mail.all):
                     REFUSALS.add("commands", "unexpected", f"{type(command).__name__}: no part takes it")

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
 from engine.serving.endpoint import EngineEndpoint
-from engine.wire.messages import Command
+from engine.wire.messages import Command, kinds_of
 
 QUEUED_MESSAGES = 100_000  # per receiver that does not take them; further ones are dropped
 POLL_MS = 200  # while there is nothing to compute
@@ -49,7 +49,9 @@ class EngineServer:
         self._core = build_engine(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
-        self._inbox: PullSocket[Command] = PullSocket(self._context, host, Command, name="commands", key=group.key)
+        self._inbox: PullSocket[Command] = PullSocket(
+            self._context, host, kinds_of(Command), name="commands", key=group.key
+        )
         self.address = self._inbox.address
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)

@@ -9,7 +9,7 @@ import msgspec
 from engine.errors import RequestError
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.part_record import PartRecord, R, Records, encoded, record_in
+from engine.wire.part_record import PartRecord, R, Records, encoded, record_in
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import RemoteRequestFailed
+from engine.wire.parts.handoffs import RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import TokenLogprob

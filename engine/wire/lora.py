@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class LoRARequest(msgspec.Struct, frozen=True, omit_defaults=True):

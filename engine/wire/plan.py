@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.parts.part_record import Attached, R, attached
+from engine.wire.part_record import Attached, R, attached
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from engine.errors import InvalidParameter, UnsupportedTask
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import check
 
 Task = Literal["generate", "embed", "score"]

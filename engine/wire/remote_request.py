@@ -8,7 +8,7 @@ import msgspec
 
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import SamplingParams
 
 

@@ -24,9 +24,8 @@ from deployments.options.console import ConsoleConfig
 from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import PeerPool
 from engine.wire.stats.engine_stats import EngineStats
-from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats, PeerPool
 from engine.wire.token_delta import SequenceCost, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, tokenizer
 from tests.deployments.replicas.mortal_pool import LIMITS

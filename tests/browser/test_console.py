@@ -12,10 +12,10 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from engine.wire.part_record import encoded
 from engine.wire.parts.experts import ExpertReport, ExpertStats
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldStats
-from engine.wire.parts.part_record import encoded
 from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import SequenceCost

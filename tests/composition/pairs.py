@@ -20,7 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from tests.composition.engines import Answer, Asked, Openers, Session
 from tests.composition.models import FAMILIES, WITH_IMAGES, Kind, Models

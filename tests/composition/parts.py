@@ -14,11 +14,11 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.part_record import PartRecord
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.images import ImageStats
 from engine.wire.parts.kv_offload import KVOffloadStats
-from engine.wire.parts.part_record import PartRecord
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import ThinkingBudget

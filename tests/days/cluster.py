@@ -24,7 +24,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoffs import Handoffs
-from engine.wire.messages import Notice, PeerPool
+from engine.wire.messages import Notice, kinds_of
+from engine.wire.stats.handoff_stats import PeerPool
 from tests.days.encoders import Images, engine_class
 from tests.days.engine import Channel, Engine
 from tests.days.ingress import Ingress
@@ -38,7 +39,7 @@ from tests.days.store import Redis
 STATUS_TIMEOUT_S = 3.0  # of ServePool
 EXIT_S = 0.2  # of EngineDeployment
 DRAIN_S = 20.0
-NOTICE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Notice)
+NOTICE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds_of(Notice))
 
 
 @dataclass(frozen=True)

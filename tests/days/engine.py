@@ -64,7 +64,7 @@ from engine.runner.launcher import Launcher
 from engine.serving.endpoint import EngineEndpoint
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
-from engine.wire.messages import Command, Subscribe
+from engine.wire.messages import Command, Subscribe, kinds_of
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 WAKE_S = 0.00005  # until a thread runs that has been woken
 POLL_S, MAX_POLL_S = 0.005, 0.1  # between turns that do nothing: more and more, since they cost as much as others
 TOGETHER_S = 0.5  # between the status and the update of an idle engine, so that they come in one turn
-COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(kinds_of(Command))
 ENVELOPE = msgspec.msgpack.Decoder(Envelope)
 WORKER_COMMAND: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KVWorkerCommand)
 

@@ -26,7 +26,7 @@ from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import TokenBatch
 from tests.days.keys import TTL_S
 from tests.days.model import TOKENIZER

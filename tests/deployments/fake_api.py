@@ -33,8 +33,8 @@ from engine.errors import EngineUnavailable
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import PeerPool
 from engine.wire.pooling_params import SupportedTasks
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer

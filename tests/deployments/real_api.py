@@ -41,8 +41,8 @@ from engine.model.config import ModelConfig
 from engine.options.handoff import HandoffConfig
 from engine.serving.server import EngineServer
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.messages import PeerPool
 from engine.wire.remote_request import RemoteRequest
+from engine.wire.stats.handoff_stats import PeerPool
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
 

@@ -32,7 +32,8 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.serving.kv_events import KVEventPublisher
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import HandoffAction, HandoffEvent
-from engine.wire.messages import EngineUpdate, PrefillReplica, Subscribe
+from engine.wire.messages import EngineUpdate, Subscribe
+from engine.wire.parts.handoffs import PrefillReplica
 from engine.wire.parts.kv_offload import StoreListing, TierAnswer, TierCommand
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_request import RemoteRequest

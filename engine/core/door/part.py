@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.core.kv_cache_manager import Shorten
     from engine.core.step_plan_builder import StepPlanBuilder
     from engine.errors import ServingError
-    from engine.wire.parts.part_record import PartRecord
+    from engine.wire.part_record import PartRecord
     from engine.wire.plan import StepPlan
     from engine.wire.token_delta import TokenDelta, TokenLogprob
 

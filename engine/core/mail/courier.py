@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.core.door.inputs import Input
+from engine.core.door.journal import Journal
 from engine.core.door.kernel import Kernel
 from engine.core.door.outputs import Receiver
 from engine.core.output import Event
@@ -22,6 +23,7 @@ class Engine(Protocol):
     """An EngineCore, as couriers see it."""
 
     idle: bool
+    tape: Journal
 
     @property
     def scheduler(self) -> Kernel: ...

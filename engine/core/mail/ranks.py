@@ -11,7 +11,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.runner.launcher import Launcher
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step import LaunchedStep
-from engine.wire.parts.part_record import PartRecord, Records, encoded
+from engine.wire.part_record import PartRecord, Records, encoded
 from engine.wire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # it needs pyzmq, which an engine of one rank without handoffs does without

@@ -84,7 +84,7 @@ from engine.wire.handoff import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.wire.messages import RemoteRequestFailed
+from engine.wire.parts.handoffs import RemoteRequestFailed
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats

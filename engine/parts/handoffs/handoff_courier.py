@@ -21,14 +21,14 @@ from engine.parts.handoffs.inputs import (
     StuckRefused,
 )  # fmt: skip
 from engine.wire.handoff import AcceptPrefill, RefusePrefill
-from engine.wire.messages import (
+from engine.wire.parts.handoffs import (
     CancelPrefill,
     MoveRequests,
     Prefill,
     PrefillReplicas,
     RemoteRequestFailed,
     SetRole,
-)  # fmt: skip
+)
 from engine.wire.remote_request import RemoteRequest
 
 if TYPE_CHECKING:  # it needs pyzmq

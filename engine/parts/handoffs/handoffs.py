@@ -35,8 +35,7 @@ from engine.wire.handoff import (
     RefusePrefill,
     Spent,
 )
-from engine.wire.messages import PrefillReplica
-from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import TokenDelta, TokenLogprob

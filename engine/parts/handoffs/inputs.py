@@ -6,7 +6,7 @@ from engine.core.door.part_input import KernelWithParts, PartInput
 from engine.core.request import Request, State
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.handoff import HandoffEvent
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 

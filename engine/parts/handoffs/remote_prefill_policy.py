@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.costs.step_cost import LinearCost, StepCost
 from engine.options.handoff import HandoffConfig
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 
 MOVED = "moved"  # the engine that has computed the request holds its KV
 MIN_TOKENS = 32  # a shorter prompt fits into a decode step at hardly any cost

@@ -19,7 +19,7 @@ from engine.parts.handoffs.remote_prefill_policy import (
 from engine.parts.handoffs.remote_prompt import remote_of
 from engine.parts.kept import KV_SOURCE, source_of
 from engine.wire.handoff import CancelHandoff, Failed, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchRemote
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
 ASKED = "asked"  # the request says where its prompt is computed

@@ -11,7 +11,7 @@ from engine.parts.handoffs.remote_prompt import RemotePrompt
 from engine.parts.handoffs.remote_prompts import RemotePrompts
 from engine.parts.snapshot_kinds import SnapshotKinds
 from engine.wire.handoff import BlocksAsked, HeldBlocks, PromptCost
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 
 KINDS = SnapshotKinds(
     objects=(

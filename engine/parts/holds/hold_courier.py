@@ -6,7 +6,7 @@ import msgspec
 
 from engine.core.mail.courier import Courier, Server
 from engine.parts.holds.inputs import HoldsGiven, HoldsReleased
-from engine.wire.messages import GiveHolds, HeldPrompts, ReleaseHolds
+from engine.wire.parts.holds import GiveHolds, HeldPrompts, ReleaseHolds
 from engine.wire.remote_request import Peer
 
 

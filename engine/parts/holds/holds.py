@@ -20,8 +20,7 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.tier import Tier
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import HeldPrompt
-from engine.wire.parts.holds import HoldEnd, HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldStats, PromptHold
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.token_delta import HoldOutcome
 

@@ -10,7 +10,7 @@ from engine.core.mail.courier import Engine, Server
 from engine.parts.handoffs.channel_courier import ChannelCourier
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.inputs import EncodersRest, EncodersSet, ImageWentOn
-from engine.wire.messages import PrefillReplicas, RemoteRequestFailed
+from engine.wire.parts.handoffs import PrefillReplicas, RemoteRequestFailed
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel

@@ -9,8 +9,8 @@ import msgspec
 
 from engine.core.door.outputs import Outputs
 from engine.wire.handoff import Failed, HandoffEvent, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, PrefillReplica
 from engine.wire.parts.images import ReceivedImage
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import msgspec
 from engine.core.mail.courier import Courier, Server
 from engine.core.output import Event
 from engine.parts.kv_fetching.prefix_counter import PrefixCounter
-from engine.wire.messages import HotPrefixes, ListHotPrefixes
+from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
 from engine.wire.remote_request import Peer
 
 

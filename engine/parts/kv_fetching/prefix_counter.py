@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
-from engine.wire.messages import HotPrefix
+from engine.wire.parts.kv_fetching import HotPrefix
 
 MIN_TOKENS = 32  # of a prefix that is worth a fetch
 MAX_PREFIXES = 128

@@ -14,7 +14,7 @@ from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import AdapterLoaded, LoadAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.wire.parts.part_record import Attached
+from engine.wire.part_record import Attached
 from engine.wire.plan import BlockChange, StepPlan
 
 NOTHING = 0

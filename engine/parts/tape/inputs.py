@@ -28,8 +28,8 @@ from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, R
 from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.part_record import encoded
 from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
-from engine.wire.parts.part_record import encoded
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams

@@ -10,10 +10,12 @@ from engine.parts.setup import Made, PartSetup
 from engine.parts.tape.kept_tapes import KeptTapes
 from engine.parts.tape.recorder import Tape
 from engine.parts.tape.shared_copy import keep_orphans, shared_root
+from engine.parts.tape.tape_courier import TapeCourier
 
 
 def make(setup: PartSetup) -> Made:
-    return Made(journal=partial(make_tape, setup)) if setup.loaded.config.tape_mib else Made()
+    records = bool(setup.loaded.config.tape_mib)
+    return Made(couriers=[TapeCourier()], journal=partial(make_tape, setup) if records else None)
 
 
 def make_tape(setup: PartSetup, scheduler: Scheduler) -> Tape:

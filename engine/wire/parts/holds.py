@@ -6,7 +6,10 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import Command, Notice
+from engine.wire.part_record import PartRecord
+from engine.wire.remote_request import Peer
 
 HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
 # cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite. lost: a tier lost a
@@ -59,3 +62,42 @@ class HoldStats(PartRecord, frozen=True, kw_only=True):
     unused_block_s: float = 0.0
     """Blocks of the first KV cache group on the device times the seconds for which holds kept them that no later
     request has used."""
+
+
+class GiveHolds(Command, frozen=True):
+    """Ask for up to `limit` holds that no GiveHolds has returned since their last use, those that last longest first.
+    Answered by HeldPrompts. The holds stay here as well."""
+
+    call_id: str
+    limit: int
+
+
+class ReleaseHolds(Command, frozen=True):
+    """End the holds that have this name, or are of the response with this id."""
+
+    name: str
+    client: str | None = None
+    """Client whose holds end; None for those of all clients."""
+
+
+class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that an engine holds for a client, in full blocks. Another engine can take over the hold."""
+
+    token_ids: list[int]
+    cache_salt: str
+    lora: LoRARequest | None
+    client: str
+    name: str
+    response_id: str
+    ttl_s: float
+    left_s: float
+    """Seconds until the end of the hold."""
+
+
+class HeldPrompts(Notice, frozen=True):
+    """Answers GiveHolds."""
+
+    call_id: str
+    peer: Peer | None
+    """The engine itself, if others can fetch blocks from it."""
+    prompts: list[HeldPrompt]

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.wire.block_hash import Place
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class ImageStats(PartRecord, frozen=True):

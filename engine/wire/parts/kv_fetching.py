@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.wire.parts.part_record import PartRecord
+import msgspec
+
+from engine.wire.messages import Command, Notice
+from engine.wire.part_record import PartRecord
+from engine.wire.remote_request import Peer
 
 
 class FetchStats(PartRecord, frozen=True):
@@ -17,3 +21,31 @@ class FetchStats(PartRecord, frozen=True):
     `costs_more` if computing it was expected to be faster."""
     fetched_tokens: int
     """Prompt tokens whose KV was fetched."""
+
+
+class ListHotPrefixes(Command, frozen=True):
+    """Ask for the most used cached prefixes, at most `limit` of them. Answered by HotPrefixes, unless other engines
+    cannot fetch from this one."""
+
+    call_id: str
+    limit: int
+
+
+class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A prefix that an engine has cached, and with which requests begin."""
+
+    token_ids: list[int]
+    cache_salt: str
+    uses: int
+    """Number of requests that began with exactly this cached prefix."""
+    num_bytes: int
+    """Size of its KV on all ranks."""
+
+
+class HotPrefixes(Notice, frozen=True):
+    """Answers ListHotPrefixes."""
+
+    call_id: str
+    peer: Peer
+    prefixes: list[HotPrefix]
+    """The most used first."""

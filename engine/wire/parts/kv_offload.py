@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class TierBlock(NamedTuple):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.lora import LoRARequest
+from engine.wire.messages import Command, Notice
+from engine.wire.part_record import PartRecord
+from engine.wire.token_delta import ErrorInfo
 
 
 class AdapterStats(PartRecord, frozen=True):
@@ -30,3 +33,19 @@ class SequenceAdapter(PartRecord, frozen=True, array_like=True):
 
     def decided(self) -> tuple[int, ...]:
         return (self.slot,)
+
+
+class LoadAdapter(Command, frozen=True):
+    """Check that an adapter fits the model, and read its weights into host memory on every rank. Answered by
+    AdapterLoaded."""
+
+    call_id: str
+    lora: LoRARequest
+
+
+class AdapterLoaded(Notice, frozen=True):
+    """Says that a LoadAdapter command has ended."""
+
+    call_id: str
+    error: ErrorInfo | None = None
+    """Why no request can be computed with the adapter."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class Prediction(PartRecord, frozen=True):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):

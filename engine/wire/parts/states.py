@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from engine.wire.parts.part_record import PartRecord
+from engine.wire.part_record import PartRecord
 
 
 class StateRestore(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.parts.part_record import R, Records, record_in
+from engine.wire.part_record import R, Records, record_in
 from engine.wire.stats.histogram import Histogram
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 Role = Literal["decode", "prefill"]
+PeerPool = Literal["prefill", "encode"]  # of engines that compute for others
 
 
 class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ from deployments.parts.console.cluster_watcher import ClusterEvent, ClusterState
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.wire.messages import EngineStatus
+from engine.wire.part_record import encoded
 from engine.wire.parts.experts import ExpertReport, ExpertStats, SharedSteps
-from engine.wire.parts.part_record import encoded
 from tests.engine_stats import engine_stats
 
 

@@ -14,8 +14,8 @@ from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import PeerPool
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
 from tests.deployments.real_api import running_engine

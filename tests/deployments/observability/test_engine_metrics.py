@@ -18,13 +18,13 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.parts.speculation.draft_totals import DraftTotals
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.messages import EngineStatus
+from engine.wire.part_record import encoded
 from engine.wire.parts.experts import ExpertReport, ExpertStats, SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.part_record import encoded
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.parts.stages import StageReport, StageStats
-from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats, PeerPool
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(

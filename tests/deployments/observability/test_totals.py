@@ -11,7 +11,8 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.totals import TotalsLog
 from deployments.replicas.pools import ReplicaStatus
-from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.messages import EngineStatus
+from engine.wire.stats.handoff_stats import PeerPool
 from tests.deployments.fake_api import until
 from tests.engine_stats import engine_stats
 

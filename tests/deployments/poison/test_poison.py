@@ -21,7 +21,7 @@ from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -28,7 +28,7 @@ from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import PeerPool
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import MAX_MODEL_LEN, tokenizer
 from tests.fake_engine import EOS

@@ -14,7 +14,7 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import CancelDispatch
+from engine.wire.parts.handoffs import CancelDispatch
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import until
 from tests.fake_engine import FakeEngine

@@ -15,8 +15,8 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.hold_moves import move_holds
 from engine.errors import EngineUnavailable, Overloaded
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.messages import EngineStatus, HeldPrompt
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.messages import EngineStatus
+from engine.wire.parts.holds import HeldPrompt, HoldMark, PromptHold
 from engine.wire.remote_request import KVHolder, Peer
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.test_departure import replica

@@ -14,14 +14,14 @@ from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import compute_key, ended_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import (
+from engine.wire.parts.handoffs import (
     CancelDispatch,
     DispatchRemote,
-    PeerPool,
     PrefillReplica,
     PrefillReplicas,
     RemoteRequestFailed,
 )
+from engine.wire.stats.handoff_stats import PeerPool
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.fake_prefill import FakeRemotePool, make_remote_request, status
 from tests.fake_engine import FakeEngine

@@ -1,8 +1,8 @@
 from deployments.replicas.scaling_report import ReplicaReport, queue_report
 from engine.core.stats import RequestMetrics
 from engine.wire.messages import EngineStatus
+from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.part_record import encoded
 from tests.engine_stats import engine_stats
 
 

@@ -15,7 +15,8 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.warm_start import choose, warm_start
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Add, EngineStatus, HotPrefix, HotPrefixes
+from engine.wire.messages import Add, EngineStatus
+from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes
 from engine.wire.remote_request import KVHolder, Peer
 from tests.engine_stats import engine_stats
 

@@ -22,7 +22,7 @@ from deployments.routing.router import EngineRouter, engine_id_of
 from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.distributed.cluster_key import ClusterKey
-from engine.wire.messages import Command, EngineUpdate, Subscribe
+from engine.wire.messages import Command, EngineUpdate, Subscribe, kinds_of
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.stats.engine_stats import EngineLoad
 from tests.deployments.fake_api import until
@@ -160,7 +160,7 @@ async def test_the_router_subscribes_with_its_first_call(key):
             assert r._subscriber is None
             await route(r, plain(1))
             async with asyncio.timeout(60):
-                command = msgspec.msgpack.decode(await engine.recv(), type=Command)
+                command = msgspec.msgpack.decode(await engine.recv(), type=kinds_of(Command))
             assert isinstance(command, Subscribe) and command.resync
 
 

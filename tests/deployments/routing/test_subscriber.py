@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from deployments.routing.subscriber import KVEventSubscriber
-from engine.wire.messages import Command, EngineUpdate, Subscribe
+from engine.wire.messages import Command, EngineUpdate, Subscribe, kinds_of
 from engine.wire.stats.engine_stats import EngineLoad
 from tests.refused import Refused
 
@@ -31,7 +31,7 @@ class Inbox:
 
     async def subscription(self) -> Subscribe:
         async with asyncio.timeout(LIMIT_S):
-            command = msgspec.msgpack.decode(await self._socket.recv(), type=Command)
+            command = msgspec.msgpack.decode(await self._socket.recv(), type=kinds_of(Command))
         assert isinstance(command, Subscribe)
         return command
 

@@ -10,7 +10,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.handoff import OpenHandoff
-from engine.wire.messages import CancelDispatch, DispatchRemote, RemoteRequestFailed
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.core.real_engine import Engine

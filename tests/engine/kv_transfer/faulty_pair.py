@@ -14,22 +14,17 @@ import zmq
 from engine.config import EngineConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.messages import (
-    Add,
+from engine.wire.messages import Add, Command, EngineStatus, EngineUpdate, Notice, Subscribe, kinds_of
+from engine.wire.part_record import encoded
+from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
-    Command,
     DispatchRemote,
-    EngineStatus,
-    EngineUpdate,
-    Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
     RemoteRequestFailed,
-    Subscribe,
 )
-from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
@@ -230,7 +225,7 @@ class FaultyPair:
                 self._answer(member)
             if member.notices in ready:
                 for message in drain(member.notices):
-                    self._handle(member, msgspec.msgpack.decode(message, type=Notice))
+                    self._handle(member, msgspec.msgpack.decode(message, type=kinds_of(Notice)))
             if member.tokens in ready:
                 for message in drain(member.tokens):
                     self._gather(msgspec.msgpack.decode(message, type=TokenBatch))

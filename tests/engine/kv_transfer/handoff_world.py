@@ -37,7 +37,7 @@ from engine.wire.handoff import (
     ReportProgress,
     Spent,
 )
-from engine.wire.messages import RemoteRequestFailed
+from engine.wire.parts.handoffs import RemoteRequestFailed
 from engine.wire.remote_request import NOBODY, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 

@@ -10,7 +10,8 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core.output import Event
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Add, MoveRequests
+from engine.wire.messages import Add
+from engine.wire.parts.handoffs import MoveRequests
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.token_delta import TokenDelta, TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair

@@ -13,16 +13,8 @@ from engine.config import EngineConfig
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.serving.server import EngineServer
-from engine.wire.messages import (
-    CancelDispatch,
-    CancelPrefill,
-    Command,
-    DispatchRemote,
-    EngineStatus,
-    Notice,
-    Prefill,
-    RemoteRequestFailed,
-)
+from engine.wire.messages import Command, EngineStatus, Notice, kinds_of
+from engine.wire.parts.handoffs import CancelDispatch, CancelPrefill, DispatchRemote, Prefill, RemoteRequestFailed
 from engine.wire.parts.holds import HoldStats
 from engine.wire.remote_request import RemoteRequest
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
@@ -130,7 +122,7 @@ class Pair:
     # -- the control actors --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(Notice).decode
+        decode = msgspec.msgpack.Decoder(kinds_of(Notice)).decode
         poller = zmq.Poller()
         for engine in (self.decode, self.prefill):
             poller.register(engine.inbox, zmq.POLLIN)

@@ -15,7 +15,8 @@ from engine.distributed.data_parallel.data_parallel_group import DataParallelGro
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.serving.server import EngineServer
-from engine.wire.messages import DispatchRemote, EngineStatus, Notice, Prefill
+from engine.wire.messages import EngineStatus, Notice, kinds_of
+from engine.wire.parts.handoffs import DispatchRemote, Prefill
 from tests.engine.kv_transfer.test_families import LENGTHS, alone, flat, make_config, prompt
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
 from tests.models import make_model
@@ -72,7 +73,7 @@ class Pools:
         self, context: zmq.Context, decode: EngineConfig, prefill: EngineConfig, pools: tuple[RankPool, RankPool]
     ):
         self.decode, self.prefill = Group(context, decode, pools[0]), Group(context, prefill, pools[1])
-        self._decode = msgspec.msgpack.Decoder(Notice).decode
+        self._decode = msgspec.msgpack.Decoder(kinds_of(Notice)).decode
         self._num_sent = 0
 
     def run_until(self, condition: Any) -> None:

@@ -13,11 +13,11 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Add, HotPrefixes, ListHotPrefixes, Notice
+from engine.wire.messages import Add, Notice
+from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.kv_fetching import FetchStats
+from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, ListHotPrefixes
 from engine.wire.parts.kv_offload import KVOffloadStats
-from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob

@@ -20,7 +20,7 @@ from engine.parts.speculation.speculator import Speculator
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenLogprob

@@ -18,8 +18,8 @@ from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Abort, PrefillReplica, PrefillReplicas
-from engine.wire.parts.handoffs import HandoffTotals
+from engine.wire.messages import Abort
+from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica, PrefillReplicas
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair

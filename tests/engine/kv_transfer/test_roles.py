@@ -12,13 +12,11 @@ from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs import prompts_for_others
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import (
-    Add,
+from engine.wire.messages import Add, EngineStatus, Notice
+from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
     DispatchRemote,
-    EngineStatus,
-    Notice,
     Prefill,
     PrefillReplica,
     PrefillReplicas,

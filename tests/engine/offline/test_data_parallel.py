@@ -24,6 +24,7 @@ from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.experts.rank.experts import Experts
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.experts import ExpertReport
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.lora.test_engines import ask
 from tests.engine.offline.test_expert_moves import LATER, check_stop, check_streams, fail, often, run_streams
@@ -194,16 +195,16 @@ def test_experts_move_between_the_ranks_of_all_engines_in_the_middle_of_streams(
     if determinism is None:  # the bits of engines whose experts have not moved
         with running(pool, shared(folder, 2, eplb_config=LATER, **options)) as group:
             expected = run_streams(group)
-            assert not group.stats().experts
+            assert not group.stats().record(ExpertReport).stages
     else:
         with pool.engine(shared(folder, 1, num_gpu_blocks_override=300)) as core:
             expected = run_streams(core)
     with running(pool, shared(folder, 2, eplb_config=often(6, 2 * ranks), **options)) as group:
         check_streams(group, expected.bits())
-        (load,) = group.stats().experts
+        (load,) = group.stats().record(ExpertReport).stages
         assert len(load.rank_tokens) == 2 * ranks and all(load.rank_tokens)
         wait_until(lambda: len(group.group.all_stats()) == 2)
-        assert not group.group.all_stats()[1].experts, "one engine reports for all"
+        assert not group.group.all_stats()[1].record(ExpertReport).stages, "one engine reports for all"
 
 
 def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool, folder_of, monkeypatch):

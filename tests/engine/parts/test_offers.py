@@ -9,7 +9,7 @@ from engine.costs.step_cost import StepCost, StepTimes, StepWork
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 from engine.wire.remote_request import Peer
 from tests.fake_caches import TieredCacheHarness
 from tests.fake_tiers import TierHarness

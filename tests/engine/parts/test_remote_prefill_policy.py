@@ -8,7 +8,7 @@ from engine.parts.handoffs.remote_prefill_policy import (
     PendingPrompt,
     RemotePrefillPolicy,
 )
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 
 TOKEN_S = 0.001
 LONG = PendingPrompt(1000, 0)

@@ -17,20 +17,17 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     Abort,
     Add,
-    CancelPrefill,
-    DispatchRemote,
     Drain,
     EngineStatus,
     EngineUpdate,
     Notice,
-    Prefill,
-    PrefillReplicas,
-    RemoteRequestFailed,
     ResetPrefixCache,
     Subscribe,
+    kinds_of,
 )
+from engine.wire.part_record import encoded
+from engine.wire.parts.handoffs import CancelPrefill, DispatchRemote, Prefill, PrefillReplicas, RemoteRequestFailed
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
-from engine.wire.parts.part_record import encoded
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineLoad
@@ -346,7 +343,7 @@ def test_a_vanished_ingress_does_not_stop_the_others(context, server):
 
 def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, context, monkeypatch):
     monkeypatch.setattr("engine.serving.server.POLL_MS", 3_600_000)  # nothing else will wake it
-    control = Inbox(context, Notice)
+    control = Inbox(context, kinds_of(Notice))
     handoff = HandoffConfig(role="decode", policy="always", transport="tcp", max_attempts=2)
     config = EngineConfig(
         model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1, handoff=handoff
@@ -369,7 +366,7 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
 
 
 def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
-    control = Inbox(context, Notice)
+    control = Inbox(context, kinds_of(Notice))
     handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=0.4, heartbeat_s=0.1)
     config = EngineConfig(
         model=str(folder), block_size=4, num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1, handoff=handoff

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.part_record import encoded
+from engine.wire.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

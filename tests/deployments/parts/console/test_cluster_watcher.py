@@ -13,9 +13,10 @@ from deployments.parts.console.cluster_watcher import ClusterWatcher
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStatus, PeerPool
+from engine.wire.messages import EngineStatus
+from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.part_record import encoded
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.stats.histogram import SECONDS, Histogram
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats

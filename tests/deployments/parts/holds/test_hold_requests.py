@@ -10,8 +10,7 @@ from openai import AsyncOpenAI
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
-from engine.wire.messages import ReleaseHolds
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, PromptHold, ReleaseHolds
 from engine.wire.token_delta import HoldOutcome, TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until

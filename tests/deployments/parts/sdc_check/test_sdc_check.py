@@ -27,8 +27,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import PeerPool
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import TokenLogprob
 from tests.deployments.fake_api import tokenizer, until
 from tests.engine_sockets import ServerThread

@@ -27,8 +27,8 @@ from engine.parts.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.parts.images.inputs import EncodersSet, ImageWentOn
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
-from engine.wire.messages import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
 from engine.wire.parts.images import ImageStats, ReceivedImage
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams

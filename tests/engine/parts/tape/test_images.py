@@ -9,7 +9,7 @@ from engine.core.engine import EngineCore
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.images.inputs import EncodersSet
-from engine.wire.messages import PrefillReplica, RemoteRequestFailed
+from engine.wire.parts.handoffs import PrefillReplica, RemoteRequestFailed
 from tests.engine.core.test_images import engine
 from tests.engine.core.test_images import run as run_alone
 from tests.engine.parts.images.test_image_handoffs import by, engines, prompts, run

@@ -10,7 +10,7 @@ from hypothesis.stateful import rule
 
 from engine.parts.handoffs.inputs import ReplicasSet
 from engine.parts.holds.holds import Holds
-from engine.wire.messages import PrefillReplica
+from engine.wire.parts.handoffs import PrefillReplica
 from tests.engine.core.test_scheduler_machine import GROUPS, PREFIXES, DecodeMachine, PrefillMachine, SchedulerMachine
 from tests.engine.parts.tape.taped import (
     CopiedHarness,
