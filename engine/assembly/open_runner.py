@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from engine.assembly.open_setup import open_setup
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.kernel_trial.check import check_kernels
@@ -37,7 +38,7 @@ def load_runner(
         from engine.parts.stages.rank.pipeline_stage import join_stage  # it needs pyzmq
 
         group, stage_layers = join_stage(config, model, group)
-    setup = RankSetup.of(config, model, folder, group, stage_layers=stage_layers, host=host)
+    setup = open_setup(config, model, folder, group, stage_layers=stage_layers, host=host)
     parts = make_rank_parts(setup)
     with ExitStack() as opened:
         for close in parts.close[::-1]:

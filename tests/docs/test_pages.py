@@ -106,7 +106,7 @@ def test_one_table_names_what_was_not_run_on_a_gpu_and_its_files_exist():
     )
     files = [*ROOT.glob("*.md"), *(file for kind in ("docs/**/*.md", "[ep]*/**/*.py") for file in ROOT.glob(kind))]
     found = {str(file.relative_to(ROOT)) for file in files if says.search(" ".join(file.read_text().split()))}
-    assert found == {"docs/gpu.md", "docs/reference.md", "engine/runner/rank_setup.py"}, "the last two are an option's"
+    assert found == {"docs/gpu.md", "docs/reference.md", "engine/assembly/open_setup.py"}, "two are an option's"
 
 
 def test_reference_is_what_the_code_says():

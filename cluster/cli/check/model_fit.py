@@ -14,6 +14,7 @@ from cluster.cli.check.placement import Deployment, deployments_of, place
 from cluster.config.app_config import AppConfig
 from cluster.config.model_section import ModelSection
 from deployments.routing.config import Role
+from engine.assembly.open_setup import check_tested
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.placement import most_adopted
@@ -35,7 +36,6 @@ from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, sn
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory
-from engine.runner.rank_setup import check_tested
 from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30

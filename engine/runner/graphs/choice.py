@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from engine.config import EngineConfig
 from engine.distributed.expert_shard_plan import exchange_of
 from engine.model.ops import dispatch
 from engine.model.ops.latent import tiles
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def can_capture(setup: RankSetup) -> bool:
     """Return whether steps can run as graphs, and log why if not. Graphs need kernels that read nothing on the host."""
-    config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
+    config, model, asynchronous, why = setup.config.of(EngineConfig), setup.model, setup.device.asynchronous, None
     if config.enforce_eager:
         why = "enforce_eager"
     elif (exchange := exchange_of(setup.tp)) is not None and not (asynchronous and exchange.can_be_captured):
@@ -45,7 +46,7 @@ def can_capture(setup: RankSetup) -> bool:
 
 def graph_shapes(setup: RankSetup) -> list[StepShape]:
     """Return the step shapes for which a GPU captures graphs."""
-    model, config = setup.model, setup.config
+    model, config = setup.model, setup.config.of(EngineConfig)
     groups, seqs = model.kv_groups, config.max_num_seqs
 
     def tile_rows(longest: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
+from engine.engine_options import EngineOptions
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
@@ -32,7 +32,7 @@ SAMPLINGS = (
 )
 
 
-def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> list[StepPlan]:
+def warm_up_plans(config: EngineOptions, max_model_len: int, vocab_size: int) -> list[StepPlan]:
     """Return plans of one decoding sequence: alone, together with a chunk of another one, and with a grammar. Their KV
     goes to block 0. Each asks for drafts, which only a drafter with weights makes."""
     plans, num_drafts = [], 2

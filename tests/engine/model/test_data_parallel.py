@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.assembly.open_setup import open_setup
 from engine.config import EngineConfig
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
@@ -26,7 +27,6 @@ from engine.model.expert_parallel import check_experts, choose_backend
 from engine.model.expert_split import split_experts
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
-from engine.runner.rank_setup import RankSetup
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.test_expert_parallel import MIXTURES, QUICK
 from tests.late_device import LateDevice
@@ -193,7 +193,7 @@ def test_stages_of_engines_on_gpus_are_refused_since_they_could_wait_for_each_ot
     config = EngineConfig(data_parallel_size=2, enable_expert_parallel=True, pipeline_parallel_size=2)
     model = ModelConfig.from_folder(make_model(tmp_path, "qwen3_moe"))
     with pytest.raises(ConfigError, match="pipeline_parallel_size must be 1 on a GPU with data_parallel_size above 1"):
-        RankSetup.of(config, model, tmp_path, TPGroup.single())
+        open_setup(config, model, tmp_path, TPGroup.single())
 
 
 def test_what_an_aborted_collective_returns_names_no_expert_that_does_not_exist():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from engine.config import EngineConfig
 from engine.distributed.expert_shard_plan import exchange_of
 from engine.eplb.layer_slots import add_slots
 from engine.eplb.open_experts import open_experts
@@ -30,7 +31,7 @@ class Experts(RankPart):
         self.setup = setup
         self.rank = NoExperts()
         if (exchange := exchange_of(setup.tp)) is not None:
-            choose_exchange(setup.config, exchange, on_gpu=setup.torch_device.type == "cuda")
+            choose_exchange(setup.config.of(EngineConfig), exchange, on_gpu=setup.torch_device.type == "cuda")
 
     def extend(self, model: Model) -> None:
         """Make room for redundant experts. Raises ConfigError for a model without experts, as transformers' own code
@@ -39,12 +40,12 @@ class Experts(RankPart):
         if setup.model.transformers and not any(isinstance(layer, moe.Experts) for layer in model.modules()):
             limit = f"left out for {setup.model.architecture}, which has no experts"
             raise ConfigError("enable_expert_parallel", True, limit)
-        if setup.config.redundant_experts is not None:
+        if setup.config.of(EngineConfig).redundant_experts is not None:
             add_slots(model)
 
     def attach(self, model: Model) -> None:
         """Begin to count. Steps before may have more tokens than there is room for."""
-        self.rank = open_experts(self.setup.config, model, self.setup.tp, self.setup.device)
+        self.rank = open_experts(self.setup.config.of(EngineConfig), model, self.setup.tp, self.setup.device)
 
     def reserve(self, free: FreeMemory) -> FreeMemory:
         """Keep room for the experts of a lost engine."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from engine.config import EngineConfig
 from engine.distributed.expert_shard_plan import exchange_of
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 
 
 def make(setup: RankSetup) -> RankPart | None:
-    if not setup.config.enable_expert_parallel:
+    if not setup.config.of(EngineConfig).enable_expert_parallel:
         return None
     if exchange_of(setup.tp) is None:
         from engine.parts.experts.rank.experts import Experts

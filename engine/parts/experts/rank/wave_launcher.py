@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.config import EngineConfig
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.data_parallel.roster import Lost, Message, Regroup, Wave
 from engine.distributed.exchange.expert_exchange import StepSize
@@ -293,5 +294,5 @@ class FollowingLauncher(WaveLauncher):
 def open_wave_launcher(rank: SharedRank, group: TPGroup) -> WaveLauncher:
     """Return the launcher of a rank. group: the ranks of its engine."""
     assert isinstance(group, DataParallelGroup)
-    recovery = (Recovery if rank.setup.config.enable_elastic_ep else NoRecovery)(rank, group)
+    recovery = (Recovery if rank.setup.config.of(EngineConfig).enable_elastic_ep else NoRecovery)(rank, group)
     return (WaveLauncher if group.leads else FollowingLauncher)(rank, group, recovery)

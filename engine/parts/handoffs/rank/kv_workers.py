@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.config import EngineConfig
 from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
@@ -28,14 +29,16 @@ class KVWorkers(RankPart):
         """Keep room for buffers in which KV arrives."""
         setup = self._setup
         needs = group_needs(setup.config, setup.block_size, setup.model, setup.kv_dtype, setup.tp)
-        return free.less(nixl.reserved_bytes(setup.config, [need.block_bytes for need in needs], setup.torch_device))
+        return free.less(
+            nixl.reserved_bytes(setup.config.of(EngineConfig), [need.block_bytes for need in needs], setup.torch_device)
+        )
 
     def allocate(self, memory: StepMemory) -> None:
         self._memory = memory
 
     def start(self, run: Run, runner: LayerRunner) -> None:
         setup, own, whole = self._setup, self._setup.model, self._setup.whole
-        config = setup.config.handoff
+        config = setup.config.of(EngineConfig).handoff
         assert config is not None
         heads = [group.spec.num_kv_heads for group in own.kv_groups]
         groups = zip(whole.kv_groups, own.kv_groups, strict=True)

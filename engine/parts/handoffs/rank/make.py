@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from engine.config import EngineConfig
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 
 
 def make(setup: RankSetup) -> RankPart | None:
-    if setup.config.handoff is None:
+    if setup.config.of(EngineConfig).handoff is None:
         return None
     from engine.parts.handoffs.rank.kv_workers import KVWorkers  # it needs pyzmq
 

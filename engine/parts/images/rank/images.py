@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
 from engine.distributed.tp_group import TPGroup
 from engine.free_memory import FreeMemory
@@ -118,7 +119,7 @@ class Images(RankPart):
         """Open the encoder cache, and the memory into which embeddings from encode engines are read. Raises ConfigError
         for a model that reads text only."""
         setup, cfg = self._setup, self._setup.model
-        if setup.config.encode is not None:
+        if setup.config.of(EngineConfig).encode is not None:
             self.inbox = allocate_inbox(setup)
         assert cfg.vision is not None
         self._cfg, device = cfg.vision, setup.torch_device
@@ -130,12 +131,12 @@ class Images(RankPart):
 
     def dummy_step(self, step: DummyStep) -> None:
         if self.cache is not None:
-            self.cache.encode_example(self._setup.config.encoder_cache_size)
+            self.cache.encode_example(self._setup.config.of(EngineConfig).encoder_cache_size)
 
     def reserve(self, free: FreeMemory) -> FreeMemory:
         if self.cache is None or self._setup.torch_device.type == "cpu":
             return free
-        return free.less(self._setup.config.encoder_cache_size * self.cache.embedding_bytes)
+        return free.less(self._setup.config.of(EngineConfig).encoder_cache_size * self.cache.embedding_bytes)
 
     def allocate(self, memory: StepMemory) -> None:
         self._max_model_len = memory.history.shape[1]
@@ -145,13 +146,12 @@ class Images(RankPart):
         if setup.device.asynchronous and setup.model.head == "lm" and setup.model.stage.is_whole:
             for each in image_plans(example_image(self._cfg, 1), self._cfg.image_token_id, setup, self._max_model_len):
                 run(each)
-        if setup.config.encode is not None and self.inbox is not None:
+        config = setup.config.of(EngineConfig).encode
+        if config is not None and self.inbox is not None:
             from engine.kv_transfer.transport.ranks import start_kv_worker  # it needs pyzmq
 
             layers = [range(self.inbox.shape[1])]
-            worker, self.of_ranks = start_kv_worker(
-                setup.config.encode, [self.inbox], [1], layers, setup.tp, setup.host
-            )
+            worker, self.of_ranks = start_kv_worker(config, [self.inbox], [1], layers, setup.tp, setup.host)
             self._opened.callback(worker.close)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def allocate_inbox(setup: RankSetup) -> Tensor:
     """Return memory for embeddings from encode engines. Each rank has room for as many embeddings as the encoder cache
     holds. Raises ConfigError for a model that reads text only."""
     (group,) = encoder_config(setup.model).kv_groups
-    num_blocks = -(-setup.config.encoder_cache_size // setup.block_size)
+    num_blocks = -(-setup.config.of(EngineConfig).encoder_cache_size // setup.block_size)
     return kv_cache.allocate(
         num_blocks, group, setup.block_size, dtype=setup.dtype, device=setup.torch_device, tp=TPGroup.single()
     )
@@ -244,7 +244,7 @@ def allocate_inbox(setup: RankSetup) -> Tensor:
 def image_plans(image: MultiModalFeatureSpec, token_id: int, setup: RankSetup, max_model_len: int) -> list[StepPlan]:
     """Return a plan of a prompt that is one image, and a plan that forgets the image; no plans if the image is too
     long."""
-    count, config = image.num_embeds, setup.config
+    count, config = image.num_embeds, setup.config.of(EngineConfig)
     if count > min(config.max_num_batched_tokens, config.encoder_cache_size, max_model_len - 1):
         return []
     encodes, forgets = plan([count], [count], SAMPLINGS[0], 0), plan([1], [1], SAMPLINGS[0], 0)

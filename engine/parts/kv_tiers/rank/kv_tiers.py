@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.kv_offload.rank_tiers import RankTiers, open_tiers
 from engine.kv_offload.tier_worker import num_answers
 from engine.kv_transfer.fingerprint import fingerprint
@@ -38,7 +39,7 @@ class KVTiers(RankPart):
         self._memory = memory
 
     def start(self, run: Run, runner: LayerRunner) -> None:
-        setup, config = self._setup, self._setup.config
+        setup, config = self._setup, self._setup.config.of(EngineConfig)
         dtypes = setup.dtype, setup.kv_dtype
         scope = fingerprint(setup.whole, setup.folder, *dtypes, setup.block_size, config.determinism, setup.tp.size)
         scope += f"{setup.layout} load_format={config.load_format} torch_compile={config.torch_compile}"

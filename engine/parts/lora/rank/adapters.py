@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.model_adapters import ModelAdapters
@@ -38,7 +39,7 @@ class Adapters(RankPart):
 
     def extend(self, model: Model) -> None:
         """Give the model's linear layers slots for adapters, and open the loader that fills them."""
-        config = self._setup.config
+        config = self._setup.config.of(EngineConfig)
         adapters = ModelAdapters(
             model,
             config.lora_slots,

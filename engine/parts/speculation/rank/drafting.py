@@ -19,6 +19,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.devices.device import StagedCopy, copy_to
 from engine.model.models.llama import Model
 from engine.runner.graphs.cuda_graphs import CudaGraphs
@@ -79,7 +80,7 @@ class Drafting(RankPart):
     name = "speculation"
 
     def __init__(self, setup: RankSetup):
-        options = setup.config.speculative_config
+        options = setup.config.of(EngineConfig).speculative_config
         assert options is not None
         self._setup, self._device = setup, setup.device
         self._hidden_size, self._num_drafts = setup.model.hidden_size, options.num_speculative_tokens
@@ -96,7 +97,9 @@ class Drafting(RankPart):
         adds those of its own layers to its output."""
         setup, stage = self._setup, self._setup.model.stage
         if not stage.is_whole or setup.tp.rank == 0:
-            model.aux_layers = tuple(i for i in target_layers(setup.config, setup.model) if i in stage.layers)
+            model.aux_layers = tuple(
+                i for i in target_layers(setup.config.of(EngineConfig), setup.model) if i in stage.layers
+            )
         if setup.tp.rank != 0 or not stage.is_last:
             return
         target = Target(
@@ -109,7 +112,7 @@ class Drafting(RankPart):
             block_size=setup.block_size,
             dummy=setup.config.load_format == "dummy",
         )
-        if (drafter := open_drafter(setup.config, target)) is None:
+        if (drafter := open_drafter(setup.config.of(EngineConfig), target)) is None:
             return
         self.drafter, self.needs_batch, self.block_bytes = drafter, True, drafter.block_bytes
         shape = setup.config.max_num_seqs, self._num_drafts

@@ -93,7 +93,7 @@ class PipelineStage(RankPart):
         assert isinstance(setup.tp, StageGroup)
         self._setup, self._group, self._device = setup, setup.tp, setup.device
         self._results: ResultReceiver | ResultSender | None = None
-        aux_layers = target_layers(setup.config, setup.whole)
+        aux_layers = target_layers(setup.config.of(EngineConfig), setup.whole)
         #: Columns that earlier stages add to the hidden states, for the drafter.
         self._added_size = sum(i < setup.model.stage.first for i in aux_layers) * setup.model.hidden_size
         self._learned: deque[SampledStep] = deque()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.assembly.open_setup import open_setup
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -45,7 +46,7 @@ class OnCuda(LateDevice):
 def setup(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], device: Any, config: EngineConfig) -> RankSetup:
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
     monkeypatch.setattr(dispatch, "triton_found", lambda: True)
-    return RankSetup.of(config, replace(tiny_config(), **fields), Path(), TPGroup.single())
+    return open_setup(config, replace(tiny_config(), **fields), Path(), TPGroup.single())
 
 
 @pytest.mark.parametrize("part", UNTESTED)

@@ -1,0 +1,72 @@
+"""Derives the setup of a rank, and checks that its options, model and device go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.distributed.expert_shard_plan import ExpertShardPlan
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.expert_parallel import check_experts
+from engine.model.ops import dispatch
+from engine.model.stage import config_of, nth_stage
+from engine.runner.rank_setup import RankSetup
+
+
+def open_setup(
+    config: EngineConfig,
+    whole: ModelConfig,
+    folder: Path,
+    group: TPGroup,
+    *,
+    stage_layers: Sequence[int] = (),
+    host: str = "127.0.0.1",
+) -> RankSetup:
+    """Open the device of a rank and return its setup. whole: with the layers of all stages. stage_layers, host: as in
+    RankSetup. Raises ConfigError for options that cannot be combined."""
+    model = config_of(nth_stage(group.stage, stage_layers, whole), whole) if stage_layers else whole
+    if config.torch_compile and model.transformers:
+        limit = f"false for {model.architecture}, which transformers' own code computes"
+        raise ConfigError("torch_compile", True, limit)
+    if config.torch_compile and config.enable_lora:
+        raise ConfigError("torch_compile", True, "false with enable_lora, because compiled layers have no adapters")
+    if model.recurrent is not None or model.latent is not None or model.gemma is not None:
+        check_layers(config, model)
+    check_experts(config, model)
+    plan = ExpertShardPlan.of(config, group)
+    setup = RankSetup.of(config, model, folder, group, plan=plan, whole=whole, stage_layers=stage_layers, host=host)
+    if setup.device.asynchronous and config.pipeline_parallel_size > 1 and config.data_parallel_size > 1:
+        limit = "1 on a GPU with data_parallel_size above 1, because stages could wait for each other for ever"
+        raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, limit)
+    if dispatch.gpu_kernels(setup.dtype, setup.torch_device):
+        check_tested(config, model)
+    return setup
+
+
+def check_tested(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for parts whose kernels no GPU has run yet, unless they are allowed."""
+    parts = {
+        "recurrent layers": model.recurrent is not None,
+        "latent attention": model.latent is not None,
+        "adapters": config.enable_lora,
+        "quantized experts": model.moe is not None and model.quantization is not None,
+    }
+    untested = [part for part, present in parts.items() if present]
+    if untested and not config.allow_untested_kernels:
+        limit = f"true for {', '.join(untested)} of {model.architecture}, whose kernels were not run on a GPU yet"
+        raise ConfigError("allow_untested_kernels", False, limit)
+
+
+def check_layers(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for options that do not support recurrent layers, latent attention or Gemma 3n's layers yet."""
+    fp8 = model.latent is not None and config.kv_cache_dtype != "auto"
+    refused = {"torch_compile": config.torch_compile, "kv_cache_dtype": fp8}
+    if model.recurrent is not None:  # a handoff sends either a state or a window's blocks after the other KV, not both
+        windowed = any(group.spec.window is not None for group in model.kv_groups)
+        refused["handoff"] = config.handoff is not None and windowed
+    for key in filter(refused.get, refused):
+        limit = f"left out for {model.architecture}, which does not support it yet"
+        raise ConfigError(key, getattr(config, key), limit)
