@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ model/config.py model/quantization/scheme.py
 model/config.py model/quantization/unsupported.py
 """,
 }
+FEATURES = """
+    adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold holds image
+    images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation speculative stage stages
+    tape thinking tier tiers vision wave waves
+"""
+# How often the kernel's names have such a word although it is to name no feature. It may only shrink.
+NAMED = {
+    "adapter": 22, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 5, "experts": 10,
+    "grammar": 4, "handoff": 11, "hold": 5, "holds": 1, "image": 10, "images": 1, "lora": 16, "moe": 3,
+    "multimodal": 2, "pipeline": 6, "pooled": 13, "pooling": 30, "prediction": 1, "stage": 23, "tape": 7,
+    "thinking": 33, "tier": 1, "vision": 6,
+}  # fmt: skip
+WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+")
 
 
 def lines_of(file: Path) -> int:
@@ -91,3 +106,15 @@ def test_the_kernel_imports_only_what_the_page_lists(room):
         for other in imported_files(file) - kernel
     }
     assert outside == set(NOT_YET.get(room, "").split("\n")) - {""}
+
+
+def test_the_kernel_names_no_feature():
+    """Docstrings, comments and texts are left out."""
+    found = Counter[str]()
+    for file in [file for files in listed().values() for file in files]:
+        with file.open("rb") as stream:
+            names = [token.string for token in tokenize.tokenize(stream.readline) if token.type == tokenize.NAME]
+        for name in names:
+            words = {word.lower() for word in WORD.findall(name)}
+            found.update(words.intersection(FEATURES.split()))
+    assert not {word: count for word, count in found.items() if count > NAMED.get(word, 0)}
