@@ -48,9 +48,9 @@ model/config.py model/quantization/unsupported.py
 """,
 }
 FEATURES = """
-    adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold holds image
-    images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation speculative stage stages
-    tape thinking tier tiers vision wave waves
+    adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
+    holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
+    speculative stage stages tape thinking tier tiers vision wave waves
 """
 # How often the kernel's names have such a word although it is to name no feature. It may only shrink.
 NAMED = {
