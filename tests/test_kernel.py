@@ -18,7 +18,7 @@ LIMITS = {
     "wire": 864,
     "text": 542,
     "distributed": 812,
-    "model": 2_669,
+    "model": 2_642,
     "runner": 1_600,
     "core": 2_435,
 }
@@ -31,20 +31,6 @@ NOT_YET = {
     "text": """\
 """,
     "model": """\
-model/batch.py model/state.py
-model/config.py model/config_parts/encoder.py
-model/config.py model/config_parts/gemma.py
-model/config.py model/config_parts/latent.py
-model/config.py model/config_parts/moe.py
-model/config.py model/config_parts/multipliers.py
-model/config.py model/config_parts/pooling.py
-model/config.py model/config_parts/recurrent.py
-model/config.py model/config_parts/stage.py
-model/config.py model/config_parts/vision.py
-model/config.py model/quantization/format.py
-model/config.py model/quantization/online.py
-model/config.py model/quantization/scheme.py
-model/config.py model/quantization/unsupported.py
 """,
 }
 FEATURES = """

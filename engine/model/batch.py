@@ -11,8 +11,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from engine.model.state import StateBatch
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -92,8 +90,8 @@ class Batch:
     rope_table: Tensor | None = None
     """[tokens, rotary_dim], used in place of the layers' tables when tokens of images have positions in height and
     width too; `positions` are then its rows."""
-    states: StateBatch | None = None
-    """The states of a model with recurrent layers; None for other models."""
+    states: Any = None
+    """A StateBatch (state.py): the states of a model with recurrent layers; None for other models."""
     other_groups: tuple[KVGroup, ...] = ()
     """KV cache groups after the first."""
     views: dict[tuple[int, bool], Batch] = field(default_factory=dict)

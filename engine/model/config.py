@@ -9,36 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, one_of, reading
 from engine.model.checkpoint.folder import eos_token_ids, read_json, stored_dtype
-from engine.model.config_parts.encoder import EncoderConfig
-from engine.model.config_parts.gemma import GemmaConfig
 from engine.model.config_parts.head import Head
-from engine.model.config_parts.latent import LatentConfig
-from engine.model.config_parts.moe import MoEConfig
-from engine.model.config_parts.multipliers import Multipliers
-from engine.model.config_parts.pooling import PoolingConfig
-from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.config_parts.stage import ALL_LAYERS, Stage
-from engine.model.config_parts.vision import VisionConfig
 from engine.model.families.table import find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
-from engine.model.quantization import scheme
-from engine.model.quantization.unsupported import UnsupportedScheme
-from engine.wire.pooling_params import SupportedTasks, Task
-
-if TYPE_CHECKING:
-    from engine.model.quantization.format import WeightFormat
-    from engine.model.quantization.online import Online
+from engine.wire.pooling_params import SupportedTasks
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 WITH_KV = ("attention", "hybrid")  # the `block_types` that keep KV
 FEATURES = ".config_features"
 """The module whose `read_features` reads what a model has whatever its family."""
+STAGE = ".config_parts.stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +58,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     """Tokens that end a generation; empty if the model names none."""
-    moe: MoEConfig | None = None
-    recurrent: RecurrentConfig | None = None
-    """The layers that keep a recurrent state in place of KV."""
-    latent: LatentConfig | None = None
-    """Latent attention; `num_kv_heads` is then 1, and `head_dim` the size of the vector cached for a token."""
     block_types: tuple[str, ...] = ()
-    """The type of each layer in a family with recurrent layers (`block_types` in config_parts/recurrent.py)."""
-    multipliers: Multipliers = field(default_factory=Multipliers)
-    gemma: GemmaConfig | None = None
-    """Options that Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
+    """The type of each layer in a family with layers of several types; WITH_KV are those that keep KV."""
     attn_logit_softcapping: float | None = None
     """Limit on the absolute value of attention scores, by tanh."""
     final_logit_softcapping: float | None = None
@@ -90,15 +68,13 @@ class ModelConfig:
     """Whether each head's query and key are normed, in families where some models do and some do not."""
     num_nextn_predict_layers: int = 0
     """Number of the checkpoint's last layers, which predict further tokens and are not loaded."""
-    quantization: scheme.Scheme | None = None
-    """The formats of the checkpoint's linear layers; None if none is quantized."""
     bidirectional: bool = False
     """Whether tokens also see later ones. A prompt is then computed in one step, and no KV is kept."""
-    encoder: EncoderConfig | None = None
     head: Head = "lm"
-    pooling: PoolingConfig = field(default_factory=PoolingConfig)
-    vision: VisionConfig | None = None
-    """None for a model that reads text only."""
+    supported_tasks: SupportedTasks = field(default_factory=SupportedTasks)
+    """The tasks that requests may ask for."""
+    max_seq_length: int | None = None
+    """Longest text, if it is shorter than the model's own context."""
     transformers: str = ""
     """config.json, if transformers' own code computes the model (engine/model/transformers_backend); empty for a native
     family. If it is set, `rope` is empty, and the fields for biases, norms and experts have no meaning."""
@@ -108,8 +84,27 @@ class ModelConfig:
     """Whether layers with a window keep the KV of all tokens."""
     mixins: tuple[str, ...] = ()
     """Classes that are put before the family's, as `file.Class` in models/."""
-    stage: Stage = ALL_LAYERS
-    """The layers that this pipeline stage has (stage.py)."""
+    # What only some families or models have, each read by the file in config_parts/ that defines its class
+    stage: Any = field(default_factory=lambda: import_module(STAGE, __package__).ALL_LAYERS)
+    """A Stage: the layers that this engine has."""
+    moe: Any = None
+    """A MoEConfig: the experts."""
+    recurrent: Any = None
+    """A RecurrentConfig: the layers that keep a recurrent state in place of KV."""
+    latent: Any = None
+    """A LatentConfig; `num_kv_heads` is then 1, and `head_dim` the size of the vector cached for a token."""
+    multipliers: Any = None
+    """Multipliers: factors on parts of the model, which a family that has them always gives."""
+    gemma: Any = None
+    """A GemmaConfig: options that Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
+    encoder: Any = None
+    """An EncoderConfig."""
+    pooling: Any = None
+    """A PoolingConfig, which every model's folder gives."""
+    vision: Any = None
+    """A VisionConfig; None for a model that reads text only."""
+    quantization: Any = None
+    """A Scheme (quantization/scheme.py): the formats of the checkpoint's linear layers; None if none is quantized."""
 
     @classmethod
     def from_folder(
@@ -144,31 +139,11 @@ class ModelConfig:
         return cfg if quantization is None else features.quantized(cfg, quantization)
 
     @property
-    def supported_tasks(self) -> SupportedTasks:
-        """The tasks that requests may ask for. A generative model can also make embeddings. It can also give scores,
-        from the logits of its tokens for yes and no, unless its files name modules that only embed."""
-        pooling = self.pooling
-        is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
-        names: dict[Head, tuple[Task, ...]] = {
-            "score": ("score",),
-            "none": ("embed",),
-            "lm": ("generate", "embed", "score") if is_reranker else ("generate", "embed"),
-        }
-        return SupportedTasks(
-            names=names[self.head],
-            embedding_size=pooling.dense[-1].outputs if pooling.dense else self.hidden_size,
-            matryoshka_dimensions=pooling.matryoshka_dimensions,
-            score_token_ids=pooling.score_token_ids,
-            prompts=pooling.prompts,
-            default_prompt_name=pooling.default_prompt_name,
-        )
-
-    @property
-    def head_format(self) -> Online | None:
+    def head_format(self) -> Any:
         """The format to which the language model's head is rounded as it is loaded; None if the head is not rounded."""
         return None if self.quantization is None else self.quantization.head_format()
 
-    def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
+    def weight_format(self, prefix: str, *names: str) -> Any:
         """Return the format of linear layers that are merged into one; None if they are not quantized.
 
         prefix: common beginning of the layers' names in the checkpoint. names: the rest of each name.
@@ -176,10 +151,7 @@ class ModelConfig:
         """
         if self.quantization is None:
             return None
-        try:
-            return self.quantization.format_of([f"model.{prefix}.{name}" for name in names])
-        except UnsupportedScheme as e:
-            raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
+        return self.quantization.layer_format([f"model.{prefix}.{name}" for name in names])
 
     def kv_heads_per_rank(self, tp_size: int = 1) -> int:
         """Return the number of KV heads on a rank. With more ranks than heads, several ranks hold the same head.
@@ -193,7 +165,7 @@ class ModelConfig:
     def longest_sequence(self, max_model_len: int | None) -> int:
         """Return the length in tokens of the longest sequence. max_model_len: the configured limit; None for the
         model's context. Raises ConfigError for a limit above the model's context."""
-        own = min(self.max_position_embeddings, self.pooling.max_seq_length or self.max_position_embeddings)
+        own = min(self.max_position_embeddings, self.max_seq_length or self.max_position_embeddings)
         longest = own if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
             limit = f"at most the model's own context ({self.max_position_embeddings})"

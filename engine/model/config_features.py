@@ -8,12 +8,14 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.config import ModelConfig
+from engine.model.config_parts.head import Head
 from engine.model.config_parts.pooling import PoolingConfig, PoolingType
 from engine.model.config_parts.unread import check_unread
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.quantization import scheme
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme
+from engine.wire.pooling_params import SupportedTasks, Task
 
 
 def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) -> ModelConfig:
@@ -21,10 +23,13 @@ def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) ->
 
     cfg: what the family has read. whole: the contents of config.json. raw: the fields of the text part.
     """
+    pooling = PoolingConfig.from_folder(folder, default_pooling(cfg, raw))
     cfg = replace(
         cfg,
         quantization=read_quantization(cfg, raw),
-        pooling=PoolingConfig.from_folder(folder, default_pooling(cfg, raw)),
+        pooling=pooling,
+        supported_tasks=supported_tasks(cfg, pooling),
+        max_seq_length=pooling.max_seq_length,
     )
     if cfg.transformers:
         return cfg
@@ -66,6 +71,25 @@ def quantized(cfg: ModelConfig, method: str) -> ModelConfig:
         raise ConfigError("quantization", method, f"left out: the model is quantized ({stored})")
     limit = f"left out: the model is not quantized; {', '.join(METHODS)} round it as it is loaded"
     raise ConfigError("quantization", method, limit)
+
+
+def supported_tasks(cfg: ModelConfig, pooling: PoolingConfig) -> SupportedTasks:
+    """Return the tasks that requests may ask for. A generative model can also make embeddings. It can also give scores,
+    from the logits of its tokens for yes and no, unless its files name modules that only embed."""
+    is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
+    names: dict[Head, tuple[Task, ...]] = {
+        "score": ("score",),
+        "none": ("embed",),
+        "lm": ("generate", "embed", "score") if is_reranker else ("generate", "embed"),
+    }
+    return SupportedTasks(
+        names=names[cfg.head],
+        embedding_size=pooling.dense[-1].outputs if pooling.dense else cfg.hidden_size,
+        matryoshka_dimensions=pooling.matryoshka_dimensions,
+        score_token_ids=pooling.score_token_ids,
+        prompts=pooling.prompts,
+        default_prompt_name=pooling.default_prompt_name,
+    )
 
 
 def default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:

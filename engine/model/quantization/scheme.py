@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import ConfigError
 from engine.linear_pattern import LinearPattern, PatternError
 from engine.model.quantization.method import Method
 from engine.model.quantization.unsupported import UnsupportedScheme
@@ -86,6 +87,13 @@ class Scheme:
                     "ignore", name, f"quantized like {names[0]}, because both are multiplied as one matrix"
                 )
         return None if first is None else first.make()
+
+    def layer_format(self, names: list[str]) -> WeightFormat | None:
+        """Return what `format_of` returns. Raises ConfigError where it raises UnsupportedScheme."""
+        try:
+            return self.format_of(names)
+        except UnsupportedScheme as e:
+            raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
 
     def head_format(self) -> Online | None:
         return None if self.head is None else self.head.make()
