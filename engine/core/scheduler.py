@@ -439,8 +439,6 @@ class Scheduler:
         self.totals.finished[reason] += 1
         self.metrics.observe_finished(request, reason, now)
         self.journal.ended(request, reason)
-        for ended in self.parts.ended:
-            ended(request)
         if not request.asked_by:
             why = f" ({error})" if error else ""
             request.note(f"ended: {reason}{why}, {request.num_output} output tokens")

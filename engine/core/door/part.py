@@ -104,9 +104,6 @@ class Part:
     def ending(self, request: Request, error: ServingError | None) -> None:
         """A request ends. It is out of the queue, and still has its blocks, unless it has none yet."""
 
-    def ended(self, request: Request) -> None:
-        """A request has ended, and its blocks are released."""
-
     # -- what comes ----------------------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
@@ -193,7 +190,6 @@ class Parts(ByClass[Part]):
         self.ending = overriding(parts, Part.ending)
         self.update = overriding(parts, Part.update)
         self.cleared = overriding(parts, Part.cleared)
-        self.ended = overriding(parts, Part.ended)
         self.may_plan = overriding(parts, Part.may_plan)
         self.start_step = overriding(parts, Part.start_step)
         self.up_to = overriding(parts, Part.up_to)

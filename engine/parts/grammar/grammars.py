@@ -9,6 +9,7 @@ from engine.core.door.kernel import Kernel
 from engine.core.door.part import Part
 from engine.core.request import Request
 from engine.core.request_queue import RequestQueue
+from engine.errors import ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.remote_request import RemoteRequest
 
@@ -47,5 +48,5 @@ class Grammars(Part):
         del self.waiting[request]
         request.constraint = grammar if self.watch is None else self.watch(grammar)
 
-    def ended(self, request: Request) -> None:
+    def ending(self, request: Request, error: ServingError | None) -> None:
         self.waiting.pop(request, None)

@@ -11,6 +11,7 @@ from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.step_plan_builder import StepPlanBuilder
+from engine.errors import ServingError
 from engine.options.speculation import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from engine.parts.speculation.draft_totals import DraftTotals
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
@@ -201,8 +202,8 @@ class Speculator(Part):
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 
-    def ended(self, request: Request) -> None:
-        """Learn from a request that has ended."""
+    def ending(self, request: Request, error: ServingError | None) -> None:
+        """Learn from a request that ends."""
         drafts = drafts_of(request)
         if drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
