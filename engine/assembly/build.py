@@ -20,11 +20,7 @@ from engine.core.scheduler import Scheduler
 from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.group_experts import GroupExperts, NoMoves, SharedExpertLoad
-from engine.eplb.rank_experts import RankExperts
-from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.errors import ConfigError
-from engine.parts.experts.rank.experts import Experts
 from engine.parts.setup import Loaded, Made, PartSetup
 from engine.parts.table import PARTS
 from engine.runner.launcher import Launcher
@@ -90,7 +86,7 @@ def build_engine(
             runner=loaded.runner,
             launcher=make_launcher(loaded.runner, group),
             broadcaster=broadcaster,
-            marks=make_experts(loaded, broadcaster),
+            marks=[marks for feature in features for marks in feature.marks],
         ),
         scheduler=scheduler,
         observers=[step_times, *(observer for feature in features for observer in feature.observers)],
@@ -107,17 +103,6 @@ def make_broadcaster(config: EngineConfig, group: TPGroup) -> PlanBroadcaster | 
     from engine.distributed.plan_broadcast import PlanBroadcaster
 
     return PlanBroadcaster(group, tells_tokens=config.pipeline_parallel_size > 1 < config.tensor_parallel_size)
-
-
-def make_experts(loaded: Loaded, broadcaster: PlanBroadcaster | NoBroadcaster) -> GroupExperts:
-    config, part = loaded.config, loaded.runner.parts.get(Experts)
-    experts = None if part is None else part.rank
-    if isinstance(experts, SharedRankExperts):
-        return SharedExpertLoad(experts)
-    if not isinstance(experts, RankExperts):
-        return NoMoves()
-    stages, ranks = config.pipeline_parallel_size, config.num_ranks
-    return GroupExperts(experts, broadcaster, config.eplb, stages=stages, ranks=ranks if config.enable_eplb else 0)
 
 
 def make_launcher(runner: ModelRunner, group: TPGroup) -> Launcher:

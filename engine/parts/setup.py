@@ -16,6 +16,7 @@ from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.loop_observer import LoopObserver
 from engine.core.mail.courier import Courier
+from engine.core.mail.ranks import PlanMarks
 from engine.core.scheduler import Scheduler
 from engine.costs.block_usage import BlockUsage
 from engine.costs.step_cost import StepTimes
@@ -59,6 +60,7 @@ class Made:
     parts: Sequence[Part] = ()
     couriers: Sequence[Courier] = ()
     observers: Sequence[LoopObserver] = ()
+    marks: Sequence[PlanMarks] = ()
     journal: Callable[[Scheduler], Journal] | None = None
     """Makes what listens to the scheduler, once it is there."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
     "pooling", "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation",
-    "lora", "handoffs", "kv_events", "black_box", "tape",
+    "experts", "lora", "handoffs", "kv_events", "black_box", "tape",
 )  # fmt: skip
 """Folders of engine/parts whose `make.py` makes the plan end. What an engine lacks is imported, and makes nothing."""
 

@@ -25,7 +25,6 @@ from engine.costs.block_usage import observe_usage
 from engine.costs.step_cost import StepTimes
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.group_experts import NoMoves
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.endpoint import HandoffEndpoint
 from engine.kv_transfer.protocol.messages import (
@@ -210,7 +209,7 @@ class Engine:
                 runner=self.runner,  # type: ignore[arg-type]
                 launcher=Launcher(self.runner),  # type: ignore[arg-type]
                 broadcaster=NoBroadcaster(),
-                marks=NoMoves(),
+                marks=[],
             ),
             scheduler=scheduler,
             observers=[

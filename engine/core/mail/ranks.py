@@ -38,7 +38,7 @@ class Ranks:
         runner: ModelRunner,
         launcher: Launcher,
         broadcaster: PlanBroadcaster | NoBroadcaster,
-        marks: PlanMarks,
+        marks: list[PlanMarks],
     ):
         """runner, launcher: of this rank."""
         self.runner, self.launcher = runner, launcher
@@ -50,7 +50,8 @@ class Ranks:
         self._broadcaster.check()
 
     def launch(self, plan: StepPlan) -> None:
-        plan = self._marks.mark(plan)
+        for marks in self._marks:
+            plan = marks.mark(plan)
         self._broadcaster.send(plan)
         self._in_flight.append(self.launcher.launch(self.runner.prepare(plan)))
 
@@ -66,13 +67,12 @@ class Ranks:
     def drain(self) -> None:
         """Wait for the steps in flight, without their results: other ranks may still wait for what this one sends."""
         while self._in_flight:
-            step = self._in_flight.popleft()
-            if isinstance(step, Future):
+            if isinstance(step := self._in_flight.popleft(), Future):
                 self._broadcaster.result(step)
 
     def report(self) -> Records:
         """Return what the ends of parts on this rank report."""
-        ends = self._marks.report(), self.launcher.report()
+        ends = *(marks.report() for marks in self._marks), self.launcher.report()
         return encoded(*ends, *(report() for report in self.runner.parts.report))
 
     def close(self) -> None:

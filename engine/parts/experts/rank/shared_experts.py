@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from engine.distributed.tp_group import TPGroup
+from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.model.models.llama import Model
 from engine.parts.experts.rank.experts import Experts
 from engine.parts.experts.rank.shared_rank import SharedRank
@@ -15,6 +16,7 @@ from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.step_memory import StepMemory
+from engine.wire.parts.experts import ExpertReport
 from engine.wire.parts.states import StateStep
 
 
@@ -30,6 +32,9 @@ class SharedExperts(Experts):
         super().start(run, runner)
         graphs = runner.graphs if isinstance(runner, GPULayers) else NoGraphs()
         self._graphs = cast("SharedGraphs | NoGraphs", graphs)
+
+    def report(self) -> ExpertReport | None:
+        return ExpertReport(self.rank.stats) if isinstance(self.rank, SharedRankExperts) else None
 
     def launcher(self, runner: StepRunner, group: TPGroup) -> WaveLauncher:
         rank = SharedRank(runner, self.setup, self._model, self._memory.of.get(StateStep.part), self._graphs, self.rank)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from engine.core.mail.ranks import PlanMarks
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.eplb.rank_experts import RankExperts
-from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.eplb.windows import Windows
 from engine.options.experts import EPLBConfig
 from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertReport, ExpertStats
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it needs pyzmq
 logger = logging.getLogger(__name__)
 
 
-class GroupExperts:
+class GroupExperts(PlanMarks):
     """The experts of all ranks of an engine. They move layer by layer: when all ranks have what they need for the next
     placement of a layer, a plan lets them use it, all at the same step. If a rank fails, a plan tells all ranks that
     nothing moves any more."""
@@ -44,8 +44,8 @@ class GroupExperts:
         self._failed = False
         self._stats: dict[int, ExpertStats] = {}  # by stage
 
-    def report(self) -> ExpertReport | None:
-        """Return the load of the experts; None if there is nothing to measure."""
+    def report(self) -> ExpertReport:
+        """Return the load of the experts."""
         return ExpertReport([replace(stats, stopped=self._failed) for _, stats in sorted(self._stats.items())])
 
     def mark(self, plan: StepPlan) -> StepPlan:
@@ -76,27 +76,3 @@ class GroupExperts:
             if answer.failed and not self._failed:
                 self._failed = True
                 logger.error("experts move no more on any rank: %s", answer.failed)
-
-
-class NoMoves(GroupExperts):
-    """Stand-in for GroupExperts where ranks do not share whole experts."""
-
-    def __init__(self) -> None:
-        self._stats, self._failed = {}, False
-
-    def mark(self, plan: StepPlan) -> StepPlan:
-        return plan
-
-    def report(self) -> ExpertReport | None:
-        return None
-
-
-class SharedExpertLoad(NoMoves):
-    """The load of experts that several engines share. Their ranks decide themselves when experts move."""
-
-    def __init__(self, experts: SharedRankExperts):
-        super().__init__()
-        self._shared = experts
-
-    def report(self) -> ExpertReport | None:
-        return ExpertReport(self._shared.stats)

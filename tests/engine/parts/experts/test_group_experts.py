@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.distributed.no_broadcaster import NoBroadcaster
-from engine.eplb.group_experts import GroupExperts
 from engine.options.experts import EPLBConfig
+from engine.parts.experts.group_experts import GroupExperts
 from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
 from engine.wire.plan import StepPlan
 
