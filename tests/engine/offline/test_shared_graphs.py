@@ -13,6 +13,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.runner.graphs.cuda_graphs import StepShape
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.experts import ExpertReport
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.offline.test_expert_moves import often
 from tests.late_engine import answer, generate, requests, small_config, use_device
@@ -72,7 +73,9 @@ def test_an_engine_without_requests_replays_graphs_too_and_padding_counts_for_no
         assert answer(group, [request])["a"][0] == expected["a"][0]  # type: ignore[arg-type]
         again = GenerateRequest(request_id="b", prompt=[3], params=request.params)
         answer(group, [again])  # type: ignore[arg-type]
-        (stats,), moe = group.stats().experts, group.model_config.moe
+        report, moe = group.stats().record(ExpertReport), group.model_config.moe
+        assert report is not None
+        (stats,) = report.stages
         pairs = moe.experts_per_token * len(moe.layers)
         assert sum(stats.rank_tokens) == 8 * pairs, "5, 1, 1 and 1 tokens of the first four steps"
     assert set(device.replays) == {1, 20}
