@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.loop_observer import EndedStep, LoopObserver
-from engine.spec_decode.draft_cost import DraftCost, StepMean, line_through
+from engine.costs.draft_cost import DraftCost, StepMean, line_through
 from engine.wire.plan import StepPlan
 
 STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.costs.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
 from engine.model.state import DraftBound
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.snapshot_kinds import NO_TOKEN, ORDINARY, SnapshotKinds
 from engine.parts.speculation.draft_totals import DraftTotals
 from engine.parts.speculation.speculator import Speculator, any_number
-from engine.spec_decode.draft_cost import DraftCost, ProposalCost, StepMean, VerifyingCost
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from engine.wire.plan import ON_DEVICE
 

@@ -24,10 +24,6 @@ OTHER_MODULES = {
     "speculation": ("engine.spec_decode",),
 }
 """Modules of a part that are not in its folder."""
-NOT_YET = {
-    "speculation": "step_cost.py measures drafts",
-}
-"""Parts that something else imports. The list may only get shorter."""
 
 
 def parts() -> list[str]:
@@ -47,13 +43,7 @@ def with_those_that_need(part: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=NOT_YET[name])) if name in NOT_YET else name
-        for name in parts()
-    ],
-)
+@pytest.mark.parametrize("part", parts())
 def test_engine_answers_without_a_part(part: str) -> None:
     left_out = sorted(with_those_that_need(part))
     modules = [module for name in left_out for module in (f"engine.parts.{name}", *OTHER_MODULES.get(name, ()))]
@@ -62,4 +52,4 @@ def test_engine_answers_without_a_part(part: str) -> None:
 
 
 def test_each_part_on_a_list_is_there() -> None:
-    assert NOT_YET.keys() | OTHER_MODULES.keys() <= set(parts())
+    assert OTHER_MODULES.keys() <= set(parts())

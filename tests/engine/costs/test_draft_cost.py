@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.spec_decode.draft_cost import DraftCost, ProposalCost, VerifyingCost
+from engine.costs.draft_cost import DraftCost, ProposalCost, VerifyingCost
 
 
 def test_a_token_costs_what_steps_that_propose_take_longer():
