@@ -72,7 +72,7 @@ def measure(sampling: str, sequences: int, steps: int) -> TapeCost:
         mock.patch.object(Scheduler, "commit", inside.of(Scheduler.commit)),
     ):  # before the tape covers them
         core = decoding_core(sampling, sequences, tape_mib=16)
-    tape, scheduler = core.tape, core.scheduler
+    tape, scheduler = core.journal, core.scheduler
     assert isinstance(tape, Tape)
     scheduler.schedule, scheduler.commit = outside.of(scheduler.schedule), outside.of(scheduler.commit)  # type: ignore[method-assign]
     tape.settle = later.of(tape.settle)  # type: ignore[method-assign]

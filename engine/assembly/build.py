@@ -92,7 +92,7 @@ def build_engine(
         observers=[step_times, *(observer for feature in features for observer in feature.observers)],
         mail=Mail(scheduler, [courier for feature in features for courier in feature.couriers]),
         clock=clock,
-        tape=next(iter(journals), NOBODY_LISTENS),
+        journal=next(iter(journals), NOBODY_LISTENS),
     )
 
 

@@ -50,10 +50,10 @@ class EngineCore:
         mail: Mail,
         observers: Sequence[LoopObserver] = (),
         clock: Clock = SYSTEM_CLOCK,
-        tape: Journal = NOBODY_LISTENS,
+        journal: Journal = NOBODY_LISTENS,
     ):
         self._now = clock.monotonic
-        self.tape = tape
+        self.journal = journal
         self.config, self.model_config = config, model_config
         self.ranks, self.scheduler, self.mail, self.observers = ranks, scheduler, mail, ByClass(observers)
         self._rested = overriding(observers, LoopObserver.rested)
@@ -127,7 +127,7 @@ class EngineCore:
             return self.take_events()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
-            self.tape.keep(error)
+            self.journal.keep(error)
             raise
 
     def _plain_step(self) -> None:
@@ -166,7 +166,7 @@ class EngineCore:
     def _finish_step(self) -> None:
         """Wait for the oldest step in flight, and record its result."""
         submitted_at = self._submitted_at.popleft()
-        self.tape.settle()  # while the step computes
+        self.journal.settle()  # while the step computes
         result = self.ranks.collect()
         resumed_at = self.ranks.launcher.resumed_at
         began_at = max(resumed_at, self.last_step_at, 0.0 if result.drafts_first else submitted_at)
@@ -215,6 +215,6 @@ class EngineCore:
             if self._broken is None:
                 self.ranks.drain()
         if self._broken is None:
-            self.tape.close()
+            self.journal.close()
         self.mail.close()  # before the other ranks end: they may be reading
         self.ranks.close()

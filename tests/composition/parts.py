@@ -137,7 +137,7 @@ def encoded_images(run: Run) -> bool:
 def replay(session: Session) -> None:
     """The tape of an engine gives its decisions again."""
     for core in session.cores:
-        tape = msgspec.msgpack.decode(tape_with_key(core.tape.take(), TAPE_KEY), type=EngineTape)
+        tape = msgspec.msgpack.decode(tape_with_key(core.journal.take(), TAPE_KEY), type=EngineTape)
         again = Replay(tape)
         for _ in again.run():
             again.scheduler.check()

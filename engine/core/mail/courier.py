@@ -23,7 +23,7 @@ class Engine(Protocol):
     """An EngineCore, as couriers see it."""
 
     idle: bool
-    tape: Journal
+    journal: Journal
 
     @property
     def scheduler(self) -> Kernel: ...

@@ -12,5 +12,5 @@ class TapeCourier(Courier):
     def take(self, command: msgspec.Struct, server: Server) -> bool:
         if not isinstance(command, TakeTape):
             return False
-        server.tell(TapeTaken(command.call_id, server.core.tape.take()))
+        server.tell(TapeTaken(command.call_id, server.core.journal.take()))
         return True

@@ -44,7 +44,7 @@ def record(folder: Path, engine_id: str) -> Path:
         core.step()
     assert core.scheduler.totals.prefix_hit_tokens
     file = folder / f"{engine_id}.tape"
-    file.write_bytes(pack_tapes([tape_with_key(core.tape.take(), KEY)]))
+    file.write_bytes(pack_tapes([tape_with_key(core.journal.take(), KEY)]))
     file.with_suffix(".json").write_text(json.dumps(core.observers[CostLedger].seconds), encoding="utf-8")
     core.close()
     return file

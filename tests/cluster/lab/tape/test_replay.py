@@ -60,7 +60,7 @@ def go(core: EngineCore) -> None:
 
 
 def replayed(core: EngineCore) -> Replay:
-    replay = Replay(tape_of(core.tape))
+    replay = Replay(tape_of(core.journal))
     for _ in replay.run():
         replay.scheduler.check()
     assert replay.scheduler.totals == core.scheduler.totals
@@ -113,7 +113,7 @@ def test_blocks_go_down_to_a_tier_and_come_up_again(make_core, name, tmp_path):
     add(core, "again", first)
     go(core)
     assert core.scheduler.parts[KVOffloading].report().hit_tokens >= 64
-    taken = core.tape.take()
+    taken = core.journal.take()
     for block_hash in split_names(block_hashes(first, 4)[: 16 * 8]):
         assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) in taken
         assert core.scheduler.parts[KVOffloading].name_of(0, block_hash) not in tape_with_key(taken, KEY)
@@ -226,7 +226,7 @@ def test_grammars_and_stop_tokens_end_requests_again(make_core):
 def test_steps_are_encoded_some_at_a_time_and_an_idle_engine_has_none_left(make_core):
     core = make_core()
     add(core, "a", [5, 6, 7, 8, 9], max_tokens=60)
-    pending, most = core.tape._ring.pending, 0
+    pending, most = core.journal._ring.pending, 0
     while core.has_work:
         core.step()
         most = max(most, len(pending))
@@ -265,7 +265,7 @@ def test_another_scheduler_is_found_at_its_first_other_plan(make_core, monkeypat
     for i in range(4):
         add(core, str(i), [5, 6, 7, 8, 9 + i], max_tokens=9)
     go(core)
-    tape = tape_of(core.tape)
+    tape = tape_of(core.journal)
     plain = Scheduler._plan_running
 
     def leaves_out_one(scheduler: Scheduler) -> int:
@@ -294,7 +294,7 @@ def test_nothing_on_a_tape_tells_a_token_and_nobody_can_confirm_a_prompt(make_co
     )))  # fmt: skip
     core.step()
     core.step()
-    taken = core.tape.take()
+    taken = core.journal.take()
     hashes = block_hashes(prompt, 4, "the salt")
     assert hashes[:16] in taken, "in the engine's own memory"
     tape = tape_with_key(taken, KEY)
@@ -355,5 +355,5 @@ def test_the_ring_is_bounded_and_its_oldest_part_is_lost_first():
 
 def test_an_engine_can_do_without(make_core):
     core = make_core(tape_mib=0)
-    assert core.tape is NOBODY_LISTENS and core.tape.take() == b""
+    assert core.journal is NOBODY_LISTENS and core.journal.take() == b""
     assert "schedule" not in vars(core.scheduler)

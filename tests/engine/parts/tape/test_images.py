@@ -20,7 +20,7 @@ NAME = "qwen3_vl"
 
 
 def replayed(core: EngineCore) -> Replay:
-    tape = tape_of(core.tape)
+    tape = tape_of(core.journal)
     replay = Replay(tape)
     for moment in replay.run():
         replay.scheduler.check()
@@ -63,5 +63,5 @@ def test_images_of_an_encode_engine_arrive_and_fail_again_in_both_engines(tmp_pa
             == 1
         )
         secret = prompts(NAME)[0].images[0].mm_hash
-        data = msgspec.msgpack.encode(tape_of(core.tape))
+        data = msgspec.msgpack.encode(tape_of(core.journal))
         assert secret not in data and secret.hex().encode() not in data

@@ -29,7 +29,7 @@ def make_config(role: str, **options) -> EngineConfig:
 
 
 def replayed(engine: Engine) -> Replay:
-    tape = msgspec.msgpack.decode(tape_with_key(engine.server._core.tape.take(), KEY), type=EngineTape)
+    tape = msgspec.msgpack.decode(tape_with_key(engine.server._core.journal.take(), KEY), type=EngineTape)
     replay = Replay(tape)
     for _ in replay.run():
         replay.scheduler.check()
