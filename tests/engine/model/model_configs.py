@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.config import ModelConfig
+from engine.model.config_parts.pooling import PoolingConfig
 from engine.model.config_parts.rope import RopeConfig
 
 
@@ -31,5 +32,6 @@ def tiny_config(**fields: Any) -> ModelConfig:
         "tie_word_embeddings": False,
         "eos_token_ids": frozenset({2}),
         "moe": None,
+        "pooling": PoolingConfig(),
     }
     return ModelConfig(**{**defaults, **fields})
