@@ -49,7 +49,7 @@ class Loaded:
         model, runner, tp = self.model, self.runner, self.runner.tp
         needs = group_needs(self.config, runner.block_size, model, runner.kv_dtype, tp)
         sizes = [need.block_bytes for need in needs]
-        sizes += [snapshots[0].nbytes for snapshots in runner.memory.more_blocks]
+        sizes += runner.memory.more_block_bytes
         return [size * tp.size for size in sizes]
 
 

@@ -19,6 +19,8 @@ class StepMemory:
     """What parts keep, by their names."""
     more_blocks: list[Tensor] = field(default_factory=list)
     """Of what parts keep, that which other engines and tiers read block by block."""
+    more_block_bytes: list[int] = field(default_factory=list)
+    """Bytes of one of each of `more_blocks` on a rank of each stage, all stages together."""
 
     @property
     def blocks(self) -> list[Tensor]:

@@ -18,7 +18,7 @@ def make_groups(loaded: Loaded, prefix_caching: bool) -> tuple[KVCacheManager, l
     snapshots, interval = None, 0
     for kept in runner.memory.more_blocks:
         snapshots = BlockPool(len(kept), snapshot_border(runner.block_size), prefix_caching, block_bytes=kept[0].nbytes)
-        specs = specs_of(runner.setup)
+        specs = specs_of(runner.setup, model)
         interval = snapshot_interval(config, runner.block_size, model, specs, runner.kv_dtype, runner.tp)
     return kv_cache_of(
         [group.spec for group in model.kv_groups],

@@ -26,6 +26,7 @@ from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import SpecDecodeStats
+from engine.wire.parts.stages import StageReport
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.engine.offline.test_tensor_parallel import BUSY, Outcome, make_config, random_prompt, run, run_mixed
@@ -236,7 +237,7 @@ def test_a_first_stage_without_the_layers_that_take_images_is_refused(tmp_path):
 def test_an_engine_tells_how_long_each_stage_computed_and_waited(pool, folder_of):
     with pool.engine(staged(folder_of("llama"), 3, pipeline_layers="1,2,1")) as core:
         run(core, {"a": ([3, 4, 5], {})}, Outcome())
-        stages = core.stats().stages
+        stages = core.stats().record(StageReport).stages
     assert [(stage.layers, stage.ranks) for stage in stages] == [(1, 1), (2, 1), (1, 1)]
     assert all(stage.busy_s > 0 for stage in stages)
     assert all(stage.wait_s > 0 for stage in stages)  # one request is in one stage at a time

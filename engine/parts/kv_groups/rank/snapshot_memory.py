@@ -19,9 +19,10 @@ SHARE = 4  # snapshots get 1 / SHARE of the KV cache's memory
 LEAST = 2  # fewest snapshots; a handoff needs one
 
 
-def specs_of(setup: RankSetup) -> list[StateSpec]:
-    """Return the tensors that each recurrent layer of a rank keeps for a sequence."""
-    return state_specs(setup.model.recurrent, str(setup.dtype).removeprefix("torch."), setup.tp.size)
+def specs_of(setup: RankSetup, model: ModelConfig) -> list[StateSpec]:
+    """Return the tensors that each recurrent layer keeps for a sequence. model: with the layers of one stage, or of
+    all."""
+    return state_specs(model.recurrent, str(setup.dtype).removeprefix("torch."), setup.tp.size)
 
 
 def snapshot_border(block_size: int) -> int:

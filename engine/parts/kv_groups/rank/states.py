@@ -21,7 +21,7 @@ class States(RankPart):
     name = StateStep.part
 
     def __init__(self, setup: RankSetup):
-        self._setup, self._specs = setup, specs_of(setup)
+        self._setup, self._specs = setup, specs_of(setup, setup.model)
         self._num_snapshots = 0
 
     def reserve(self, free: FreeMemory) -> FreeMemory:
@@ -43,6 +43,7 @@ class States(RankPart):
         memory.of[self.name] = self._cache
         if self._num_snapshots:
             memory.more_blocks.append(self._cache.snapshots)
+            memory.more_block_bytes.append(snapshot_bytes(specs_of(setup, setup.whole)))
 
     def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> StateBatch | None:
         """Return the states of the step's sequences. They run through tokens that verify drafts."""
