@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.ops import dispatch
@@ -38,6 +40,9 @@ def open_setup(
     check_experts(config, model)
     plan = ExpertShardPlan.of(config, group)
     setup = RankSetup.of(config, model, folder, group, plan=plan, whole=whole, stage_layers=stage_layers, host=host)
+    if config.determinism == "strict":
+        fixed_order.check(config, model, setup.torch_device)
+        setup = replace(setup, plan=fixed_order.in_fixed_order(setup.plan), adapt=fixed_order.pad_layers)
     if setup.device.asynchronous and config.pipeline_parallel_size > 1 and config.data_parallel_size > 1:
         limit = "1 on a GPU with data_parallel_size above 1, because stages could wait for each other for ever"
         raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, limit)

@@ -23,7 +23,8 @@ from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear
-from engine.model.ops import linear, tree_sum
+from engine.model.ops import linear
+from engine.model.ops.tree_sum import tree_sum, tree_sum_plain
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64
@@ -80,11 +81,11 @@ class RanksInOrder(TPGroup):
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         if self.size == 1:
-            return tree_sum.tree_sum(parts)
+            return tree_sum(parts)
         dtype = parts[0].dtype
-        own = tree_sum.tree_sum(parts, torch.float32)
+        own = tree_sum(parts, torch.float32)
         ranks = self._tp.all_gather(own).unflatten(-1, (self.size, -1)).unbind(-2)
-        return tree_sum.tree_sum_plain(ranks).to(dtype)
+        return tree_sum_plain(ranks).to(dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum rows of the embedding. A row is zero on all ranks except one, so the order does not matter."""

@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from engine.model import fixed_order
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import add_encoders, build_model
@@ -20,10 +19,10 @@ logger = logging.getLogger(__name__)
 def load_model(setup: RankSetup, parts: RankParts) -> Model:
     """Return this rank's shard of the model, with its weights. Raises StartupError."""
     started = time.perf_counter()
-    config, device, plan = setup.config, setup.torch_device, setup.plan
-    model = build_model(setup.model, plan, setup.dtype, device)
-    if plan.fixed_order:
-        fixed_order.pad_layers(model)
+    config, device = setup.config, setup.torch_device
+    model = build_model(setup.model, setup.plan, setup.dtype, device)
+    if setup.adapt is not None:
+        setup.adapt(model)
     add_encoders(model, setup.dtype, device)
     if config.load_format == "dummy":
         fill_with_noise(model)

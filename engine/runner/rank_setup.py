@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from engine.devices.device import Device, open_device
 from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES, EngineOptions
-from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.runner import kv_cache
 from engine.usable_cpus import usable_cpus
@@ -39,6 +38,8 @@ class RankSetup:
     kv_dtype: torch.dtype
     block_size: int
     overlap: bool
+    adapt: Callable[[torch.nn.Module], None] | None = None
+    """Changes the layers of the model before its weights are loaded."""
 
     @classmethod
     def of(
@@ -57,10 +58,6 @@ class RankSetup:
         slice of everything. whole: by default, `model`. Raises ConfigError for options that cannot be combined."""
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        plan = plan or ShardPlan(tp)
-        if config.determinism == "strict":
-            fixed_order.check(config, model, device.torch_device)
-            plan = fixed_order.in_fixed_order(plan)
         return cls(
             config=config,
             model=model,
@@ -69,7 +66,7 @@ class RankSetup:
             folder=folder,
             tp=tp,
             host=host,
-            plan=plan,
+            plan=plan or ShardPlan(tp),
             device=device,
             dtype=dtype,
             kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),

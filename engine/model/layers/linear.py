@@ -192,8 +192,7 @@ class RowParallelLinear(Linear):
     """A linear layer whose inputs are split over the ranks: [tokens, inputs / ranks] -> [tokens, outputs], summed over
     ranks.
 
-    pieces: weights of the parts into which this rank's inputs are cut, if their products are summed in a fixed order
-    (fixed_order.py).
+    pieces: weights of the parts into which this rank's inputs are cut, if their products are summed in a fixed order.
     """
 
     def __init__(self, inputs: int, outputs: int, tp: ShardPlan, bias: bool = False, format: object | None = None):
