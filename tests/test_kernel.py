@@ -18,7 +18,7 @@ LIMITS = {
     "wire": 864,
     "text": 542,
     "distributed": 812,
-    "model": 2_544,
+    "model": 2_540,
     "runner": 1_602,
     "core": 2_430,
 }

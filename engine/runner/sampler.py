@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.ops.argmax import top_ids
 from engine.model.ops.logits import masks, penalties
 from engine.model.ops.logits.masks import ApplyMasks
 from engine.model.ops.logits.penalties import Penalise
 from engine.model.ops.sampling_plain import RandomRows
-from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
 from engine.wire.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.ops.top_ids import CHUNK, top_ids, top_ids_plain
+from engine.model.ops.argmax import CHUNK, top_ids, top_ids_plain
 
 
 @given(
