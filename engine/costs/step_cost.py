@@ -118,8 +118,7 @@ class StepWork:
         tokens = plan.num_tokens
         if tokens == ended == len(plan.counts):
             return cls(ended, 0, 0, 0, plan.num_drafts)
-        pairs = enumerate(zip(plan.counts, plan.samples, strict=True))
-        decodes = sum(samples and (count == 1 or i in plan.drafts) for i, (count, samples) in pairs)
+        decodes = list(zip(plan.counts, plan.samples, strict=True)).count((1, True)) + len(plan.drafts)
         drafts = sum(map(len, plan.drafts.values()))
         return cls(decodes, tokens - decodes - drafts, ended - decodes, drafts, plan.num_drafts)
 

@@ -27,15 +27,7 @@ LOADED = 0.25  # if drafts pay only above this acceptance rate, the engine is so
 MANY = 0.25  # share of the requests with drafts in flight for which the others wait; a guess, not measured on a GPU
 
 
-SPECULATION = "speculation"  # in Request.of
-
-
-def drafts_of(request: Request) -> SequenceDrafts:
-    """Return the drafts of a request."""
-    drafts: SequenceDrafts | None = request.of.get(SPECULATION)
-    if drafts is None:
-        drafts = request.of[SPECULATION] = SequenceDrafts()
-    return drafts
+DRAFTS = "speculation"  # in Request.of: its SequenceDrafts
 
 
 def any_number(position: int) -> int:
@@ -94,14 +86,14 @@ class Speculator(Part):
         self._kv_cache, self._max_model_len = kernel.kv_cache, kernel.limits.max_model_len
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if isinstance(asked, GenerateRequest) and (prediction := asked.record(Prediction)) is not None:
-            drafts_of(request).prediction = prediction.tokens
+        prediction = asked.record(Prediction) if isinstance(asked, GenerateRequest) else None
+        request.of[DRAFTS] = SequenceDrafts(prediction.tokens if prediction is not None else [])
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         """Decide how many tokens a drafter with weights should propose per request at the end of this step."""
         self._num_proposed = 0
         if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
-            drafted = [r for r in plan.requests if not (r.leaving or drafts_of(r).prediction)]
+            drafted = [r for r in plan.requests if not (r.leaving or r.of[DRAFTS].prediction)]
             sequences = [(self._start(request), len(request.tokens)) for request in drafted]
             self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
         plan.num_drafts = self._num_proposed
@@ -156,7 +148,7 @@ class Speculator(Part):
         drafts = constraint.drafts[: self._left(request, capacity)]  # guessed when their masks were computed
         if constraint.forced or not drafts:
             return drafts
-        return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
+        return drafts[: self._step.length(request.of[DRAFTS].acceptance(len(request.tokens)), len(drafts))]
 
     def guess(self, request: Request) -> list[int]:
         """Return drafts as Part.guess says, without those that only the device knows."""
@@ -184,15 +176,14 @@ class Speculator(Part):
 
     def verifies(self, request: Request, count: int) -> None:
         """Record that the next step verifies `count` drafts of a request."""
-        drafts = self._start(request)
         request.verifying = count
         if self._step is self._undrafted:
             self._step = copy(self._undrafted)
-        self._step.add(drafts.acceptance(len(request.tokens)), count)
+        self._step.add(request.of[DRAFTS].acceptance(len(request.tokens)), count)
 
     def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
         """Return how many of a request's drafts in flight were rejected, and learn from it."""
-        drafts = drafts_of(request)
+        drafts: SequenceDrafts = request.of[DRAFTS]
         drafted, request.verifying, drafts.proposed = request.verifying, 0, list(proposed)
         if drafted:
             if request.constraint is None or not request.constraint.forced:
@@ -204,7 +195,7 @@ class Speculator(Part):
 
     def ending(self, request: Request, error: ServingError | None) -> None:
         """Learn from a request that ends."""
-        drafts = drafts_of(request)
+        drafts: SequenceDrafts = request.of[DRAFTS]
         if drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
         if self._drafter is not None:
@@ -215,7 +206,7 @@ class Speculator(Part):
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, and set up its drafter the first time."""
-        drafts = drafts_of(request)
+        drafts: SequenceDrafts = request.of[DRAFTS]
         if not drafts.started:
             drafts.started = True
             if drafts.prediction:

@@ -35,6 +35,14 @@ def make(*kinds: str, **options) -> Harness:
     return harness
 
 
+def opened(speculator: Speculator, max_model_len: int = 64, params: SamplingParams | None = None) -> Request:
+    """Return a request that has just been queued."""
+    message = GenerateRequest(request_id="a", prompt=PROMPT, params=params or SamplingParams())
+    request = Request.create(message, max_model_len, now=0.0)
+    speculator.opened(request, message)
+    return request
+
+
 def test_right_drafts_are_accepted_and_counted(depth):
     h = make("right", depth=depth)
     h.add("a", PROMPT, max_tokens=31)
@@ -215,7 +223,7 @@ def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more
     asked = {}
     for name, proposal in costs.items():
         speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda _, p=proposal: (1.0, 0.02, p), VOCAB)
-        request = Request.create(GenerateRequest(request_id=name, prompt=PROMPT), 1000, now=0.0)
+        request = opened(speculator, 1000)
         asked[name] = []
         for step in range(600):
             speculator.start_step(1)
@@ -240,7 +248,7 @@ def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more
 
 def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
     speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda sequences: (1.0, 0.02, 0.0), VOCAB)
-    request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), 64, now=0.0)
+    request = opened(speculator)
     speculator.start_step(1)
     speculator.verified(request, 0, [7, VOCAB, 8])
     assert speculator.guess(request) == [7]
@@ -249,7 +257,7 @@ def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
 
 def test_drafts_that_only_the_device_knows_are_planned_but_are_no_guesses_for_a_grammar():
     speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda sequences: (1.0, 0.02, 0.0), VOCAB)
-    request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), 64, now=0.0)
+    request = opened(speculator)
     request.computed = len(PROMPT) - 1
     speculator.start_step(1)
     speculator.verified(request, 0, [ON_DEVICE, ON_DEVICE])
@@ -279,9 +287,7 @@ class NothingFound:
 def test_among_many_sequences_one_that_finds_no_draft_looks_for_it_more_rarely(sequences, times):
     drafter = NothingFound()
     speculator = Speculator(SpeculativeConfig(method="ngram"), drafter, lambda _: (1.0, 0.02, 0.0), VOCAB)
-    request = Request.create(
-        GenerateRequest(request_id="a", prompt=PROMPT, params=SamplingParams(max_tokens=500)), 1000, now=0.0
-    )
+    request = opened(speculator, 1000, SamplingParams(max_tokens=500))
     for _ in range(160):
         speculator.start_step(sequences)
         assert not speculator.guess(request)
