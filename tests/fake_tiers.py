@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.core.door.part_input import TimePassed
+from engine.core.door.inputs import TimePassed
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.kv_offload.tier_index import TierIndex
 from engine.parts.kv_tiers.inputs import TiersAnswered

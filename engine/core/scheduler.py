@@ -15,7 +15,6 @@ from engine.core.door.kernel import ModelLimits
 from engine.core.door.offers import ComputeSeconds, Offers, unknown
 from engine.core.door.outputs import Outputs, Receiver
 from engine.core.door.part import Part, Parts
-from engine.core.door.part_input import PartInput
 from engine.core.door.request_checks import RequestChecks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event, StopConditions, last_delta, tokens_delta
@@ -103,7 +102,7 @@ class Scheduler:
         self.journal.entering(given)
         answer: Any = None
         match given:
-            case PartInput():
+            case inputs.PartInput():
                 answer = given.apply(self, now)
             case inputs.Added(message):
                 answer = self._add(message, now)

@@ -14,9 +14,8 @@ from cluster.lab.simulator.trace import VOCABULARY
 from deployments.billing.prices import FREE
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
-from engine.core.door.inputs import Added
+from engine.core.door.inputs import Added, TimePassed
 from engine.core.door.kernel import ModelLimits
-from engine.core.door.part_input import TimePassed
 from engine.core.engine_stats import load_of
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event

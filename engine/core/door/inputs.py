@@ -6,10 +6,12 @@ decision depends on.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from engine.core.door.kernel import Kernel
+from engine.core.door.part import Parts
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.token_delta import FinishReason
 
@@ -38,3 +40,25 @@ class Aborted(Input, frozen=True):
 
 class CacheCleared(Input, frozen=True):
     """Empties the prefix cache and the tiers below it, and ends all holds."""
+
+
+class KernelWithParts(Kernel, Protocol):
+    """A scheduler with its parts."""
+
+    parts: Parts
+
+
+class PartInput(Input, frozen=True):
+    """An input for a part. `Scheduler.apply` returns what the part answers."""
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> Any:
+        """Pass the input on to the part of a scheduler for which it is."""
+        raise NotImplementedError
+
+
+class TimePassed(PartInput, frozen=True):
+    """Parts go on in an engine that plans no more steps."""
+
+    def apply(self, scheduler: KernelWithParts, now: float) -> None:
+        for update in scheduler.parts.update:
+            update(now)

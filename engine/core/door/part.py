@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine.core.door.offer import Offer
+from engine.core.door.offers import Offer
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request, State
 from engine.hooks import ByClass, overriding

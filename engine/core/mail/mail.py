@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from engine.core.door.inputs import Input
-from engine.core.door.part_input import TimePassed
+from engine.core.door.inputs import Input, TimePassed
 from engine.core.mail.courier import Courier
 from engine.core.scheduler import Scheduler
 from engine.hooks import ByClass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.door.part_input import KernelWithParts, PartInput
+from engine.core.door.inputs import KernelWithParts, PartInput
 from engine.parts.grammar.grammars import Grammars
 
 

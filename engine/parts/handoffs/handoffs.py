@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from engine.core.door.kernel import Kernel
-from engine.core.door.offer import Offer
-from engine.core.door.offers import ComputeSeconds
+from engine.core.door.offers import ComputeSeconds, Offer
 from engine.core.door.part import Part
 from engine.core.door.request_checks import not_elsewhere
 from engine.core.kv_cache_manager import Shorten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.door.part_input import KernelWithParts, PartInput
+from engine.core.door.inputs import KernelWithParts, PartInput
 from engine.core.request import Request, State
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.handoff import HandoffEvent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.door.part_input import KernelWithParts, PartInput
+from engine.core.door.inputs import KernelWithParts, PartInput
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.wire.handoff import HandoffEvent
 from engine.wire.parts.handoffs import PrefillReplica

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.core.door.kernel import Kernel
-from engine.core.door.offer import Offer
+from engine.core.door.offers import Offer
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.door.part_input import KernelWithParts, PartInput
+from engine.core.door.inputs import KernelWithParts, PartInput
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.parts.kv_offload import StoreListing, TierAnswer
 

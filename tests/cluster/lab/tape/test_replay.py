@@ -11,8 +11,8 @@ from cluster.lab.tape import replay as replay_module
 from cluster.lab.tape.replay import Diverged, Failed, Replay
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
+from engine.core.door.inputs import PartInput
 from engine.core.door.journal import NOBODY_LISTENS
-from engine.core.door.part_input import PartInput
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.options.speculation import SpeculativeConfig
