@@ -35,6 +35,7 @@ from engine.model.ops.cpu.kernel import Kernel
 from engine.model.ops.cpu.linear import MULTIPLY
 from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.model_runner import ModelRunner
+from engine.runner.step import Forward
 from engine.wire.plan import BlockChange
 
 REPETITIONS = 5
@@ -119,9 +120,12 @@ def make_batch(runner: ModelRunner, counts: list[int], context: int) -> Batch:
         for slot in step.slots:  # block 0 is the null block of a group with a window
             blocks = 1 + np.arange(slot * width, (slot + 1) * width) % (total - 1)
             step.blocks.append(BlockChange(slot, 0, blocks.tolist(), group=group))
-    batch = runner.prepare(step).batch
-    assert batch is not None
-    return batch
+    inputs = runner.prepare(step)
+    forward = Forward(inputs, inputs.batch)
+    for before in runner.parts.before:
+        before(forward)
+    assert forward.batch is not None
+    return forward.batch
 
 
 def fill(runner: ModelRunner) -> None:
