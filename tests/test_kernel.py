@@ -18,7 +18,7 @@ LIMITS = {
     "wire": 864,
     "text": 542,
     "distributed": 812,
-    "model": 2_540,
+    "model": 2_534,
     "runner": 1_598,
     "core": 2_420,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.layers.latent_attention import rotate
-from engine.model.ops import attention_plain, moe, norm_plain, sampling_plain
+from engine.model.ops import attention_plain, moe, sampling_plain
 from engine.model.ops.elementwise import activations, norms
 from engine.model.ops.elementwise import gates as gates_ops
 from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, low_rank, sampling
@@ -25,6 +25,7 @@ from engine.model.ops.latent import attention as latent_plain
 from engine.model.ops.logits.masks import apply_masks_plain
 from engine.model.ops.logits.penalties import penalise_plain
 from engine.model.ops.lora.low_rank import add_plain
+from engine.model.ops.norm import add_rms_norm_plain, rms_norm_plain
 from engine.model.ops.recurrent.causal_conv import causal_conv_plain
 from engine.model.ops.recurrent.gates import gates_plain
 from engine.model.ops.recurrent.linear_attention import linear_attention_plain
@@ -61,8 +62,8 @@ def name_of(kernel: Any) -> str:
 def twins() -> dict[Op, Op]:
     """Return the plain version of each kernel."""
     return {
-        gpu_norm.rms_norm: norm_plain.rms_norm_plain,
-        gpu_norm.add_rms_norm: norm_plain.add_rms_norm_plain,
+        gpu_norm.rms_norm: rms_norm_plain,
+        gpu_norm.add_rms_norm: add_rms_norm_plain,
         gpu_norm.gated_rms_norm: norms.gated_rms_norm_plain,
         **{kernel: activations.PLAIN[name] for name, kernel in activation.GATED.items()},
         activation.open_gate: gates_ops.open_gate,
@@ -93,8 +94,8 @@ def twins() -> dict[Op, Op]:
 def rounding_twins() -> dict[Op, Op]:
     """Return, for each kernel that also rounds its result for the next product, the plain version that does not."""
     return {
-        fused_quantize.rms_norm: norm_plain.rms_norm_plain,
-        fused_quantize.add_rms_norm: norm_plain.add_rms_norm_plain,
+        fused_quantize.rms_norm: rms_norm_plain,
+        fused_quantize.add_rms_norm: add_rms_norm_plain,
         **{kernel: activations.PLAIN[name] for name, kernel in fused_quantize.GATED.items()},
     }
 
@@ -165,6 +166,6 @@ def rotate_and_write_latent_plain(
     rotated k [tokens, rope_dim] to the cache."""
     weight, eps = norm
     out[..., -q.shape[-1] :] = rotate(q, table, batch, interleaved)
-    latent = norm_plain.rms_norm_plain(c, weight, eps, 0.0)
+    latent = rms_norm_plain(c, weight, eps, 0.0)
     rotated = rotate(k[:, None], table, batch, interleaved)[:, 0]
     latent_plain.write_latent(torch.cat((latent, rotated), dim=-1), batch, layer)

@@ -35,7 +35,7 @@ from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import Model
-from engine.model.ops import linear, norm_plain
+from engine.model.ops import linear, norm
 from engine.model.ops.elementwise import activations
 from engine.user_folder import own_folder, user_folder
 
@@ -94,11 +94,9 @@ class OpaqueAttention(nn.Module):
         self.batch: Batch | None = None
         self.call = OpaqueCall(lambda q, k, v: attention(q, k, v, self.batch), outputs)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm_plain.HeadNorms | None = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
         if norms is not None:
-            q, k = norms.apply(norm_plain.rms_norm_plain, q, k)
+            q, k = norms.apply(norm.rms_norm_plain, q, k)
         return self.call(q, k, v)
 
 
@@ -167,7 +165,7 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
         layer.mlp = OpaqueCall(layer.mlp)
     for module in layer.modules():
         if isinstance(module, RMSNorm):
-            module.rms_norm, module.add_rms_norm = norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain
+            module.rms_norm, module.add_rms_norm = norm.rms_norm_plain, norm.add_rms_norm_plain
         if isinstance(module, GatedMLP):
             module.activation = activations.PLAIN[cfg.activation]
         if isinstance(module, RowParallelLinear):

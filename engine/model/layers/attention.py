@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
-from engine.model.ops import attention, norm_plain
+from engine.model.ops import attention, norm
 
 
 class Attention(nn.Module):
@@ -32,9 +32,7 @@ class Attention(nn.Module):
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
         self.ops = attention.select(dtype, device)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm_plain.HeadNorms | None = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
         table = self.table if batch.rope_table is None else batch.rope_table
         batch = batch.of_group(self.group, self.causal)
         return self.attended(self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms), batch)

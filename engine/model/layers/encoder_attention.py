@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
-from engine.model.ops import encoder_attention, norm, norm_plain
+from engine.model.ops import encoder_attention, norm
 
 
 class EncoderAttention(nn.Module):
@@ -26,9 +26,7 @@ class EncoderAttention(nn.Module):
         self.rotate = encoder_attention.select_rotation(dtype, device)
         self.encoder_attention = encoder_attention.select(dtype, device)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm_plain.HeadNorms | None = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
         if norms is not None:
             q, k = norms.apply(self.rms_norm, q, k)
         q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.model.ops import norm, norm_plain
+from engine.model.ops import norm
 from engine.model.shard import Sharded, Shards, replicated
 
 
@@ -31,9 +31,9 @@ class RMSNorm(Sharded):
             return x, self(x)
         return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
-    def of_heads(self, k_norm: RMSNorm) -> norm_plain.HeadNorms:
+    def of_heads(self, k_norm: RMSNorm) -> norm.HeadNorms:
         """Return the norms of q's and k's heads: this norm, for q, and `k_norm`."""
-        return norm_plain.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
+        return norm.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.norm_plain import HeadNorms, rms_norm_plain
+from engine.model.ops.norm import HeadNorms, rms_norm_plain
 from engine.model.ops.rope import rotate_plain
 
 

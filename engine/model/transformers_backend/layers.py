@@ -27,7 +27,7 @@ from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import RMSNorm
 from engine.model.ops.elementwise import activations
-from engine.model.ops.norm_plain import rms_norm_plain
+from engine.model.ops.norm import rms_norm_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.quantization.online import Online
 from engine.model.shard import Shard, Shards, replicated

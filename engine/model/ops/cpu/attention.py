@@ -43,7 +43,7 @@ from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate_head
 from engine.model.ops.cpu.vector import LANES, LOG2_E
 from engine.model.ops.latent import attention as plain_latent
-from engine.model.ops.norm_plain import HeadNorms
+from engine.model.ops.norm import HeadNorms
 
 TOKENS = 4  # tokens whose KV a thread writes at a time
 TILE_ROWS = 128  # most rows of a tile, which read a key while it is in the core's cache

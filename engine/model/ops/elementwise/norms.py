@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.model.ops.elementwise.gates import sigmoid, silu
-from engine.model.ops.norm_plain import rms_norm_plain
+from engine.model.ops.norm import rms_norm_plain
 
 GatedRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 

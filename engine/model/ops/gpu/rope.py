@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.gpu import dependent_launch
-from engine.model.ops.norm_plain import HeadNorms
+from engine.model.ops.norm import HeadNorms
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from engine.model.ops import (
     encoder_attention,
     linear,
     moe,
-    norm_plain,
+    norm,
     rope,
     tree_sum,
 )
@@ -54,7 +54,7 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @given(tokens=st.integers(1, 40), size=st.integers(1, 100), shift=st.sampled_from([0.0, 1.0]), dtype=DTYPES)
 def test_rms_norm_equals_plain(tokens, size, shift, dtype):
     x, weight = randn(tokens, size, dtype=dtype), randn(size, dtype=dtype)
-    expected = norm_plain.rms_norm_plain(x, weight, 1e-6, shift)
+    expected = norm.rms_norm_plain(x, weight, 1e-6, shift)
     torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, shift), expected, **TOLERANCE[dtype])
 
 
@@ -63,7 +63,7 @@ def test_rms_norm_equals_plain(tokens, size, shift, dtype):
 def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, size, dtype):
     merged, weight = randn(tokens, heads + 3, size, dtype=dtype), randn(size, dtype=dtype)
     x = merged[:, 1 : 1 + heads]
-    expected = norm_plain.rms_norm_plain(x, weight, 1e-6, 0.0)
+    expected = norm.rms_norm_plain(x, weight, 1e-6, 0.0)
     torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, 0.0), expected, **TOLERANCE[dtype])
 
 

@@ -41,7 +41,7 @@ from engine.model.ops.gpu.compile_target import CompileTarget
 from engine.model.ops.gpu.experts import moe, routing
 from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.logits.penalties import Penalties
-from engine.model.ops.norm_plain import HeadNorms
+from engine.model.ops.norm import HeadNorms
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.rows import RowFormat
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case, latent_inputs

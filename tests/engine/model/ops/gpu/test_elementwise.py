@@ -11,7 +11,7 @@ from engine.model.ops.elementwise import activations, gates
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu import rope as gpu_rope
-from engine.model.ops.norm_plain import HeadNorms
+from engine.model.ops.norm import HeadNorms
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, Case
 
 pytestmark = pytest.mark.kernels

@@ -23,7 +23,7 @@ from engine.kernel_trial.rank_alone import RankAlone
 from engine.kernel_trial.reduced_model import reduced
 from engine.kernel_trial.trial import KernelTrial, Verdict
 from engine.kernel_trial.twins import twins
-from engine.model.ops import dispatch, norm_plain
+from engine.model.ops import dispatch
 from engine.model.ops import norm as plain_norm
 from engine.model.ops.gpu import (
     activation,
@@ -167,7 +167,7 @@ def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(re
     check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
     assert refused == {norm.rms_norm, norm.add_rms_norm}
     chosen = plain_norm.select(torch.float32, DEVICE)
-    assert chosen == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
+    assert chosen == (plain_norm.rms_norm_plain, plain_norm.add_rms_norm_plain)
     lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == 2
     assert all(line.startswith("kernel norm.") and line.endswith("which takes its place") for line in lines)

@@ -8,7 +8,7 @@ import torch
 from engine.model.layers.latent_attention import of_heads, rotate
 from engine.model.ops.gpu import latent_attention, latent_rope
 from engine.model.ops.latent import attention as latent_plain
-from engine.model.ops.norm_plain import rms_norm_plain
+from engine.model.ops.norm import rms_norm_plain
 from tests.engine.model.ops.gpu.paged import DEVICE, latent_inputs
 from tests.models import with_slow
 
