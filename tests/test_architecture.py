@@ -92,6 +92,18 @@ def test_every_way_to_torch_distributed_is_seen(source, used):
     assert uses_torch_distributed(source) == used
 
 
+def test_no_text_names_a_module_of_ours_from_the_root():
+    """The wheel has our packages below `manta`, so a module that is imported by name is named from `__package__`."""
+    named = re.compile(rf"(?:{'|'.join(ORDER)})(?:\.\w+)+\.?")
+    for file in FILES["engine"]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for text in [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]:
+            if isinstance(text, str) and (found := named.fullmatch(text.partition(":")[0])):
+                path = ROOT.joinpath(*found[0].strip(".").split("."))
+                is_ours = path.is_dir() or path.with_suffix(".py").is_file()
+                assert not is_ours or path.with_suffix(".py") == file, f"{file}: {text!r}"
+
+
 @pytest.mark.parametrize("folder", ORDER)
 def test_a_folder_imports_nothing_above_it(folder):
     above = set(ORDER[ORDER.index(folder) + 1 :]) | {"k8s", "tests"}

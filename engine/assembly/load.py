@@ -27,5 +27,5 @@ def read_model(config: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelC
     StartupError."""
     model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
     for name in FITTINGS:
-        config, model = importlib.import_module(f"engine.parts.{name}.fitting").fit(config, model)
+        config, model = importlib.import_module(f"..parts.{name}.fitting", __package__).fit(config, model)
     return config, model

@@ -50,5 +50,5 @@ def load_runner(
 
 def make_rank_parts(setup: RankSetup, table: Sequence[str] = RANK_PARTS) -> RankParts:
     """Return the parts that a rank has. table: their folders, in the order in which they begin a step."""
-    made = [importlib.import_module(f"engine.parts.{name}.rank.make").make(setup) for name in table]
+    made = [importlib.import_module(f"..parts.{name}.rank.make", __package__).make(setup) for name in table]
     return RankParts([part for part in made if part is not None])

@@ -8,10 +8,10 @@ stream, which is the device's default stream in every thread, so work runs in th
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import logging
 import os
-import pkgutil
 import sys
 import threading
 import time
@@ -27,7 +27,6 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-CUDA_DEVICE = "engine.devices.cuda_device:CudaDevice"
 NICE = 10  # of threads that work beside the steps
 
 MALLOPTS = {-1: 2**30, -3: 2**25}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (its maximum): mallopt(3)
@@ -134,7 +133,7 @@ def is_gpu(name: str) -> bool:
 def open_device(name: str) -> Device:
     """Return the device named `auto`, `cpu` or `cuda`."""
     if is_gpu(name):
-        gpu: Device = pkgutil.resolve_name(CUDA_DEVICE)()
+        gpu: Device = importlib.import_module(".cuda_device", __package__).CudaDevice()
         return gpu
     keep_freed_memory()
     return Device(torch.device("cpu"))

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 LOADING_TIMEOUT_S = 1800.0  # long: one rank may have its weights long before another
 POLL_INTERVAL_S = 0.01
 STORE_TIMEOUT = timedelta(seconds=10)  # for one answer of rank 0
-LOCAL_COLLECTIVES = {"cpu": "engine.distributed.local.cpus:connect", "cuda": "engine.distributed.local.gpus:connect"}
+LOCAL_COLLECTIVES = {"cpu": ".local.cpus", "cuda": ".local.gpus"}
 """Functions by kind of device. Each returns faster collectives of ranks that are all on one machine, given their group,
 their process ids, and a function that opens those of torch.distributed."""
 
@@ -375,7 +375,7 @@ class ConnectedGroup(TPGroup):
 
         if not self._options.shared_memory or self.local_size < self.size:
             return plain()
-        connect = resolve_name(LOCAL_COLLECTIVES["cuda" if self._cuda else "cpu"])
+        connect = import_module(LOCAL_COLLECTIVES["cuda" if self._cuda else "cpu"], __package__).connect
         collectives: Collectives = connect(self, pids, plain)
         return collectives
 

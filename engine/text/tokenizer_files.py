@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pkgutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.text.tokenizer_bounds import read_bounded, try_out
 
 # of tokenizers that have no tokenizer.json: Mistral's, tiktoken's, sentencepiece's, GPT-2's and BERT's
 VOCABULARY_FILES = ("tekken.json", "*.tiktoken", "*.model", "vocab.json", "merges.txt", "vocab.txt")
-CONVERT = "engine.text.converted_tokenizer:convert"  # of formats other than tokenizer.json
+CONVERTED = ".converted_tokenizer"  # reads formats other than tokenizer.json
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
@@ -26,7 +26,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         tokenizer = read_bounded(folder / "tokenizer.json")
         _add_tokens(folder, tokenizer, config)
     else:
-        tokenizer = pkgutil.resolve_name(CONVERT)(folder, config)
+        tokenizer = import_module(CONVERTED, __package__).convert(folder, config)
     # files of embedding models enable both, to bring all texts to one length
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -58,8 +58,8 @@ from engine.wire.stats.histogram import Histogram
 def kinds_of_parts() -> Iterator[SnapshotKinds]:
     """Yield what each part adds that keeps something of a request or a step."""
     for name in PARTS:
-        if find_spec(place := f"engine.parts.{name}.snapshot_kinds") is not None:
-            yield import_module(place).KINDS
+        if find_spec(place := f"..{name}.snapshot_kinds", __package__) is not None:
+            yield import_module(place, __package__).KINDS
 
 
 OF_PARTS = [*kinds_of_parts()]
