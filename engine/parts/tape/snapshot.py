@@ -35,6 +35,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.costs.step_cost import DecodeCost, LinearCost, StepCost, StepTimes
 from engine.hooks import overrides
 from engine.model.kv_groups import KVCacheSpec
+from engine.parts.images.snapshot_kinds import without_data
 from engine.parts.snapshot_kinds import ORDINARY, SnapshotKinds, Zeros
 from engine.parts.table import PARTS
 from engine.parts.tape.answers import STAND_INS, Answers, DrafterWatch, TapedDrafter, TapedGrammar, TapedNames
@@ -126,7 +127,7 @@ def plan_without_text(plan: StepPlan) -> StepPlan:
 
 def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:
     """Return a request with its images, whose hashes are in the state."""
-    images = [msgspec.structs.replace(image, data={}) for image in asked.mm_features]
+    images = [without_data(image) for image in asked.mm_features]
     plain = remote_without_text(asked, params_without_text(asked.params, vocab_size))
     return msgspec.structs.replace(plain, mm_features=images)
 
