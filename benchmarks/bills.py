@@ -30,8 +30,8 @@ from deployments.quotas.limits import BudgetLimit, KeyLimits
 from engine.assembly import build
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.token_delta import SequenceCost
 from tests.deployments.fake_api import fake_api, says
 
 TURN, REQUESTS = 10, 32  # steps and requests of a turn

@@ -29,6 +29,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.sampling_params import SamplingParams
 
 SEQUENCES = 16
@@ -84,7 +85,7 @@ def compute(core: EngineCore, loads: dict[str, Load], seed: int) -> tuple[float,
     bills = dict.fromkeys(loads, 0.0)
     while core.has_work:
         for event in core.step():
-            if (cost := event.delta.cost) is not None:
+            for cost in event.delta.records(SequenceCost):
                 bills[event.request.request_id.partition(" ")[0]] += cost.compute_s
     return busy_s(core) - before, bills
 

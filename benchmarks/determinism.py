@@ -38,7 +38,7 @@ from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.handoffs import DispatchRemote
+from engine.wire.parts.handoffs import DispatchRemote, HandoffTimes
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 
@@ -208,7 +208,7 @@ def with_prefill_engine(
                     if delta.error is not None:
                         raise EngineError(delta.request_id, delta.error.message)
                     found[i] += [(entry.token_id, entry.logprob) for entry in delta.logprobs or []]
-                    received[i] |= delta.times is not None and delta.times.handoff_s is not None
+                    received[i] |= bool(delta.records(HandoffTimes))
                 if not events:
                     time.sleep(IDLE_S)
     return found, received

@@ -19,6 +19,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.sampling_params import SamplingParams
 
 CLIENTS = {"long prompts": Load(0, 640, 4), "long answers": Load(0, 16, 128)}
@@ -54,7 +55,7 @@ def compute(core: EngineCore, by_cost: bool, requests: int) -> dict[str, float]:
         for event in core.step():
             queued = running[event.request.request_id]
             queue.charge(queued, len(event.delta.token_ids))
-            if (cost := event.delta.cost) is not None:
+            for cost in event.delta.records(SequenceCost):
                 if by_cost:
                     queue.settle(queued, cost.compute_s)
                 seconds[queued.client] += cost.compute_s

@@ -31,7 +31,7 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 
@@ -142,7 +142,8 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
                 first = first or time.perf_counter()
                 answer += event.delta.token_ids
                 hit += event.delta.num_cached_tokens
-                granted += sum(outcome.tokens for outcome in event.delta.holds if outcome.refusal is None)
+                outcomes = event.delta.records(HoldOutcome)
+                granted += sum(outcome.tokens for outcome in outcomes if outcome.refusal is None)
         assert first is not None
         promises.resumed(agent, began_at, hit, first - started)
         if granted:

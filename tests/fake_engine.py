@@ -16,6 +16,7 @@ from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -24,14 +25,14 @@ from engine.wire.parts.handoffs import (
     PrefillReplicas,
     RemoteRequestFailed,
 )
-from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold, ReleaseHolds
 from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
-from engine.wire.parts.speculation import Prediction
+from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
-from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenBatch, TokenDelta, TokenLogprob
+from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta, TokenLogprob
 from tests.engine_stats import engine_stats
 
 Script = Callable[[GenerateRequest], list[int]]
@@ -193,16 +194,18 @@ class FakeEngine:
                 finish_reason=reason,  # type: ignore[arg-type]
                 timeline=[TimelineEvent.now("first token")] if first else [],
                 num_cached_tokens=0 if position else self.cached_tokens,
-                holds=[] if hold is None or position else [self.hold_answer(mark) for mark in hold.marks],
-                prediction_tokens=(1, 2) if Prediction.part in request.parts else None,
             )
+            if hold is not None and not position:
+                delta = delta.telling(*(self.hold_answer(mark) for mark in hold.marks))
+            if Prediction.part in request.parts:
+                delta = delta.telling(Verified(1, 2))
             self._send(request, delta)
 
     def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
         if request.reply_to not in self._peers:
             self._peers[request.reply_to] = self._connect(request.reply_to)
-        if delta.finish_reason is not None or request.report_cost:
-            delta = msgspec.structs.replace(delta, cost=self.cost)
+        if self.cost is not None and (delta.finish_reason is not None or request.report_cost):
+            delta = delta.telling(self.cost)
         batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
         self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
         if delta.finish_reason is not None:

@@ -42,7 +42,7 @@ from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.lora import LoRARequest
 from engine.wire.part_record import encoded
-from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
@@ -50,7 +50,6 @@ from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
-from engine.wire.token_delta import HoldOutcome
 
 VOCAB = 50
 EOS = 0
@@ -540,8 +539,8 @@ class Harness:
         assert name not in self.finished, f"{name} went on after its end"
         self.outputs[name] += event.delta.token_ids
         self.timelines.setdefault(name, []).extend(event.delta.timeline)
-        if event.delta.holds:
-            self.holds_of[name] = event.delta.holds
+        if outcomes := event.delta.records(HoldOutcome):
+            self.holds_of[name] = outcomes
         self.cached_of.setdefault(name, event.delta.num_cached_tokens)
         if event.delta.finish_reason:
             self.finished[name] = event

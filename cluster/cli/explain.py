@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
-from engine.wire.token_delta import SequenceCost
+from engine.wire.parts.costs import SequenceCost
 
 
 def show(body: bytes, console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.wire.token_delta import SequenceCost
+from engine.wire.parts.costs import SequenceCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,20 +166,17 @@ def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
     if len(parts) == 1:
         return first
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    predictions = [part.prediction_tokens for part in parts if part.prediction_tokens is not None]
     return msgspec.structs.replace(
         first,
         token_ids=[token_id for part in parts for token_id in part.token_ids],
         logprobs=[entry for entries in logprobs for entry in entries] if logprobs else None,
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
         num_cached_tokens=sum(part.num_cached_tokens for part in parts),
-        holds=[outcome for part in parts for outcome in part.holds],
-        prediction_tokens=(sum(a for a, _ in predictions), sum(r for _, r in predictions)) if predictions else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         text_complete=last.text_complete,
         times=next((part.times for part in reversed(parts) if part.times is not None), None),
-        cost=last.cost,
         num_preemptions=max(part.num_preemptions for part in parts),
         timeline=[event for part in parts for event in part.timeline],
+        parts=[record for part in parts for record in part.parts],
     )

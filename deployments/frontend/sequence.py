@@ -21,8 +21,11 @@ from deployments.observability.telemetry import HttpRequest
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.holds import HoldOutcome
+from engine.wire.parts.speculation import Verified
 from engine.wire.remote_request import KVSource
-from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
+from engine.wire.token_delta import ErrorInfo, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +81,9 @@ class RequestUsage:
 
     def count_holds(self, index: int, delta: TokenDelta) -> None:
         """Record the outcomes of holds, which a sequence's first delta from each engine reports."""
-        if delta.holds:
+        if outcomes := delta.records(HoldOutcome):
             before = self.holds.get(index)
-            self.holds[index] = PromptHolds(delta.num_cached_tokens if before is None else before.cached, delta.holds)
+            self.holds[index] = PromptHolds(delta.num_cached_tokens if before is None else before.cached, outcomes)
 
     @property
     def hold_outcomes(self) -> list[HoldOutcome]:
@@ -90,13 +93,14 @@ class RequestUsage:
         """Return how many prompt tokens were computed and are now held for a time in this range."""
         return sum(holds.written(above_s, up_to_s) for holds in self.holds.values())
 
-    def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
+    def count_prediction(self, delta: TokenDelta, num_tokens: int) -> None:
         """Count a delta's accepted and rejected predicted tokens. num_tokens: tokens of the delta up to a stop
         string."""
-        accepted, rejected = prediction_tokens
+        verified = delta.records(Verified)
+        accepted = sum(each.accepted for each in verified)
         shown = min(accepted, num_tokens)
         self.accepted_prediction_tokens += shown
-        self.rejected_prediction_tokens += accepted - shown + rejected
+        self.rejected_prediction_tokens += accepted - shown + sum(each.rejected for each in verified)
 
 
 class ReportedError(ServingError):
@@ -251,9 +255,9 @@ class Sequence:
         for heard in self._observers.delta:
             heard(delta, num_tokens)
         self._usage.completion_tokens += num_tokens
-        if delta.prediction_tokens is not None:
-            self._usage.count_prediction(delta.prediction_tokens, num_tokens)
-        self._usage.count_holds(self.index, delta)
+        if delta.parts:
+            self._usage.count_prediction(delta, num_tokens)
+            self._usage.count_holds(self.index, delta)
         if self._counts_cached:
             self._usage.cached_tokens += delta.num_cached_tokens
         if chunk.finish_reason is not None:

@@ -12,8 +12,10 @@ from deployments.frontend.observers import Reason, SequenceObserver, SequenceVie
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, MAX_TEXT_TOKENS, SequenceTimeline
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.handoffs import HandoffTimes
 from engine.wire.timeline import TimelineEvent
-from engine.wire.token_delta import RequestTimes, SequenceCost, TokenDelta
+from engine.wire.token_delta import RequestTimes, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class SequenceMetrics(SequenceObserver):
         )
         self._waits_at = http.started_at
         self._times: RequestTimes | None = None
+        self._handoffs: list[HandoffTimes] = []
         self._traced = True
         self._moved_at: float | None = None  # since when a sequence that moves has no engine
         logger.debug(
@@ -81,8 +84,8 @@ class SequenceMetrics(SequenceObserver):
             self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
     def arrived(self, delta: TokenDelta) -> None:
-        if delta.cost is not None:
-            self._timeline.costs[delta.request_id] = delta.cost
+        for cost in delta.records(SequenceCost):
+            self._timeline.costs[delta.request_id] = cost
 
     def delta(self, delta: TokenDelta, num_tokens: int) -> None:
         timeline = self._timeline
@@ -92,6 +95,7 @@ class SequenceMetrics(SequenceObserver):
             self._note(f"first token from {timeline.engines[-1]}")
         if timeline.first_token_s is None and (delta.token_ids or delta.pooled):
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
+            self._handoffs = delta.records(HandoffTimes)
             timeline.first_token_s = time.monotonic() - self._http.started_at
             if delta.times is not None:
                 timeline.queue_s = delta.times.scheduled_s
@@ -170,7 +174,7 @@ class SequenceMetrics(SequenceObserver):
                 cost.tier_gib_s,
             )
         if self._http.trace is not None and self._traced:
-            self._http.trace.sequence(timeline, self._times)
+            self._http.trace.sequence(timeline, self._times, self._handoffs)
         if timeline.admission_s is not None and timeline.reason != "refused":
             self._stats.count_usage(self._payer, used)
             self._context.hourly.add(self._payer, timeline.model, timeline.adapter, used)

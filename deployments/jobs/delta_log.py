@@ -14,7 +14,9 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.speculation import Prediction
+from engine.wire.part_record import told
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.token_delta import TokenDelta
 
 T = TypeVar("T")
@@ -112,8 +114,8 @@ class LoggedGeneration:
     def _add(self, delta: TokenDelta, texts: dict[int, TextStream], choice: int) -> TextChunk | None:
         """Count a token, and return its chunk; None if its choice has already ended at a stop string."""
         chunk, num_tokens = None, 0
-        if delta.cost is not None:
-            self.usage.costs[str(choice)] = delta.cost
+        for cost in delta.records(SequenceCost):
+            self.usage.costs[str(choice)] = cost
         if choice in texts:
             chunk = texts[choice].add(delta)
             num_tokens = len(chunk.token_ids)
@@ -123,8 +125,7 @@ class LoggedGeneration:
             self.usage.completion_tokens += num_tokens
             if chunk.finish_reason is not None:
                 del texts[choice]
-        if delta.prediction_tokens is not None:
-            self.usage.count_prediction(delta.prediction_tokens, num_tokens)
+        self.usage.count_prediction(delta, num_tokens)
         return chunk
 
 
@@ -133,7 +134,9 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
     tokens, replace = delta.token_ids, msgspec.structs.replace
     hides_last = delta.finish_reason == "stop" and not delta.text_complete
     num_apart = len(tokens) - hides_last if delta.finish_reason is not None else len(tokens)
-    accepted, rejected = delta.prediction_tokens or (0, 0)
+    verified = delta.records(Verified)
+    whole = Verified(sum(each.accepted for each in verified), sum(each.rejected for each in verified))
+    others = [(name, raw) for name, raw in delta.parts if name != Verified.part]
     for i in range(max(num_apart, 0)):
         yield replace(
             delta,
@@ -142,8 +145,7 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
             logprobs=None if delta.logprobs is None else delta.logprobs[i : i + 1],
             prompt_logprobs=None if i else delta.prompt_logprobs,
             num_cached_tokens=0 if i else delta.num_cached_tokens,
-            holds=[] if i else delta.holds,
-            prediction_tokens=None if delta.prediction_tokens is None else (int(i < accepted), 0 if i else rejected),
+            parts=[*([] if i else others), *told([whole.at(i)] if verified else [])],
             finish_reason=None,
             stop_reason=None,
             text_complete=False,
@@ -160,6 +162,5 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
         logprobs=None if delta.logprobs is None else delta.logprobs[num_apart:],
         prompt_logprobs=None,
         num_cached_tokens=0,
-        holds=[],
-        prediction_tokens=None if delta.prediction_tokens is None else (int(num_apart < accepted), 0),
+        parts=told([whole.at(num_apart)] if verified else []),
     )

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 
-import msgspec
-
 from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.observers import SequenceObserver, SequenceView
@@ -21,7 +19,8 @@ from deployments.jobs.lease import Lease
 from deployments.jobs.record import JobRecord, record_key
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.token_delta import SequenceCost, TokenDelta
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,12 @@ class LoggedSequence(SequenceObserver):
         self._costs: dict[str, SequenceCost] = {}  # by attempt
 
     def arrived(self, delta: TokenDelta) -> None:
-        if delta.cost is not None:
-            self._costs[delta.request_id] = delta.cost
+        for cost in delta.records(SequenceCost):
+            self._costs[delta.request_id] = cost
 
     def received(self, delta: TokenDelta) -> TokenDelta:
-        cost = SequenceCost.total(self._costs.values())
-        with_all = delta if delta.cost is None else msgspec.structs.replace(delta, cost=cost)
+        told = delta.records(SequenceCost)
+        with_all = delta.telling(SequenceCost.total(self._costs.values())) if told else delta
         self._log.add((self._sequence.index, with_all))
         return delta
 

@@ -108,8 +108,6 @@ def _overlap(stats: HandoffStats) -> float | None:
 REQUESTS: list[Row] = [
     (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
     (Counter, "vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
-    (Counter, "manta_engine_seconds", "Seconds of the engine, by what they were spent on.", "cost_s", "spent_on"),
-    (Counter, "manta_engine_kv_gib_seconds", "GiB of KV cache times the seconds for which they were used.", "kv_gib_s"),
     (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to other requests.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),

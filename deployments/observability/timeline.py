@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.timeline import TimelineEvent
-from engine.wire.token_delta import SequenceCost
 
 MAX_ENDED = 1000
 MAX_EVENTS = 200  # per timeline: engines and routers may report events again and again

@@ -9,6 +9,7 @@ slow the engine: its deltas carry the times that it keeps anyway, and the spans 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -17,7 +18,9 @@ from starlette.types import Scope
 
 from deployments.observability.timeline import SequenceTimeline
 from engine.errors import ConfigError, StartupError
-from engine.wire.token_delta import RequestTimes, SequenceCost
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.handoffs import HandoffTimes
+from engine.wire.token_delta import RequestTimes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -114,8 +117,10 @@ class RequestTrace:
         self._method, self._operation = method, operation
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
-    def sequence(self, ended: SequenceTimeline, times: RequestTimes | None) -> None:
-        """Add the spans of an ended sequence. times: the engine's times, which came with the first token."""
+    def sequence(
+        self, ended: SequenceTimeline, times: RequestTimes | None, handoffs: Sequence[HandoffTimes] = ()
+    ) -> None:
+        """Add the spans of an ended sequence. times, handoffs: the engine's times, which came with the first token."""
         from opentelemetry.trace import set_span_in_context
 
         span = self._tracer.start_span(
@@ -140,7 +145,7 @@ class RequestTrace:
         if ended.first_token_s is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", ended.first_token_s)
         inside = set_span_in_context(span)
-        for name, (start_ns, end_ns) in phases(ended, times, self._started_ns).items():
+        for name, (start_ns, end_ns) in phases(ended, times, handoffs, self._started_ns).items():
             self._tracer.start_span(name, context=inside, start_time=start_ns).end(end_ns)
         if ended.reason == "error":
             self._fail(span, ended.error_type or "error")
@@ -174,7 +179,9 @@ def operation_of(path: str) -> str:
     return next((name for ending, name in OPERATIONS.items() if path.endswith(ending)), path.rpartition("/")[2])
 
 
-def phases(ended: SequenceTimeline, times: RequestTimes | None, started_ns: int) -> dict[str, tuple[int, int]]:
+def phases(
+    ended: SequenceTimeline, times: RequestTimes | None, handoffs: Sequence[HandoffTimes], started_ns: int
+) -> dict[str, tuple[int, int]]:
     """Return start and end of each phase that was reached, in ns since 1970.
 
     The engine's clock differs. The two clocks are aligned at the first token, whose message takes about a millisecond.
@@ -184,10 +191,9 @@ def phases(ended: SequenceTimeline, times: RequestTimes | None, started_ns: int)
         return {"queue": (started_ns, ended_ns)}
     scheduled_ns = first_ns - _ns(times.first_token_s - times.scheduled_s)
     found = {"queue": (min(started_ns, scheduled_ns), scheduled_ns), "prefill": (scheduled_ns, first_ns)}
-    if times.handoff_s is not None:
+    for handoff in handoffs:  # the last one counts
         arrived_ns = first_ns - _ns(times.first_token_s)
-        start_s, end_s = times.handoff_s
-        found["handoff"] = (arrived_ns + _ns(start_s), arrived_ns + _ns(end_s))
+        found["handoff"] = (arrived_ns + _ns(handoff.start_s), arrived_ns + _ns(handoff.end_s))
     return {**found, "decode": (first_ns, ended_ns)}
 
 

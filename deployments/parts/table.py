@@ -23,6 +23,7 @@ from deployments.parts.adapters.adapter_models import AdapterModels
 from deployments.parts.adapters.metrics import METRICS as adapters
 from deployments.parts.adapters.routes import AdapterRoutes
 from deployments.parts.console.routes import ConsoleRoutes
+from deployments.parts.costs.metrics import METRICS as costs
 from deployments.parts.experts.metrics import METRICS as experts
 from deployments.parts.handoffs.metrics import METRICS as handoffs
 from deployments.parts.holds.fields import ChatHoldFields, HoldFields
@@ -156,6 +157,7 @@ PARTS = (
     PartSpec("kv_tiers", metrics=tiers),
     PartSpec("kv_fetching", metrics=fetching),
     PartSpec("handoffs", metrics=handoffs),
+    PartSpec("costs", metrics=costs),
     PartSpec("stages", metrics=stages),
     PartSpec("experts", metrics=experts),
     PartSpec("operators", edge=_operators),

@@ -17,7 +17,7 @@ from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.part_record import encoded
-from engine.wire.parts.holds import HeldPrompt, HoldMark, PromptHold
+from engine.wire.parts.holds import HeldPrompt, HoldMark, HoldOutcome, PromptHold
 from engine.wire.remote_request import KVHolder, Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
@@ -51,7 +51,7 @@ async def move_holds(
     def receive(batch: TokenBatch) -> None:
         nonlocal answered, granted
         answered += sum(delta.finish_reason is not None for delta in batch.deltas)
-        granted += sum(outcome.refusal is None for delta in batch.deltas for outcome in delta.holds)
+        granted += sum(outcome.refusal is None for delta in batch.deltas for outcome in delta.records(HoldOutcome))
 
     context = zmq.asyncio.Context()
     tokens: PullSocket[TokenBatch] = PullSocket(context, host, TokenBatch, name="hold_moves", key=key)

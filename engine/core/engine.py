@@ -24,6 +24,7 @@ from engine.errors import EngineUnavailable
 from engine.hooks import ByClass, overriding
 from engine.model.config import ModelConfig
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.part_record import encoded
 from engine.wire.plan import StepPlan
 from engine.wire.stats.engine_stats import EngineStats
 
@@ -200,7 +201,8 @@ class EngineCore:
         stats, fields = stats_of(self.scheduler), dict[str, Any]()
         for observer in self.observers.all:
             fields |= observer.stats()
-        return msgspec.structs.replace(stats, **fields, parts=stats.parts | self.ranks.report())
+        records = encoded(*(observer.record() for observer in self.observers.all))
+        return msgspec.structs.replace(stats, **fields, parts=stats.parts | records | self.ranks.report())
 
     @property
     def last_step_age_s(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.core.output import Event
 from engine.core.request import Request
+from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
 
 
@@ -40,3 +41,7 @@ class LoopObserver:
     def stats(self) -> dict[str, Any]:
         """Return fields of EngineStats."""
         return {}
+
+    def record(self) -> PartRecord | None:
+        """Return its figures for `EngineStats.parts`."""
+        return None

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.core.request import Request
 from engine.errors import ServingError
+from engine.wire.part_record import told
 from engine.wire.token_delta import ErrorInfo, FinishReason, TokenDelta, TokenLogprob
 
 
@@ -35,7 +36,7 @@ def tokens_delta(
         prompt_logprobs=request.prompt_logprobs if first else None,
         times=request.times(now) if first else None,
         timeline=request.take_timeline(),
-        **request.take_news(),
+        parts=told(request.take_news()),
     )
 
 

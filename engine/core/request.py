@@ -84,8 +84,6 @@ class RequestClock:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
-    handoff_at: tuple[float, float] | None = None
-    """Start and end of the newest transfer of its KV from another engine."""
 
 
 @dataclass(slots=True, eq=False)  # compared by identity
@@ -129,8 +127,8 @@ class Request:
     """What parts keep of it, by their names."""
     marks: list[int] = field(default_factory=list)
     """Numbers of leading tokens, ascending: parts hear as soon as so many are in the prefix cache (Part.passed)."""
-    news: dict[str, Any] = field(default_factory=dict)
-    """Fields of its next delta that parts have filled."""
+    news: list[PartRecord] = field(default_factory=list)
+    """What parts tell with its next delta."""
     asked_by: Any = None
     """The message of another engine for which this prompt is computed, if any. A request that moves gets one when it
     stops here."""
@@ -205,15 +203,15 @@ class Request:
         timeline, self.timeline = self.timeline, []
         return timeline
 
-    def take_news(self) -> dict[str, Any]:
-        """Return the fields of the next delta that parts have filled since the last call."""
-        news, self.news = self.news, {}
+    def take_news(self) -> list[PartRecord]:
+        """Return what parts tell since the last call."""
+        news, self.news = self.news, []
         return news
 
     def times(self, now: float) -> RequestTimes | None:
         """Return the request's times relative to its arrival, or None if it never ran. If there is no first token yet,
         `now` is its time."""
-        clock, handoff = self.clock, self.clock.handoff_at
+        clock = self.clock
         if clock.scheduled_at is None:
             return None
         first, start = now if clock.first_token_at is None else clock.first_token_at, clock.arrived_at
@@ -221,7 +219,6 @@ class Request:
             scheduled_s=clock.scheduled_at - start,
             first_token_s=first - start,
             finished_s=now - start,
-            handoff_s=handoff and (handoff[0] - start, handoff[1] - start),
         )
 
     def add_prompt_logprobs(self, start: int, rows: list[TokenLogprob]) -> None:

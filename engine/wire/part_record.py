@@ -3,6 +3,7 @@ part need to know its form."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -30,6 +31,8 @@ class PartRecord(msgspec.Struct, frozen=True):
 
 
 R = TypeVar("R", bound=PartRecord)
+Told = list[tuple[str, msgspec.Raw]]
+"""Records in msgpack, each with the name of its part, of which some may have several."""
 
 
 def encoded(*records: PartRecord | None) -> Records:
@@ -40,13 +43,22 @@ def encoded(*records: PartRecord | None) -> Records:
 def record_in(records: Records, kind: type[R]) -> R | None:
     """Return the record of this kind, or None if there is none. Raises msgspec.ValidationError."""
     raw = records.get(kind.part)
-    return None if raw is None else _decoder(kind).decode(raw)
+    return None if raw is None else decoded(raw, kind)
+
+
+def told(records: Iterable[PartRecord]) -> Told:
+    return [(each.part, msgspec.Raw(msgspec.msgpack.encode(each))) for each in records]
 
 
 def attached(records: Attached, kind: type[R]) -> R | None:
     """Return the record of this kind, or None if there is none. Raises msgspec.ValidationError."""
     found = records.get(kind.part)
     return found if found is None or isinstance(found, kind) else msgspec.convert(found, kind)
+
+
+def decoded(raw: msgspec.Raw, kind: type[R]) -> R:
+    """Return the record in `raw`. Raises msgspec.ValidationError."""
+    return _decoder(kind).decode(raw)
 
 
 @cache

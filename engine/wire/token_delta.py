@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 import msgspec
 
 from engine.errors import ServingError
+from engine.wire.part_record import PartRecord, R, Told, decoded, told
 from engine.wire.remote_request import KVSource
 from engine.wire.timeline import TimelineEvent
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-HoldRefusal = Literal["off", "ttl", "short", "not_cached", "client_full", "full"]
-# off: the engine keeps no holds. ttl: longer than max_hold_s. short: no full block before the mark. not_cached: the
-# engine does not keep the blocks. client_full, full: the share of the client, or of all clients, is taken.
-
-
-class HoldOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine's answer to a HoldMark."""
-
-    tokens: int
-    """Tokens that are kept; those that the mark asked for if the hold is refused."""
-    ttl_s: float
-    refusal: HoldRefusal | None = None
-    """None if the hold is granted."""
-    reason: str = ""
-    """A sentence about the refusal."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -64,27 +49,6 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
     scheduled_s: float
     first_token_s: float
     finished_s: float
-    handoff_s: tuple[float, float] | None = None
-    """Start and end of the last attempt to let another engine compute the prompt."""
-
-
-class SequenceCost(msgspec.Struct, frozen=True):
-    """What a request has cost the engines."""
-
-    compute_s: float
-    """Its share of the time of all steps; the part of an engine that computed its prompt is included."""
-    wasted_s: float
-    """Its share for tokens that were computed again, which is not in `compute_s`."""
-    kv_gib_s: float
-    """Gibibytes of KV cache times the seconds for which it held them. Shared blocks are divided among their holders; of
-    a hold, the request that uses it pays for the blocks."""
-    tier_gib_s: float = 0.0
-    """The same for the blocks of holds in tiers below the KV cache."""
-
-    @classmethod
-    def total(cls, costs: Collection[SequenceCost]) -> SequenceCost:
-        """Return what several attempts or sequences have cost together."""
-        return cls(*(sum(getattr(cost, name) for cost in costs) for name in cls.__struct_fields__))
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -102,10 +66,6 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """One entry per prompt token, of which the first is None; given with the first token if requested."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
-    holds: list[HoldOutcome] = []
-    """Answers to the marks of `hold`; given with the first token."""
-    prediction_tokens: tuple[int, int] | None = None
-    """Numbers of predicted tokens accepted and rejected in this step; None if none was verified."""
     pooled: bytes = b""
     """Vector or score of a request with `pooling`: float32, little endian. Such a request has only one delta."""
     finish_reason: FinishReason | None = None
@@ -118,12 +78,19 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Engine that holds the KV of a request that moves (error `moved`); None if it cannot be handed over."""
     times: RequestTimes | None = None
     """Given with the first token, and with the last delta of a request that was scheduled."""
-    cost: SequenceCost | None = None
-    """Cost of the request so far in this engine. Given with the last delta, and with others if they are asked to
-    (`report_cost`)."""
     num_preemptions: int = 0
     timeline: list[TimelineEvent] = []
     """Events of the request in its engines since the previous delta."""
+    parts: Told = []
+    """What parts of the engine tell of the request."""
+
+    def records(self, kind: type[R]) -> list[R]:
+        """Return the records of one part in their order. kind: the only one that this part has in deltas."""
+        return [decoded(raw, kind) for name, raw in self.parts if name == kind.part]
+
+    def telling(self, *records: PartRecord) -> TokenDelta:
+        """Return the delta with these records too, after the others."""
+        return msgspec.structs.replace(self, parts=[*self.parts, *told(records)])
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):

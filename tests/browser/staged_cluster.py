@@ -24,9 +24,10 @@ from deployments.options.console import ConsoleConfig
 from deployments.replicas.pools import KeptTape, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.stats.handoff_stats import HandoffInfo, HandoffStats, PeerPool
-from engine.wire.token_delta import SequenceCost, TokenBatch, TokenDelta, TokenLogprob
+from engine.wire.token_delta import TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, tokenizer
 from tests.deployments.replicas.mortal_pool import LIMITS
 from tests.engine_stats import engine_stats
@@ -74,8 +75,9 @@ class StagedPool:
                     token_ids=[token],
                     logprobs=logprobs,
                     finish_reason="length" if last else None,
-                    cost=self.cost if last else None,
                 )
+                if last and self.cost is not None:
+                    delta = delta.telling(self.cost)
                 batch = TokenBatch(engine_id=engine, commands_to="tcp://127.0.0.1:9", step=position, deltas=[delta])
                 await socket.send(msgspec.msgpack.encode(batch))
                 self.tokens += 1

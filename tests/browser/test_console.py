@@ -13,12 +13,12 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.wire.part_record import encoded
+from engine.wire.parts.costs import CostStats, SequenceCost
 from engine.wire.parts.experts import ExpertReport, ExpertStats
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldStats
 from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
-from engine.wire.token_delta import SequenceCost
 from tests.browser.staged_cluster import PREFILL, staged_cluster
 from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 
@@ -224,7 +224,7 @@ def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the
     with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",), admin_keys=("alice",))) as stage:
         stage.pool.token_s, stage.pool.cost = 0.0, SequenceCost(1.5, 0.5, 2.0)
         spent = {"requests": 6.0, "preemption": 1.0, "replay": 0.5, "handoff": 0.5, "overhead": 1.0, "idle": 1.0}
-        stage.pool.more_stats = {"cost_s": spent}
+        stage.pool.more_stats = {"parts": encoded(CostStats(spent))}
         page.goto(stage.url)
         page.get_by_role("dialog", name="API key").get_by_label("Key").fill("sk-a")
         page.keyboard.press("Enter")

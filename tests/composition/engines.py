@@ -18,6 +18,7 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, ResetPrefixCache
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.holds import HoldStats
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import ErrorInfo, TokenDelta, TokenLogprob
@@ -72,7 +73,7 @@ class Stream:
         answer = self.answer
         answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
         answer.pooled, answer.error = delta.pooled, delta.error
-        self.costs += [] if delta.cost is None else [delta.cost.compute_s]
+        self.costs += [cost.compute_s for cost in delta.records(SequenceCost)]
         if self._text is None or delta.error is not None:
             answer.tokens += delta.token_ids
             answer.logprobs += delta.logprobs or []

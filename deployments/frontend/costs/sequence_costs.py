@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from deployments.frontend.observers import SequenceObserver, SequenceView
-from engine.wire.token_delta import SequenceCost, TokenDelta
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.token_delta import TokenDelta
 
 
 class SequenceCosts(SequenceObserver):
@@ -14,5 +15,5 @@ class SequenceCosts(SequenceObserver):
         self._costs = costs
 
     def arrived(self, delta: TokenDelta) -> None:
-        if delta.cost is not None:
-            self._costs[delta.request_id] = delta.cost
+        for cost in delta.records(SequenceCost):
+            self._costs[delta.request_id] = cost

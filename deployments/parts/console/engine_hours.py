@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from deployments.replicas.pools import EnginePool, ModelReplicas, ReplicaStatus
 from engine.clock import SYSTEM_CLOCK
+from engine.wire.parts.costs import CostStats
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class EngineHours:
         self._seen = {engine: seen for engine, seen in self._seen.items() if seen[0] > now - KEEP_S}
 
     def _count(self, status: ReplicaStatus, now: float) -> None:
-        totals = status.stats.cost_s
+        if (spent := status.stats.record(CostStats)) is None:
+            return
+        totals = spent.seconds
         since, before = self._seen.get(status.engine_id, (now - sum(totals.values()), {}))
         if any(total < before.get(line, 0.0) for line, total in totals.items()):  # it has started again
             since, before = now - sum(totals.values()), {}

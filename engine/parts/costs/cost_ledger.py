@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-import msgspec
+from typing import TYPE_CHECKING, Literal, get_args
 
 from engine.core.loop_observer import EndedStep, LoopObserver
 from engine.core.output import Event
@@ -14,9 +12,9 @@ from engine.costs.block_usage import BlockUsage
 from engine.costs.request_cost import KVCost, cost_of
 from engine.costs.step_cost import StepTimes, StepWork
 from engine.costs.units import GIB_NS, nanoseconds
+from engine.wire.parts.costs import CostStats, SequenceCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import NOBODY
-from engine.wire.token_delta import SequenceCost
 
 if TYPE_CHECKING:
     from engine.costs.tier_usage import TierUsage
@@ -125,9 +123,8 @@ class CostLedger(LoopObserver):
         unpaid = 0 if cost.closed else self._per_decode_ns - self._joined.get(request, self._per_decode_ns)
         return cost.compute_ns + unpaid
 
-    def stats(self) -> dict[str, Any]:
-        """Return fields of EngineStats: what the time and the blocks were spent on."""
-        return {"cost_s": self.seconds, "kv_gib_s": self.kv_gib_s}
+    def record(self) -> CostStats:
+        return CostStats(self.seconds, self.kv_gib_s)
 
     def report(self, events: list[Event]) -> list[Event]:
         """Return the events with the costs of requests that end, and of those that report them. Closes the accounts of
@@ -163,7 +160,7 @@ class CostLedger(LoopObserver):
         compute_s = (self.of(request) + cost.remote_ns + cost.coming.compute_ns) / 1e9
         below = sum(account.block_ns for account in cost.tiers.values()) / GIB_NS if cost.tiers else 0.0
         paid = SequenceCost(compute_s, cost.wasted_ns / 1e9, byte_ns / GIB_NS, below)
-        return Event(request, msgspec.structs.replace(event.delta, cost=paid))
+        return Event(request, event.delta.telling(paid))
 
     def _sum_kv(self, request: Request) -> None:
         """Sum what a request's blocks have cost. That takes time for each block, so it is done again only after

@@ -19,7 +19,7 @@ from engine.parts.handoffs.remote_prefill_policy import (
 from engine.parts.handoffs.remote_prompt import remote_of
 from engine.parts.kept import KV_SOURCE, source_of
 from engine.wire.handoff import CancelHandoff, Failed, OpenHandoff, Received
-from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote
+from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, HandoffTimes
 
 RESUMED = "resumed"  # the prompt was already computed once, so it stays here
 ASKED = "asked"  # the request says where its prompt is computed
@@ -105,7 +105,6 @@ class RemotePrompts:
         requests, source = self._requests, source_of(request)
         assert requests.peer is not None
         remote_of(request).num_attempts += source is None
-        request.clock.handoff_at = (now, now)
         timeout_s = None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now)
         handoff_id = requests.new_id(request) if source is None else source.handoff_id
         remote_request = requests.prompt(request, handoff_id, requests.peer, cached, timeout_s)
@@ -158,5 +157,6 @@ class RemotePrompts:
     def _close(self, handoff_id: str, now: float) -> Request:
         """Record the end of a handoff and return its request."""
         request = self.receiving.pop(handoff_id)
-        request.clock.handoff_at = request.clock.handoff_at and (request.clock.handoff_at[0], now)
+        arrived_at = request.clock.arrived_at
+        request.news.append(HandoffTimes(self.opened_at[handoff_id] - arrived_at, now - arrived_at))
         return request

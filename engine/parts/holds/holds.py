@@ -20,9 +20,8 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.tier import Tier
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.remote_request import RemoteRequest
-from engine.wire.token_delta import HoldOutcome
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
@@ -92,7 +91,7 @@ class Holds(Part):
         entered into the prefix cache."""
         for mark in holds_of(request).take_marks(computed):
             outcome = self._ask(request, mark, now)
-            request.news.setdefault("holds", []).append(outcome)
+            request.news.append(outcome)
             if outcome.refusal is None:
                 self.table.granted += 1
                 request.note(f"{outcome.tokens} tokens are held for {outcome.ttl_s:g} s")

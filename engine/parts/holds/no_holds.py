@@ -18,4 +18,4 @@ class NoHolds(Part):
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         marks = RequestHolds.of(asked, request.num_prompt).marks
-        request.news["holds"] = [refused(mark, "off", WHY) for mark in marks]
+        request.news += [refused(mark, "off", WHY) for mark in marks]

@@ -10,8 +10,7 @@ from engine.parts.holds.holds import Holds
 from engine.parts.holds.no_holds import NoHolds
 from engine.parts.holds.request_holds import RequestHolds
 from engine.parts.snapshot_kinds import SnapshotKinds, Zeros
-from engine.wire.parts.holds import HoldMark
-from engine.wire.token_delta import HoldOutcome
+from engine.wire.parts.holds import HoldMark, HoldOutcome
 
 
 def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.speculation import Prediction, SpecDecodeStats
+from engine.wire.parts.speculation import Prediction, SpecDecodeStats, Verified
 from engine.wire.plan import ON_DEVICE, StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -189,7 +189,7 @@ class Speculator(Part):
             if request.constraint is None or not request.constraint.forced:
                 drafts.record(drafted, accepted, len(request.tokens) + accepted)
                 if drafts.prediction:
-                    request.news["prediction_tokens"] = (accepted, drafted - accepted)
+                    request.news.append(Verified(accepted, drafted - accepted))
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 

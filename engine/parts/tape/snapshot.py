@@ -102,7 +102,7 @@ def of_request(request: Request) -> dict[str, Any]:
         "tokens": Zeros(len(request.tokens)),
         "reply_to": "",
         "timeline": [],
-        "news": {},
+        "news": [],
         "prompt_logprobs": None if request.prompt_logprobs is None else [None],
         "of": {name: kept for name, kept in request.of.items() if name not in UNSAID},
     }

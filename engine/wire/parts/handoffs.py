@@ -24,6 +24,16 @@ class HandoffTotals(PartRecord, frozen=True):
     `expired` in the engine that has stopped."""
 
 
+class HandoffTimes(PartRecord, frozen=True):
+    """Start and end of an attempt to let another engine compute the prompt, in seconds since the request's arrival;
+    told with its first token. The last attempt counts."""
+
+    part: ClassVar[str] = "handoffs"
+
+    start_s: float
+    end_s: float
+
+
 class DispatchRemote(Notice, frozen=True):
     """Asks the control actor to send a prompt to a prefill engine (Prefill). The actor answers RemoteRequestFailed if
     none accepts the prompt, or if the call fails earlier."""

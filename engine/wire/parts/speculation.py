@@ -20,6 +20,19 @@ class Prediction(PartRecord, frozen=True):
         return msgspec.structs.replace(self, tokens=[0] * len(self.tokens))
 
 
+class Verified(PartRecord, frozen=True):
+    """Numbers of predicted tokens that a step accepted and rejected, of a request with a Prediction."""
+
+    part: ClassVar[str] = "speculation"
+
+    accepted: int
+    rejected: int
+
+    def at(self, i: int) -> Verified:
+        """Return what of this belongs to token `i` of its delta."""
+        return Verified(int(i < self.accepted), 0 if i else self.rejected)
+
+
 class SpecDecodeStats(PartRecord, frozen=True, kw_only=True):
     """Totals of speculative decoding, named like vLLM's metrics."""
 

@@ -73,10 +73,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that this engine computed."""
     prefills: int = 0
     """Prompts that this engine computed to their end."""
-    cost_s: dict[str, float] = {}
-    """Seconds since the start, by what they were spent on (CostLine)."""
-    kv_gib_s: float = 0.0
-    """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
     histograms: dict[str, Histogram] = {}
     """Histograms by the names that engine/core/stats.py gives them."""
     parts: Records = {}

@@ -30,8 +30,9 @@ from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.sampling_params import SamplingParams
-from engine.wire.token_delta import ErrorInfo, SequenceCost, TokenBatch, TokenDelta
+from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.batches.batches import client_of, ended, jsonl, line, start
 

@@ -11,6 +11,8 @@ from deployments.frontend.inboxes import MAX_UNMERGED, Inbox
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, kinds_of
+from engine.wire.part_record import told
+from engine.wire.parts.speculation import Verified
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import until
@@ -114,7 +116,7 @@ def sequence(name: str, count: int, end: str | None) -> list[TokenDelta]:
             token_ids=[i],
             logprobs=[logprob(i)],
             num_cached_tokens=0 if i else 7,
-            prediction_tokens=(i, 1) if i % 3 == 0 else None,
+            parts=told([Verified(i, 1)] if i % 3 == 0 else []),
             timeline=[TimelineEvent(float(i), "", "preempted")] if i % 10 == 0 else [],
         )
         for i in range(count)
@@ -169,12 +171,6 @@ def test_what_comes_with_the_first_token_is_kept_behind_the_timeline_of_a_reques
     assert whole.timeline[0] == waited.timeline[0]
 
 
-def predicted(deltas: list[TokenDelta]) -> tuple[int, int]:
-    """Tokens of the predictions that were accepted and rejected."""
-    counts = [d.prediction_tokens or (0, 0) for d in deltas]
-    return sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
-
-
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)
 def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
     sent = [*sequence("a", a, end_a), *sequence("b", b, end_b)]
@@ -184,7 +180,7 @@ def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
         assert [t for d in after for t in d.token_ids] == [t for d in before for t in d.token_ids]
         assert [p for d in after for p in d.logprobs or []] == [p for d in before for p in d.logprobs or []]
         assert sum(d.num_cached_tokens for d in after) == sum(d.num_cached_tokens for d in before)
-        assert predicted(after) == predicted(before)
+        assert [r for d in after for r in d.records(Verified)] == [r for d in before for r in d.records(Verified)]
         if before:
             assert after[-1].finish_reason == before[-1].finish_reason
             assert (after[-1].error, after[-1].times) == (before[-1].error, before[-1].times)

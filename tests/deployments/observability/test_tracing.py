@@ -12,6 +12,7 @@ from deployments.observability import tracing
 from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig, operation_of, phases
 from engine.errors import ConfigError, Overloaded, StartupError
+from engine.wire.parts.handoffs import HandoffTimes
 from engine.wire.token_delta import ErrorInfo, RequestTimes
 from tests.deployments.fake_api import fake_api, says
 from tests.deployments.real_api import real_api, real_api_with_prefill
@@ -182,12 +183,13 @@ async def test_requests_are_served_though_no_collector_listens(receiver, monkeyp
 
 
 def test_a_handoff_lies_inside_the_prefill_it_is_part_of():
-    times = RequestTimes(scheduled_s=1.0, first_token_s=4.0, finished_s=4.0, handoff_s=(1.5, 3.5))
+    times = RequestTimes(scheduled_s=1.0, first_token_s=4.0, finished_s=4.0)
     second = 10**9
     ended = SequenceTimeline(
         request_id="a", model="m", prompt_tokens=1, arrived_at=100.0, first_token_s=5.0, seconds=10.0
     )
-    found = phases(ended, times, 100 * second)
+    handoffs = [HandoffTimes(1.1, 1.2), HandoffTimes(1.5, 3.5)]  # the first one failed
+    found = phases(ended, times, handoffs, 100 * second)
     in_s = {name: (start / second, end / second) for name, (start, end) in found.items()}
     assert in_s == {"queue": (100, 102), "prefill": (102, 105), "handoff": (102.5, 104.5), "decode": (105, 110)}
 

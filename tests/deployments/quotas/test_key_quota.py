@@ -24,7 +24,7 @@ from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.memory import MemoryStore
-from engine.wire.token_delta import SequenceCost
+from engine.wire.parts.costs import SequenceCost
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.real_api import real_api
 from tests.models import make_model

@@ -20,9 +20,9 @@ from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import MovesAsked
 from engine.parts.kv_tiers.prefix_pins import pin, unpin
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import Peer
-from engine.wire.token_delta import SequenceCost
 from tests.engine.core.test_stats import finished_request
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
@@ -44,7 +44,7 @@ def spend(ledger: CostLedger, plan: StepPlan, requests: list, began_at: float, e
 
 
 def costs(harness: Harness) -> dict[str, SequenceCost]:
-    return {name: event.delta.cost for name, event in harness.finished.items()}
+    return {name: event.delta.records(SequenceCost)[-1] for name, event in harness.finished.items()}
 
 
 def test_decodes_share_a_step_equally_and_the_time_before_it_is_overhead():
@@ -297,4 +297,4 @@ def test_the_cost_that_is_told_with_a_token_is_that_of_all_blocks_so_far(prompt,
         harness.step()
     assert len(told) == 100
     for event, used in told:
-        assert event.delta.cost.kv_gib_s == pytest.approx(used, rel=0.02)
+        assert event.delta.records(SequenceCost)[-1].kv_gib_s == pytest.approx(used, rel=0.02)

@@ -19,6 +19,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica, PrefillReplicas
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
@@ -242,12 +243,12 @@ def test_answers_cost_together_what_both_engines_have_spent(fresh):
     decode_kv, prefill_kv = (start + ledger.kv_gib_s for start, ledger in zip(kv, ledgers, strict=True))
     # the bill counts until KV is released, and the books of a busy engine until the end of its step before
     most = 1.1 * (decode_kv + prefill_kv)
-    assert decode_kv < sum(fresh.ingress.last(name).cost.kv_gib_s for name in names[:2]) <= most
+    assert decode_kv < sum(fresh.ingress.last(name).records(SequenceCost)[-1].kv_gib_s for name in names[:2]) <= most
     remote_requests = len(fresh.remote_requests)
     fresh.ingress.add("leaves", prompt(500, 9), max_tokens=200)
     fresh.wait_for(lambda: len(fresh.remote_requests) > remote_requests)
     fresh.ingress.send(Abort("leaves"))
-    billed = sum(fresh.ingress.last(name).cost.compute_s for name in names)
+    billed = sum(fresh.ingress.last(name).records(SequenceCost)[-1].compute_s for name in names)
     fresh.settle()
     spent = [start + ledger.ns["requests"] for start, ledger in zip(spent, ledgers, strict=True)]
     assert min(spent) > 0

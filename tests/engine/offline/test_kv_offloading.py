@@ -31,7 +31,7 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Subscribe
 from engine.wire.part_record import encoded
-from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
@@ -235,7 +235,7 @@ def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice", parts=encoded(hold)))
     outcomes = []
     while core.has_work:
-        outcomes += [outcome for event in core.step() for outcome in event.delta.holds]
+        outcomes += [outcome for event in core.step() for outcome in event.delta.records(HoldOutcome)]
     (outcome,) = outcomes
     assert outcome.refusal is None, outcome
     return outcome.tokens

@@ -17,7 +17,8 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
-from engine.wire.token_delta import HoldOutcome
+from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.holds import HoldOutcome
 from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.engine.parts.test_kv_offloading import TierMachine
 from tests.examples import examples
@@ -35,6 +36,11 @@ def make(**options) -> Harness:
 
 def outcomes(harness: Harness, name: str) -> list[HoldOutcome]:
     return harness.holds_of[name]
+
+
+def cost_of(harness: Harness, name: str) -> SequenceCost:
+    """Return what an ended request has cost."""
+    return harness.finished[name].delta.records(SequenceCost)[-1]
 
 
 def held(harness: Harness, name: str, prompt: list[int] = PROMPT, ttl_s: float = 10.0, **options) -> HoldOutcome:
@@ -127,7 +133,7 @@ def test_the_next_request_pays_for_what_a_hold_has_kept():
         serve(harness, "next turn", [*PROMPT, 7])
         harness.run()
     first, with_hold, without = (
-        harness.finished[name].delta.cost.kv_gib_s
+        cost_of(harness, name).kv_gib_s
         for harness, name in ((kept, "first"), (kept, "next turn"), (plain, "next turn"))
     )
     assert with_hold - without == pytest.approx(5 * 100.0, rel=0.01), "five blocks, each of a GiB"
@@ -140,7 +146,7 @@ def test_a_hold_that_replaces_another_pays_for_it():
     held(harness, "first", PROMPT[:8], hold_name="talk")
     harness.clock += 100.0
     held(harness, "second", PROMPT, hold_name="talk")
-    assert harness.finished["second"].delta.cost.kv_gib_s == pytest.approx(2 * 100.0, rel=0.01)
+    assert cost_of(harness, "second").kv_gib_s == pytest.approx(2 * 100.0, rel=0.01)
     harness.run()
 
 
@@ -151,7 +157,7 @@ def test_nobody_pays_for_a_hold_that_nobody_has_used():
     harness.now = 11.0
     serve(harness, "other", [40, 41, 42])
     harness.run()
-    assert harness.finished["other"].delta.cost.kv_gib_s < 1.0
+    assert cost_of(harness, "other").kv_gib_s < 1.0
     harness.scheduler.parts[Holds].update(harness.now)
     harness.check()
     assert harness.scheduler.parts[Holds].report().unused_block_s == pytest.approx(5 * 100.0, rel=0.01)
@@ -433,7 +439,7 @@ def test_the_next_request_pays_for_what_a_tier_has_kept_for_a_hold():
     moved_down(harness)
     harness.clock += 100.0 * 2**30  # blocks of the fake tier are of one byte
     serve_from_tiers(harness, "next turn", [*PROMPT, 7])
-    assert harness.finished["next turn"].delta.cost.tier_gib_s == pytest.approx(5 * 100.0, rel=0.01)
+    assert cost_of(harness, "next turn").tier_gib_s == pytest.approx(5 * 100.0, rel=0.01)
     kept = harness.scheduler.parts[KVOffloading].report().tiers["disk"].gib_s
     assert kept["holds"] == pytest.approx(5 * 100.0, rel=0.01) and kept["cache"] < 200
     harness.run()

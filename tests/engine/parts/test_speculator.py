@@ -11,7 +11,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.speculation.speculator import Speculator
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.speculation import SpecDecodeStats
+from engine.wire.parts.speculation import SpecDecodeStats, Verified
 from engine.wire.plan import ON_DEVICE
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -193,17 +193,17 @@ def test_an_answer_makes_the_same_request_shorter_if_its_cache_salt_is_the_same(
 
 def test_a_prediction_is_what_the_drafts_of_a_request_are_taken_from_and_its_tokens_are_counted(depth):
     h = make("wrong", depth=depth)
-    tokens: list[tuple[int, int]] = []
+    told: list[Verified] = []
     record = h._record
 
     def count(event):
-        tokens.extend([event.delta.prediction_tokens] if event.delta.prediction_tokens else [])
+        told.extend(event.delta.records(Verified))
         record(event)
 
     h._record = count
     h.add("a", PROMPT, max_tokens=31, prediction=[*OUTPUT[:10], VOCAB - 1, *OUTPUT[14:]])
     h.run()
-    accepted, rejected = (sum(column) for column in zip(*tokens, strict=True))
+    accepted, rejected = sum(each.accepted for each in told), sum(each.rejected for each in told)
     stats = stats_of(h.scheduler).record(SpecDecodeStats)
     assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_draft_tokens)
     assert accepted > 10 and 0 < rejected <= 5
@@ -215,7 +215,7 @@ def test_without_a_drafter_a_prediction_changes_nothing(depth):
     h.add("a", PROMPT, max_tokens=31, prediction=OUTPUT)
     h.run()
     assert h.outputs["a"] == OUTPUT and len(h.plans) == 31
-    assert h.finished["a"].delta.prediction_tokens is None
+    assert not h.finished["a"].delta.records(Verified)
 
 
 def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more_rarely():

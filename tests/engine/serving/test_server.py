@@ -27,7 +27,7 @@ from engine.wire.messages import (
 )
 from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import CancelPrefill, DispatchRemote, Prefill, PrefillReplicas, RemoteRequestFailed
-from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineLoad
@@ -320,7 +320,7 @@ def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, contr
     )
     ingress.send(Add(asked))
     ingress.last("a")
-    assert [outcome.refusal for delta in ingress.deltas["a"] for outcome in delta.holds] == [None]
+    assert [outcome.refusal for delta in ingress.deltas["a"] for outcome in delta.records(HoldOutcome)] == [None]
     while not (holds := control.receive().stats.record(HoldStats)).ended:
         pass
     thread.stop()

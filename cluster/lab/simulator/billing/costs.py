@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.lab.simulator.billing.meter import EngineMeter
 from deployments.billing.prices import Prices
-from engine.wire.token_delta import SequenceCost
+from engine.wire.parts.costs import SequenceCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

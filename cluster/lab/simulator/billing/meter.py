@@ -10,6 +10,7 @@ from engine.core.request import Request
 from engine.costs.block_usage import observe_usage
 from engine.costs.step_cost import StepTimes, StepWork
 from engine.parts.costs.cost_ledger import CostLedger, CostLine
+from engine.wire.parts.costs import SequenceCost
 from engine.wire.plan import StepPlan
 
 ONE_TOKEN_EACH = StepPlan(step=0, added=[], blocks=[], slots=[], starts=[], counts=[], samples=[])
@@ -74,10 +75,9 @@ class EngineMeter(NoMeter):
 
     def report(self, events: list[Event]) -> None:
         for event in self.ledger.report([*events]):
-            cost = event.delta.cost
             reason = event.delta.finish_reason
-            if cost is not None and (reason == "length" if event.request.asked_by else reason is not None):
-                self.kv_gib_s += cost.kv_gib_s
+            if reason == "length" if event.request.asked_by else reason is not None:
+                self.kv_gib_s += sum(cost.kv_gib_s for cost in event.delta.records(SequenceCost))
 
     def stop(self, now: float) -> None:
         self.ledger.spent(self._resting or "overhead", now)

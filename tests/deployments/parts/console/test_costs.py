@@ -19,7 +19,8 @@ from deployments.parts.console.costs_view import MAX_ROWS, CostsView
 from deployments.parts.console.engine_hours import HOUR_S, EngineHours, parts
 from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from engine.wire.messages import EngineStatus
-from engine.wire.token_delta import SequenceCost
+from engine.wire.part_record import encoded
+from engine.wire.parts.costs import CostStats, SequenceCost
 from tests.deployments.fake_api import fake_api, says
 from tests.engine_stats import engine_stats
 
@@ -34,12 +35,14 @@ def replicas(**costs: dict[str, float]) -> list[ModelReplicas]:
             EngineStatus(
                 engine_id=name,
                 ended=[],
-                stats=engine_stats(cost_s=cost_s, prompt_seconds_per_token=0.002 if cost_s["requests"] else 0.0),
+                stats=engine_stats(
+                    parts=encoded(CostStats(seconds)), prompt_seconds_per_token=0.002 if seconds["requests"] else 0.0
+                ),
                 last_step_age_s=0.0,
             ),
             {},
         )
-        for name, cost_s in costs.items()
+        for name, seconds in costs.items()
     ]
     return [ModelReplicas("m", statuses, [], [], asleep=False)]
 

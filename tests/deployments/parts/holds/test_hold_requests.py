@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
-from engine.wire.parts.holds import HoldMark, PromptHold, ReleaseHolds
-from engine.wire.token_delta import HoldOutcome, TokenDelta
+from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold, ReleaseHolds
+from engine.wire.token_delta import TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, chat_tokenizer
@@ -241,6 +241,6 @@ async def test_an_api_key_ends_its_own_holds_only(tmp_path):
 def test_tokens_of_a_hold_that_another_engine_granted_anew_are_counted_once():
     usage = RequestUsage(prompt_tokens=30, cached_tokens=10)
     outcome = HoldOutcome(tokens=20, ttl_s=300.0)
-    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=10, holds=[outcome]))
-    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=0, holds=[outcome]))
+    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=10).telling(outcome))
+    usage.count_holds(0, TokenDelta(request_id="r", num_cached_tokens=0).telling(outcome))
     assert (usage.held_tokens(), usage.held_tokens(0, 299)) == (10, 0)
