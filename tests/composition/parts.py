@@ -15,11 +15,13 @@ from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import PartRecord
+from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.images import ImageStats
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
+from engine.wire.parts.stages import StageReport
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.stats.engine_stats import EngineStats
@@ -132,6 +134,15 @@ def handed_over(run: Run) -> bool:
 
 def encoded_images(run: Run) -> bool:
     return any(stats.record(ImageStats).encoded > 0 for stats in run.after)  # those of a prefill engine, for another
+
+
+def in_stages(run: Run) -> bool:
+    report = run.after[0].record(StageReport)
+    return report is not None and len(report.stages) == 2
+
+
+def shares_experts(run: Run) -> bool:
+    return run.after[0].record(SharedSteps) is not None
 
 
 def replay(session: Session) -> None:
@@ -306,11 +317,11 @@ PARTS = (
     Part("INT8 weights", "`quantization: int8`", always, {"quantization": "int8"}),
     Part("bfloat16", "`dtype: bfloat16`; the others have float32", always, {"dtype": "bfloat16"}),
     Part("tensor parallel", "`tensor_parallel_size: 2`", always, {"tensor_parallel_size": 2}),
-    Part("pipeline parallel", "`pipeline_parallel_size: 2`", lambda run: len(run.after[0].stages) == 2,
+    Part("pipeline parallel", "`pipeline_parallel_size: 2`", in_stages,
          {"pipeline_parallel_size": 2}),
     Part("expert parallel", "`enable_expert_parallel` on two ranks", always, kind={"experts": True},
          options={"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    Part("shared experts", "`data_parallel_size: 2`", lambda run: run.after[0].shared is not None,
+    Part("shared experts", "`data_parallel_size: 2`", shares_experts,
          {"data_parallel_size": 2, "enable_expert_parallel": True}, kind={"experts": True}),
     Part("strict", "`determinism: strict`", always, {"determinism": "strict"}),
     Part("sliding windows", "a model with them", always, kind={"attention": "windows"}, twice=True),
