@@ -31,7 +31,7 @@ from engine.model.ops.cpu import attention
 from engine.model.ops.cpu.kernel import Kernel, as_f32, device_function, exp, kernel, take
 from engine.model.ops.elementwise.norms import unit_q_and_k
 from engine.model.ops.recurrent.linear_attention import select
-from engine.model.state import CHUNK, StateBatch, StateSpec, allocate
+from engine.model.state import CHUNK, Shape, StateBatch, StateSpec, allocate
 
 EPS = 1e-6
 BLOCK_SIZE = 16
@@ -51,7 +51,7 @@ class RecurrentShape:
 
     def spec(self) -> StateSpec:
         heads, key_heads = self.heads, self.key_heads
-        rows = {
+        rows: dict[str, Shape] = {
             "keys": ((key_heads, CHUNK, self.key_dim), "float32"),
             "values": ((heads, CHUNK, self.value_dim), "float32"),
             "decays": ((heads, CHUNK, 1), "float32"),
@@ -234,6 +234,7 @@ def compare_prompt(shape: RecurrentShape, tokens: int, repetitions: int) -> list
     found = [compare(name, work, canonical, "recurrence", recurrent, repetitions)]
     if shape.delta:
         q, k, v, decay, beta = rows
+        assert beta is not None
         group = shape.heads // shape.key_heads
 
         def torch_form() -> Tensor:

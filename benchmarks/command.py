@@ -38,5 +38,5 @@ def print_report(report: Report, as_json: bool, show: Callable[[Report], None]) 
         show(report)
 
 
-def print_json(fields: dict[str, Any]) -> None:
+def print_json(fields: dict[str, Any] | list[dict[str, Any]]) -> None:
     print(json.dumps(fields, allow_nan=False))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from benchmarks.expert_parallel import LOADS, SHAPE, TOKENS, make_folder
 from engine.config import EngineConfig
 from engine.model.expert_parallel import remote_ranks
 from engine.model.fixed_order import PARTS
+from engine.options.experts import All2AllBackend
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.rank_pool import RankPool
@@ -35,10 +36,16 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-EXCHANGES = ("allgather_reducescatter", "alltoall")
+EXCHANGES: tuple[All2AllBackend, ...] = ("allgather_reducescatter", "alltoall")
 EXCHANGED = {"16 requests": (16, 0), "4 prompts of 1,000": (0, 4)}
 #: Engines, whether they share memory, and determinism.
-CASES = [(2, True, None), (4, True, None), (2, False, None), (4, False, None), (4, True, "strict")]
+CASES: list[tuple[int, bool, Literal["strict"] | None]] = [
+    (2, True, None),
+    (4, True, None),
+    (2, False, None),
+    (4, False, None),
+    (4, True, "strict"),
+]
 
 
 def compute(engine: Any, decoding: int, prompts: int) -> int:

@@ -201,7 +201,7 @@ def with_prefill_engine(
             while decode.has_work or prefill.has_work:
                 prefill.step()
                 events = decode.step()
-                for notice in decode.take_notices():
+                for notice in decode.mail.take_notices():
                     if isinstance(notice, DispatchRemote):
                         prefill.mail[HandoffCourier].prefill(prefill, notice.request)
                 for delta in (event.delta for event in events):

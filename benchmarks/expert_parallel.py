@@ -38,14 +38,15 @@ from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rank_pool import RankPool
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64,
     "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 6, "mlp_only_layers": [],
     "vocab_size": 8192, "max_position_embeddings": 2048,
 }  # fmt: skip
 TOKENS = 48  # of each request that decodes
 LOADS = {"1 request": (1, 0), "8 requests": (8, 0), "32 requests": (32, 0), "2 prompts of 1,000": (0, 2)}
-SLICED, WHOLE = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+SLICED: dict[str, Any] = {"tensor_parallel_size": 2}
+WHOLE: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: list[dict[str, Any]] = [
     {},
     SLICED,
@@ -95,7 +96,7 @@ class SkewedPool(RankPool):
 
 
 def skewed(function: Callable[..., None], *args: Any) -> None:
-    loading.fill_with_noise = prefer  # type: ignore[assignment]
+    loading.fill_with_noise = prefer
     function(*args)
 
 
@@ -107,9 +108,13 @@ def prefer(model: Any) -> None:
 
 
 def measure_skew() -> None:
-    loading.fill_with_noise = prefer  # type: ignore[assignment]
+    loading.fill_with_noise = prefer
     pool, folder = SkewedPool(), make_folder()
-    layouts = {"experts stay": {}, "experts move": MOVING, "experts move, 8 redundant ones": COPIED}
+    layouts: dict[str, dict[str, Any]] = {
+        "experts stay": {},
+        "experts move": MOVING,
+        "experts move, 8 redundant ones": COPIED,
+    }
     for name, options in layouts.items():
         window = options or {"eplb_config": EPLBConfig(window_size=WINDOW, step_interval=WINDOW)}
         config = EngineConfig(
@@ -125,7 +130,9 @@ def measure_skew() -> None:
                     wall = time.perf_counter() - started
                     used = [b - a for a, b in zip(before, cpu_seconds(pids), strict=True)]
                     waits = " ".join(f"{max(0.0, 1 - cpu / wall):4.0%}" for cpu in used)
-                    (stats,) = core.stats().record(ExpertReport).stages
+                    report = core.stats().record(ExpertReport)
+                    assert report is not None
+                    (stats,) = report.stages
                     print(
                         f"{name:32} {round} {load:20} {tokens / wall:7.0f} tokens/s, ranks wait {waits}, balanced "
                         f"{stats.balancedness:.0%}, {stats.moved} moved", flush=True,

@@ -24,6 +24,7 @@ from benchmarks.host import PARTS, SHAPE, UNMEASURED, idle_device, step
 from cluster.terminal.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
+from engine.distributed.part_group import PartGroup
 from engine.model.models.llama import LlamaForCausalLM
 from engine.runner.launcher import Launcher
 from engine.wire.generate_request import GenerateRequest
@@ -86,8 +87,9 @@ def measure(core: EngineCore, steps: int) -> dict[str, float]:
     for _ in range(UNMEASURED):
         step(core)
     least: dict[str, float] = {}
-    exchange = core.ranks.runner.tp.expert_exchange
-    places = [(core.scheduler, "schedule"), (core.scheduler, "commit")]
+    group = core.ranks.runner.tp
+    exchange = group.expert_exchange if isinstance(group, PartGroup) else None
+    places: list[tuple[Any, str]] = [(core.scheduler, "schedule"), (core.scheduler, "commit")]
     places += [(core.ranks.runner, name) for name in ("prepare", "launch", "collect")]
     for owner, name in places:
         setattr(owner, name, timed(getattr(owner, name), name, least))
@@ -145,13 +147,13 @@ def measure_layout(pool: RankPool, folder: str, layout: dict[str, Any], rows: in
         max_num_batched_tokens=max(1024, 8 * rows), num_threads=1, **layout,
     )  # fmt: skip
     with running(pool, config) if engines > 1 else pool.engine(config) as engine:
-        core = engine.core if engines > 1 else engine
+        core = engine if isinstance(engine, EngineCore) else engine.core
         add(engine.add, rows * stages * engines)
         while any(request.num_output == 0 for request in core.scheduler.queue.live.values()):
             engine.step()
         found = measure(core, steps)
         assert len(core.scheduler.queue.running) == rows * stages, "some have ended"
-        abort = engine.group.abort if engines > 1 else core.abort
+        abort = core.abort if isinstance(engine, EngineCore) else engine.group.abort
         for i in range(rows * stages * engines):
             abort(str(i))
     return found

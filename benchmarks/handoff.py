@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, Literal
 from unittest.mock import patch
 
 from engine.config import EngineConfig
@@ -22,7 +23,12 @@ from tests.models import make_model
 from tests.rank_pool import RankPool
 
 PROMPT, CHUNK, ROUNDS = 1024, 64, 5
-SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "max_position_embeddings": 2048}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 2048,
+}
 
 
 links: list[Link] = []
@@ -31,14 +37,14 @@ links: list[Link] = []
 class LinkedWorker(KVTransferWorker):
     """A worker whose memory others reach over a link."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         link = Link.to(self.description["tcp"])
         self.description = {**self.description, "tcp": link.describe(self.description["tcp"])}
         links.append(link)
 
 
-def config(folder: Path, role: str) -> EngineConfig:
+def config(folder: Path, role: Literal["decode", "prefill"]) -> EngineConfig:
     handoff = HandoffConfig(role=role, transport="tcp", policy="always", progress_s=30.0)
     return EngineConfig(
         model=str(folder),
@@ -77,7 +83,9 @@ def main() -> None:
             link = links[1]  # of prefill, which is read from
             median_s(pair, "warm")
             compute_s = median_s(pair, "free")
-            moved = sum(pair.decode.status.handoffs.bytes_read.values()) / (2 * ROUNDS)
+            status = pair.decode.status
+            assert status is not None and status.handoffs is not None
+            moved = sum(status.handoffs.bytes_read.values()) / (2 * ROUNDS)
             print(f"{PROMPT} tokens in chunks of {CHUNK}, {moved / 2**20:.1f} MiB; over a free link {compute_s:.3f} s")
             columns = ("link, MiB/s", "transfer, s", "total, s", "ideal, s", "total/ideal", "in turn, s")
             print("".join(f"{column:>13}" for column in columns))

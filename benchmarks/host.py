@@ -120,8 +120,9 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
             core.step()
         parts = time_steps(core, steps)
     assert len(core.scheduler.queue.running) == sequences, "some have ended"
-    assert not drafts or core.stats().record(SpecDecodeStats).num_accepted_tokens >= sequences * steps
-    assert sampling != "eagle3" or core.stats().record(SpecDecodeStats).num_draft_tokens >= 3 * sequences * steps
+    drafted = core.stats().record(SpecDecodeStats) or SpecDecodeStats()
+    assert not drafts or drafted.num_accepted_tokens >= sequences * steps
+    assert sampling != "eagle3" or drafted.num_draft_tokens >= 3 * sequences * steps
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
 

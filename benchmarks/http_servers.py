@@ -149,4 +149,4 @@ class Clock:
 def manta(args: dict[str, Any]) -> Application:
     config = AppConfig.parse({"models": [{"name": "pocket", "model": "pocket"}]})
     clock = serve.deployment(Clock, name="clock", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": 0.1})
-    return ingress(config, [model_info(config.models[0], config.ingress)], [(clock.bind(), None)])
+    return ingress(config, [model_info(config.models[0], config.ingress)], [(clock.bind(), {})])

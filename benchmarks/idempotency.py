@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
@@ -78,10 +78,10 @@ async def one(store: KeyValueStore, body: bytes, tokens: int, taken: list[float]
     record = JobRecord.new("", "/v1/completions", body, headers)
     job = Job(job_id_of("", record.secret), record, store, 60.0, lambda _: None, stored=False)
     started = time.perf_counter()
-    await job._add("fp")
+    await job._add("fp", None)
     taken.append((time.perf_counter() - started) * 1e3)
     for i in range(tokens):
-        job._note(0, cast(Any, TokenDelta)(request_id="", position=i, token_ids=[30_000]))
+        job._log.add((0, TokenDelta(request_id="", position=i, token_ids=[30_000])))
     await job._save()
 
 

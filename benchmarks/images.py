@@ -36,6 +36,7 @@ from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.wire.parts.images import ImageStats
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.stats.engine_stats import EngineStats
 
 QUESTIONS = 10  # about each image
 OTHERS = 3  # questions behind other text, and texts without images, beside each image
@@ -173,6 +174,11 @@ def measure(
     )
 
 
+def encoded_images(stats: EngineStats) -> int:
+    found = stats.record(ImageStats)
+    return 0 if found is None else found.encoded
+
+
 class Questioner:
     """Asks two engines with the same weights, of which the second has no vision tower."""
 
@@ -184,10 +190,10 @@ class Questioner:
 
     def ask_about(self, seed: int) -> dict[str, list[Timing]]:
         """Return the timings of all requests about one new image, by their kind."""
-        file, encoded = picture(self._side, seed), self._sees.stats().record(ImageStats).encoded
+        file, before = picture(self._side, seed), encoded_images(self._sees.stats())
         first, *later = [self._question(file, f"What is in part {i} of it?") for i in range(QUESTIONS)]
         behind = [self._question(file, "What is it?", self._rng.randbytes(8).hex()) for _ in range(OTHERS)]
-        encoded = self._sees.stats().record(ImageStats).encoded - encoded
+        encoded = encoded_images(self._sees.stats()) - before
         if encoded != 1:
             raise SystemExit(f"an image was encoded {encoded} times for {QUESTIONS + OTHERS} questions about it")
         texts: dict[LLM, list[Timing]] = {self._sees: [], self._reads: []}

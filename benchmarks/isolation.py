@@ -136,8 +136,9 @@ def measure(
                 with Engines(ways[setup.name]) as engines:
                     asyncio.run(_run(engines, traffic, setup, prompts, seed=traffic.seed + repetition))
                     stats = engines.stats("decode")
-                setup.remote_prompts += sum(stats.record(HandoffTotals).prefill_decisions.get("remote", {}).values())
-                setup.images_encoded += stats.record(ImageStats).encoded
+                handoffs, images = stats.record(HandoffTotals) or HandoffTotals(), stats.record(ImageStats)
+                setup.remote_prompts += sum(handoffs.prefill_decisions.get("remote", {}).values())
+                setup.images_encoded += 0 if images is None else images.encoded
                 progress.advance(bar)
     return IsolationReport(name, len(cores), repetitions, traffic, setups)
 

@@ -160,12 +160,12 @@ def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
 
 def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
     """Return the engine's options for a row. cache_gib: size of the KV cache."""
-    store = {
+    store: dict[str, Any] = {
         "kv_offloading_store": str(folder / f"store of {tier}"),
         "kv_offloading_store_size": 1.0,
         "kv_offloading_key_file": str(folder / "key"),
     }
-    return {
+    options: dict[str, dict[str, Any]] = {
         "none": {},
         "holds": {},
         "host": {"kv_offloading_size": 1.0},
@@ -174,7 +174,8 @@ def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
         "store": store,
         "small host": {"kv_offloading_size": SMALL * cache_gib},
         "small host + store": {"kv_offloading_size": SMALL * cache_gib, **store},
-    }[tier]
+    }
+    return options[tier]
 
 
 def measure(

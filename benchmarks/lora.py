@@ -46,7 +46,7 @@ from engine.wire.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 
 #: As SmolLM2-135M.
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 49_152,

@@ -13,6 +13,7 @@ from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
 from engine.model.models.registry import build_model
+from engine.model.quantization.format import StoredWeight
 from engine.model.state import state_specs
 
 READ_BYTES = 2**29  # far more than caches hold
@@ -24,10 +25,11 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> fl
     unless the head shares its matrix, and as many experts as an even choice would pick."""
     model = build_model(config, ShardPlan(), dtype, "meta")  # shapes only; loaded weights may be packed by now
     total = float(sum(p.nbytes for p in model.parameters()))  # a shared matrix once
+    head = None if model.lm_head is None else model.lm_head.weight
     for layer in model.modules():
-        if isinstance(layer, VocabEmbedding) and layer.weight is not model.lm_head.weight:
+        if isinstance(layer, VocabEmbedding) and layer.weight is not head:
             total -= layer.weight.nbytes * max(0.0, 1 - batch_size / len(layer.weight))
-        elif isinstance(layer, Linear) and layer.stored is not None:
+        elif isinstance(layer, Linear) and isinstance(layer.stored, StoredWeight):
             total += layer.stored.nbytes
         elif isinstance(layer, Experts) and config.moe is not None:
             idle = (1 - config.moe.experts_per_token / config.moe.num_experts) ** batch_size

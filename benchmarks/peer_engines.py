@@ -61,6 +61,7 @@ class Manta:
         prompt, count, temperature = request
         params = self._params(temperature=temperature, max_tokens=count, ignore_eos=True)
         times = self._llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].times
+        assert times is not None
         pace = (times.finished_s - times.first_token_s) / (count - 1)
         return [times.first_token_s + pace * i for i in range(count)]
 
@@ -84,7 +85,7 @@ class Vllm:
         return [list(output.outputs[0].token_ids) for output in self._llm.generate(prompts, params, use_tqdm=False)]
 
     def stream(self, request: Request) -> list[float]:
-        engine, started, times = self._llm.llm_engine, time.perf_counter(), []
+        engine, started, times = self._llm.llm_engine, time.perf_counter(), list[float]()
         self._streams += 1
         engine.add_request(f"stream-{self._streams}", {"prompt_token_ids": request[0]}, self._params_of(request))
         while engine.has_unfinished_requests():

@@ -31,6 +31,7 @@ from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.parts.stages import micro_batches
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.stages import StageReport
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rank_pool import TIMEOUT_S, RankPool
@@ -113,7 +114,7 @@ def sh(command: str) -> None:
 
 
 def links() -> None:
-    options = {
+    options: dict[str, Any] = {
         "model": str(wide_model()), "device": "cpu", "dtype": "bfloat16", "num_threads": 1,
         "num_gpu_blocks_override": 1024,
         "max_num_batched_tokens": 256,
@@ -137,12 +138,13 @@ def links() -> None:
 def measure(core: EngineCore, name: str) -> None:
     compute(core, 1, 1)
     for load, (decoding, prompts) in LOADS.items():
-        before, started = core.stats().stages, time.perf_counter()
+        before, started = core.stats().record(StageReport), time.perf_counter()
         tokens = compute(core, decoding, prompts)
         wall_s = time.perf_counter() - started
         waits = ""
-        if before:
-            busy_s = [new.busy_s - old.busy_s for old, new in zip(before, core.stats().stages, strict=True)]
+        after = core.stats().record(StageReport)
+        if before is not None and after is not None:
+            busy_s = [new.busy_s - old.busy_s for old, new in zip(before.stages, after.stages, strict=True)]
             waits = ", stages wait " + " ".join(f"{max(0.0, 1 - busy / wall_s):.0%}" for busy in busy_s)
         print(f"{name:40} {load:27} {tokens / wall_s:8.0f} tokens/s{waits}", flush=True)
 
@@ -168,7 +170,7 @@ def add_prompts(core: EngineCore, count: int) -> None:
 
 def chunks() -> None:
     pool = RankPool()
-    options = {
+    options: dict[str, Any] = {
         "model": str(wide_model()),
         "device": "cpu",
         "dtype": "bfloat16",
@@ -189,7 +191,12 @@ def chunks() -> None:
 
 
 def wide_model() -> Path:
-    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+    }
     return make_model(
         Path(tempfile.mkdtemp()), "llama", **shape, num_key_value_heads=4, head_dim=64, vocab_size=8192,
         max_position_embeddings=2048,

@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, ResetPrefixCache
+from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenBatch, TokenDelta
@@ -123,6 +124,10 @@ class Replicas:
                 self._inboxes[delta.request_id].put_nowait(delta)
 
 
+def fetched(stats: EngineStats) -> FetchStats:
+    return stats.record(FetchStats) or FetchStats({}, 0)
+
+
 async def drive(
     replicas: Replicas, load: Load, pause_s: float, policy: PolicyName, fetching: bool
 ) -> tuple[PolicyResult, list[list[int]]]:
@@ -130,7 +135,7 @@ async def drive(
     agent, exponential."""
     outcome = PolicyResult(policy, fetching)
     await replicas.reset(policy)
-    before = replicas.stats()
+    before = [fetched(stats) for stats in replicas.stats()]
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
 
     async def agent(number: int) -> list[int]:
@@ -152,7 +157,7 @@ async def drive(
     contexts = await asyncio.gather(*(agent(number) for number in range(load.agents)))
     outcome.seconds = time.perf_counter() - began
     await asyncio.sleep(SETTLE_S)
-    for old, new in zip(before, replicas.stats(), strict=True):
+    for old, new in zip(before, map(fetched, replicas.stats()), strict=True):
         outcome.fetched_tokens += new.fetched_tokens - old.fetched_tokens
         for what, count in new.fetches.items():
             outcome.fetches[what] = outcome.fetches.get(what, 0) + count - old.fetches.get(what, 0)

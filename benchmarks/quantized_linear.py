@@ -56,8 +56,12 @@ def make_layer(shape: tuple[int, ...], quantize: Callable[[Tensor], QuantizedWei
             packed = linear.pack(weight.bfloat16())
             layer.append((inputs, partial(linear.linear, weight=packed)))
         else:
-            layer.append((inputs, partial(multiply, bias=None)))
+            layer.append((inputs, partial(without_bias, multiply)))
     return layer
+
+
+def without_bias(multiply: quantized_linear.Multiply, x: Tensor) -> Tensor:
+    return multiply(x, None)
 
 
 def measure(layers: list[Layer], rows: int, repetitions: int) -> float:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ async def _ingress(url: str, path: str, number: int, ingresses: int, rate: float
         amount = (1.0, float(PROMPT + output), cost)[key]
         began = time.perf_counter()
         try:
-            bill = Bill(lambda: Used(True, PROMPT, output, cost, 0.0))
+            bill = Bill(lambda: Used(True, PROMPT, output, cost, 0.0), lambda known: known())
             async with quota.charged(RequestSize(PROMPT, 1, 2 * OUTPUT), bill):
                 entry = ENTRY.pack(time.time(), key, ADMITTED, time.perf_counter() - began, amount)
                 os.write(log, entry)
@@ -153,7 +153,7 @@ def _report(
     path: Path, ingresses: int, rate: float, kills: int, redis_kills: int, begin: float, end: float
 ) -> QuotasReport:
     found = {name: KeyReport(limit.all()[0].value) for name, limit in limits(rate / len(KEYS)).items()}
-    used, outcomes = Counter[tuple[str, float]](), Counter[tuple[str, int]]()
+    used, outcomes = defaultdict[tuple[str, float], float](float), Counter[tuple[str, int]]()
     for at, key, outcome, seconds, amount in _entries(path):
         name = KEYS[key]
         used[name, window(WINDOWS[name], at)[0]] += amount

@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 from deployments.routing.balancer import Balancer
@@ -48,14 +49,14 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
     for policy, other in routers.items():
         other.placements = router.placements
         for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
-            times(f"choice by {name}", lambda i, b=other, s=session: choose(b, prompt, i, s, engines))
+            times(f"choice by {name}", partial(choose, other, prompt, session, engines))
     small = engines[0]
     stored = [rng.randbytes(50 * BLOCK_HASH_BYTES) for _ in range(ROUNDS)]
     times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
     times("update of 50 new blocks", lambda i: router.update(update(small, EngineLoad(), stored[i], number=i + 1)))
 
 
-def choose(router: Balancer, prompt: PromptDigest, number: int, session: str, engines: list[str]) -> None:
+def choose(router: Balancer, prompt: PromptDigest, session: str, engines: list[str], number: int) -> None:
     request = PromptDigest(f"r{number}", prompt.num_tokens, prompt.keys, session)
     router.choose(request, engines)
     router.end(request.request_id, confirmed=False)

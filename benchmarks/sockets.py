@@ -28,7 +28,7 @@ def token_batch(sequences: int) -> TokenBatch:
 
 
 def main() -> None:
-    cases = {
+    cases: dict[str, Abort | TokenBatch] = {
         "command of one request": Abort("a" * 40),
         **{f"tokens of {n} sequences": token_batch(n) for n in (1, 64, 256)},
     }

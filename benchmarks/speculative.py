@@ -24,6 +24,7 @@ from cluster.flags import json_object
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
+from engine.config_options import parse_section
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.resolve import resolve
 from engine.options.speculation import SpeculativeConfig
@@ -188,7 +189,7 @@ def given_texts(core: EngineCore, load: Load) -> Iterator[None]:
     try:
         yield
     finally:
-        del runner._sample  # type: ignore[attr-defined]
+        del runner._sample
 
 
 def show_reports(reports: list[Report]) -> None:
@@ -221,11 +222,11 @@ def main(
     which the schema forces most tokens.
     """
     config = EngineConfig(
-        model=model, dtype=dtype, num_threads=threads, max_num_seqs=MANY, max_model_len=2048,
+        model=model, dtype=dtype, num_threads=threads, max_num_seqs=MANY, max_model_len=2048,  # type: ignore[arg-type]
         kv_cache_memory_bytes=2**31,
     )  # fmt: skip
     folder = resolve(model)
-    bench = Bench(config, SpeculativeConfig.parse(json_object(speculative_config)))
+    bench = Bench(config, parse_section(SpeculativeConfig, "speculative_config", json_object(speculative_config)))
     tokenizer = ChatTokenizer.from_folder(folder)
     chosen = [load for load in loads(tokenizer, random.Random(seed), output_tokens) if only in load.name]
     try:

@@ -198,7 +198,7 @@ async def send(url: str, trace: Trace, seed: int, *, at_once: bool = False) -> l
 def client_figures(outcomes: list[RequestResult]) -> dict[str, Any]:
     done = [outcome for outcome in outcomes if outcome.error is None]
     tpot = [outcome.tpot_s for outcome in done if outcome.tpot_s is not None]
-    found = {"requests": len(outcomes), "failed": len(outcomes) - len(done)}
+    found: dict[str, Any] = {"requests": len(outcomes), "failed": len(outcomes) - len(done)}
     for name, seconds in (("ttft", [outcome.ttft_s for outcome in done]), ("tpot", tpot)):
         found |= {f"client_{name}_p{p}_ms": round(1000 * float(np.percentile(seconds, p)), 2) for p in (50, 99)}
     return found
@@ -255,7 +255,7 @@ def engines(folder: FolderArgument) -> None:
         for one in LOADS:
             trace, since = load(one, SHARE), max(engine.now() for engine in found) + 1
             ask(found, trace, list(LOADS).index(one), since)
-            tapes = [tape_with_key(engine.parts.tape.take(), b"a key of a tape.") for engine in found]
+            tapes = [tape_with_key(engine.core.journal.take(), b"a key of a tape.") for engine in found]
             (folder / f"{name}, {one}.tape").write_bytes(pack_tapes(tapes))
             told = {"since": since, "until": max(engine.now() for engine in found)}
             (folder / f"{name}, {one}.json").write_text(json.dumps(told) + "\n")

@@ -9,7 +9,7 @@ from engine.wire.stats.engine_stats import EngineStats
 
 def engine_stats(**figures: Any) -> EngineStats:
     """The stats of an engine of ten blocks that has done nothing yet, but for `figures`."""
-    nothing = {
+    nothing: dict[str, Any] = {
         "running": 0,
         "waiting": 0,
         "blocks_total": 10,

@@ -54,7 +54,8 @@ PROFILED_STEPS, TOP_KERNELS = 16, 12
 STREAMS, ARRIVALS, ARRIVING_PROMPT, EVERY_STEPS = 64, 48, 512, 4
 CONTEXTS = (1024, 32_768, 131_072)  # of the sweep of attention
 ATTENTION_SEQS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 32, 8, 128, 64
-ATTENTION_CONSTANTS = (  # names and values in engine/model/ops/gpu/attention.py, beside those that are there
+# names and values in engine/model/ops/gpu/attention.py, beside those that are there
+ATTENTION_CONSTANTS: tuple[dict[str, Any], ...] = (
     {}, {"NUM_STAGES": 3}, {"NUM_STAGES": 4}, {"NUM_STAGES": 6}, {"KEY_TILE_BYTES": 8192}, {"KEY_TILE_BYTES": 32768},
     {"PROGRAMS_PER_PROCESSOR": 2}, {"PROGRAMS_PER_PROCESSOR": 8},
 )  # fmt: skip

@@ -81,7 +81,7 @@ def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
         before = {method: llm.stats() for method, llm in engines.items()}
         found = [{method: answer(llm, text, params) for method, llm in engines.items()} for text in texts]
         for method, llm in engines.items():
-            verified, earlier = llm.stats().record(SpecDecodeStats), before[method].spec_decode
+            verified, earlier = llm.stats().record(SpecDecodeStats), before[method].record(SpecDecodeStats)
             if verified is None or earlier is None:
                 continue
             assert all(tokens_of(outputs[method]) == tokens_of(outputs[""]) for outputs in found)

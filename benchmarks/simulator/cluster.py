@@ -104,8 +104,18 @@ def cluster() -> None:
 def larger() -> None:
     """Compare with steps of several ms, beside which HTTP is less: a model of 25M random parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-        heads = {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": MAX_MODEL_LEN}
+        sizes: dict[str, Any] = {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+        }
+        heads: dict[str, Any] = {
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "vocab_size": 4096,
+            "max_position_embeddings": MAX_MODEL_LEN,
+        }
         model = make_model(Path(folder), "qwen3", **sizes, **heads)
         for file in TOKENIZER:
             shutil.copy(pocket.PATH / file, model)

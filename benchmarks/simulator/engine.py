@@ -21,6 +21,7 @@ from cluster.lab.simulator.trace import Trace
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
+from engine.wire.generate_request import GenerateRequest
 
 ENGINES = 2
 CONFIG = EngineConfig(
@@ -71,7 +72,7 @@ def run_engines(engines: list[TimedEngine], trace: Trace) -> tuple[np.ndarray, n
     return first_at, last_at
 
 
-def real_request(trace: Trace, index: int, core: EngineCore):
+def real_request(trace: Trace, index: int, core: EngineCore) -> GenerateRequest:
     request = trace.request(index)
     vocab = core.model_config.vocab_size
     prompt = np.random.default_rng(index).integers(3, vocab, len(request.prompt)).tolist()

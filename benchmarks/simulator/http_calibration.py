@@ -94,7 +94,7 @@ def prefill(prompt: int, budget: int, beside: Work = NOTHING) -> NDArray[np.floa
     for start in range(0, prompt, budget):
         count = min(budget, prompt - start)
         own = Work(count, 1, count * start + count * (count + 1) // 2, start + count)
-        total += step(Work(*(a + b for a, b in zip(own, beside, strict=True))))
+        total += step(Work(*(int(a + b) for a, b in zip(own, beside, strict=True))))
     return total
 
 

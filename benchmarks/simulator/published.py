@@ -22,7 +22,7 @@ BLOCK = 16
 def prefix_groups(router: RouterName, groups: int = 64) -> Report:
     """Groups of 16 prompts: 2,048 tokens in common, 128 of their own, 256 out, all at once, on 8 A100s."""
     model, card = MODELS["llama-3.1-8b"], CARDS["a100"]
-    arrivals = np.arange(16 * groups) * 1e-6
+    arrivals = np.linspace(0, 16 * groups * 1e-6, 16 * groups, endpoint=False)
     rng = np.random.default_rng(1)
     trace = shared_prefix(arrivals, rng, groups=groups, system=2048, question=128, output=256, turns=16)
     config = EngineConfig(block_size=BLOCK, max_num_batched_tokens=8192, max_num_seqs=256, max_waiting=NO_LIMIT)

@@ -47,7 +47,7 @@ PROMPT, ANSWER = (600, 4), (24, 150)  # tokens in and out of a request of each k
 PHASES = (PROMPT, ANSWER, PROMPT)
 SLO = GoodputSlo(ttft_s=2.0, tpot_s=0.1)
 UPSCALE_S, DOWNSCALE_S, IDLE_S = 0.5, 20.0, 10.0
-SIZES: dict[str, int] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10,
+SIZES: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
     "max_position_embeddings": 2048}  # fmt: skip
 KV_BYTES = 2 * 10 * 4 * 64 * 2.0
@@ -75,7 +75,7 @@ class RolePools:
         pool: dict[str, Any] = {"num_cpus": 0.2}
         if self.most is not None:
             pool |= {"max_replicas": self.most, "upscale_delay_s": UPSCALE_S, "downscale_delay_s": DOWNSCALE_S}
-        least = [{"min_replicas": 0, "scale_to_zero_delay_s": IDLE_S}, {"min_replicas": 1}]
+        least: list[dict[str, Any]] = [{"min_replicas": 0, "scale_to_zero_delay_s": IDLE_S}, {"min_replicas": 1}]
         sizes = least if self.most else [{"num_replicas": self.prefill}, {"num_replicas": self.decode}]
         return {
             "name": "m",
