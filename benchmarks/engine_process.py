@@ -14,7 +14,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
-from engine.wire.messages import Command, EngineStatus, Notice
+from engine.wire.messages import Command, EngineStatus, Notice, kinds_of
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -118,7 +118,7 @@ class Engines:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(Notice).decode
+        decode = msgspec.msgpack.Decoder(kinds_of(Notice)).decode
         poller = zmq.Poller()
         for engine in self._engines.values():
             poller.register(engine.notices, zmq.POLLIN)

@@ -392,12 +392,12 @@ Detail = CommitDetails | Ended
 
 def decoder() -> msgspec.msgpack.Decoder[Input]:
     """Return a decoder of the inputs on a tape, also of those that parts declare elsewhere."""
-    return msgspec.msgpack.Decoder(Union[tuple(kind for kind in kinds_of(Input) if kind not in SHAPED)])  # noqa: UP007
+    return msgspec.msgpack.Decoder(Union[tuple(kind for kind in leaves_of(Input) if kind not in SHAPED)])  # noqa: UP007
 
 
-def kinds_of(base: type[Input]) -> Iterator[type[Input]]:
+def leaves_of(base: type[Input]) -> Iterator[type[Input]]:
     """Yield the subclasses that have none themselves."""
     for kind in (found := base.__subclasses__()):
-        yield from kinds_of(kind)
+        yield from leaves_of(kind)
     if not found:
         yield base
