@@ -14,7 +14,6 @@ import zmq
 
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
 from engine.wire.parts.handoffs import (
     CancelDispatch,
@@ -25,7 +24,7 @@ from engine.wire.parts.handoffs import (
     RemoteRequestFailed,
 )
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -194,7 +193,7 @@ class FakeEngine:
                 timeline=[TimelineEvent.now("first token")] if first else [],
                 num_cached_tokens=0 if position else self.cached_tokens,
                 holds=[] if hold is None or position else [self.hold_answer(mark) for mark in hold.marks],
-                prediction_tokens=(1, 2) if Prediction.part in request.parts else None,
+                prediction_tokens=(1, 2) if Prediction.part in request.hints else None,
             )
             self._send(request, delta)
 

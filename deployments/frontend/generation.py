@@ -48,7 +48,7 @@ class LiveGeneration:
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
-            has_prediction=Prediction.part in prompts[0][0].parts,
+            has_prediction=prompts[0][0].record(Prediction) is not None,
             prices=context.prices,
         )
         self._late = LateDeltas()

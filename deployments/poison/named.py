@@ -10,7 +10,7 @@ import msgspec
 
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.parts.speculation import Prediction
 
 
@@ -30,7 +30,8 @@ def named_adapter(lora: LoRARequest) -> Named:
 
 def _named(request: GenerateRequest) -> list[Named]:
     """Return what other requests may name too, and engines read or compile."""
-    found = [] if request.lora is None else [named_adapter(request.lora)]
+    lora = request.record(LoRARequest)
+    found = [] if lora is None else [named_adapter(lora)]
     if (grammar := request.params.structured_outputs) is not None:
         found.append(Named(compile_key(grammar.kind, grammar.text), "compiled its grammar or schema"))
     return found
@@ -43,11 +44,11 @@ def _images(request: GenerateRequest) -> Named:
 
 def _own(request: GenerateRequest) -> Named:
     """The prompt, and all that decides what is computed; not what names one request."""
-    lora = None if request.lora is None else request.lora.digest
+    lora = request.record(LoRARequest)
     images = [feature.mm_hash for feature in request.mm_features]
     params = msgspec.structs.replace(request.params, seed=None)
     prediction = request.record(Prediction)
-    what = msgspec.msgpack.encode([request.prompt, params, request.pooling, lora, images, prediction])
+    what = msgspec.msgpack.encode([request.prompt, params, request.pooling, digest_of(lora), images, prediction])
     return Named(hashlib.blake2b(what, digest_size=16).hexdigest(), "computed this request", is_own=True)
 
 

@@ -27,8 +27,8 @@ from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest, digest_of
 from engine.wire.parts.kv_fetching import HotPrefixes
+from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
@@ -75,7 +75,7 @@ class ServePool:
             first.cache_salt,
             first.session_id,
             first.mm_features,
-            digest_of(first.lora),
+            digest_of(first.record(LoRARequest)),
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
@@ -170,7 +170,7 @@ class ServeRemotePool:
             remote_request.token_ids,
             remote_request.cache_salt,
             images=remote_request.mm_features,
-            adapter=digest_of(remote_request.lora),
+            adapter=digest_of(remote_request.record(LoRARequest)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)

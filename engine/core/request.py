@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from engine.wire.block_hash import Place, block_hash, root_hash, root_keys, with_places
+from engine.wire.block_hash import Place, block_hash, root_hash, with_places
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.part_record import Attached, PartRecord
 from engine.wire.sampling_params import SamplingParams, seed_of
@@ -56,8 +56,8 @@ class PrefixUse:
 
     salt: str = ""
     """Salt of the hashes: only requests with the same salt share blocks."""
-    adapter: str = ""
-    """Digest of the request's adapter, which is part of the hashes too."""
+    extra_keys: tuple[str, ...] = ()
+    """What parts add to the hashes: what determines the KV besides the tokens and their places."""
     places: list[Place] = field(default_factory=list)
     """Places of the prompt whose names are part of the hashes too, in order of position."""
     skip_reading: bool = False
@@ -72,7 +72,7 @@ class PrefixUse:
     @property
     def root(self) -> bytes:
         """Parent hash of the first block."""
-        return root_hash(root_keys(self.salt, self.adapter))
+        return root_hash(self.salt, self.extra_keys)
 
 
 @dataclass(slots=True)

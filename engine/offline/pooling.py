@@ -20,7 +20,7 @@ from engine.offline.prompts import ParsedPrompt
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.token_delta import TokenDelta
 
@@ -113,9 +113,8 @@ class OfflinePooling:
                 request_id=f"{self._config.seed}-{next(self._numbers)}",
                 prompt=job.token_ids,
                 pooling=job.params,
-                lora=lora,
                 cache_salt=salt,
-            )
+            ).asking(lora)
             for job, lora, salt in zip(
                 jobs, with_digests(lora_requests, len(jobs)), salts or [""] * len(jobs), strict=True
             )

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.lora import LoRARequest
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.part_record import PartRecord
+from engine.wire.part_record import Asking, PartRecord
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -37,12 +36,13 @@ class KVHolder(PartRecord, frozen=True, array_like=True):
     expects."""
 
     part: ClassVar[str] = "kv_fetching"
+    is_hint: ClassVar[bool] = True
 
     engine: Peer
     num_tokens: int
 
 
-class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteRequest(Asking, frozen=True, kw_only=True):
     """Asks a prefill engine for a prompt's KV and first token, or an encode engine for an image's embeddings."""
 
     handoff_id: str  #: never reused: a second attempt for the same request is another handoff
@@ -57,5 +57,6 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
-    mm_features: list[MultiModalFeatureSpec] = []  #: images of the prompt, with their pixels
-    lora: LoRARequest | None = None  #: the adapter that computes the prompt
+    mm_features: list[MultiModalFeatureSpec] = msgspec.field(
+        default_factory=list
+    )  #: images of the prompt, with their pixels

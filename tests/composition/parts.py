@@ -171,7 +171,7 @@ def hold(draft: Draft) -> None:
 
 
 def adapt(draft: Draft) -> None:
-    draft.fields["lora"] = draft.models.adapters(draft.kind)[draft.number % 2]
+    draft.records.append(draft.models.adapters(draft.kind)[draft.number % 2])
 
 
 def show_images(draft: Draft) -> None:

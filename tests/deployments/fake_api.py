@@ -32,7 +32,7 @@ from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo

@@ -221,8 +221,7 @@ class ServedModel:
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
-            lora=None if self.info.adapter is None else self.info.adapter.lora,
-        )
+        ).asking(None if self.info.adapter is None else self.info.adapter.lora)
         for share in self._shares:
             request = share(request)
         return request

@@ -56,8 +56,7 @@ class HandoffRequests:
             decode=decode,
             timeout_s=timeout_s,
             mm_features=list(images_of(request)),
-            lora=lora_of(request),
-        )
+        ).asking(lora_of(request))
 
     def prefix(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
         """Return the RemoteRequest for the KV of tokens [skip, upto), which another engine has cached. timeout_s:

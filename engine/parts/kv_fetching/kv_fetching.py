@@ -141,8 +141,7 @@ class KVFetching(Part):
         self._queue = kernel.queue
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if isinstance(asked, GenerateRequest):
-            request.of[HOLDER] = asked.record(KVHolder)
+        request.of[HOLDER] = asked.record(KVHolder)
 
     def keeps(self) -> list[Request]:
         found = [request for fetch in self._fetches.values() for request in fetch.requests]

@@ -49,7 +49,6 @@ from engine.parts.tape.inputs import (
     TiersAnsweredShape,
     handoff_shape,
     kind_of,
-    lora_without_path,
     stop_token,
 )
 from engine.parts.tape.kept_tapes import KeptTapes
@@ -330,9 +329,7 @@ class Tape(Journal):
             case ImageWentOn():
                 return None
             case AdapterNumbered(lora):
-                without = lora_without_path(lora)
-                assert without is not None
-                return AdapterNumberedShape(without)
+                return AdapterNumberedShape(lora.without_text())
             case AdapterRead(number, error):
                 return AdapterReadShape(number, kind_of(error))
             case TiersAnswered(answers):

@@ -230,8 +230,8 @@ def test_answers_about_images_are_those_of_the_merged_model(name, tmp_path):
     for i, prompt in enumerate(wanted):
         for own, adapter in ((f"{i}", None), (f"{i} lora", lora)):
             outputs[own] = []
-            request = {"prompt": prompt.tokens, "mm_features": prompt.images, "params": GREEDY, "lora": adapter}
-            core.add(GenerateRequest(request_id=own, **request))
+            request = {"prompt": prompt.tokens, "mm_features": prompt.images, "params": GREEDY}
+            core.add(GenerateRequest(request_id=own, **request).asking(adapter))
     for delta in deltas_of(core):
         outputs[delta.request_id] += delta.token_ids
     core.close()
