@@ -49,7 +49,7 @@ from engine.parts.tape.object_graph import (
     with_changed_hashes,
 )
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.plan import StepPlan
+from engine.wire.plan import BlockChange, StepPlan
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -73,8 +73,8 @@ KINDS.add_objects(
 )  # fmt: skip
 KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
-    EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, PoolingParams, RemoteRequest, SamplingParams,
-    StepPlan,
+    BlockChange, EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, PoolingParams, RemoteRequest,
+    SamplingParams, StepPlan,
     *(kind for part in OF_PARTS for kind in part.messages),
 ]  # fmt: skip
 KINDS.rows += [kind for part in OF_PARTS for kind in part.rows]
