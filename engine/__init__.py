@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from engine.wire.parts.lora import LoRARequest
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 

@@ -25,6 +25,7 @@ from engine.wire.parts.handoffs import (
 )
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
 from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -169,7 +170,7 @@ class FakeEngine:
                 failed = TokenDelta(request_id=request.request_id, finish_reason="error", error=self.failure)
                 self._send(request, failed)
                 continue
-            if request.pooling is not None:
+            if request.record(PoolingParams) is not None:
                 delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")
                 self._send(request, delta)
                 continue
@@ -240,7 +241,8 @@ class FakeEngine:
 def pooled(request: GenerateRequest) -> bytes:
     """A vector of the prompt's first token, its last one, its length and their sum; or a score, which is its length."""
     prompt = request.prompt
-    assert request.pooling is not None
-    if request.pooling.task == "score":
+    params = request.record(PoolingParams)
+    assert params is not None
+    if params.task == "score":
         return np.array([len(prompt)], "<f4").tobytes()
-    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: request.pooling.dimensions].tobytes()
+    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: params.dimensions].tobytes()

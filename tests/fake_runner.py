@@ -42,10 +42,10 @@ from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
-from engine.wire.pooling_params import PoolingParams, SupportedTasks
 from engine.wire.remote_request import KVHolder, KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
@@ -412,13 +412,13 @@ class Harness:
             request_id=name,
             prompt=prompt,
             params=sampling,
-            pooling=pooling,
             priority=priority,
             cache_salt=cache_salt,
             prefill=prefill,
             kv_source=kv_source,
             client=client,
         ).asking(
+            pooling,
             lora,
             Prediction(prediction) if prediction else None,
             kv_holder,

@@ -21,6 +21,7 @@ from deployments.observability.telemetry import HttpRequest
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.remote_request import KVSource
 from engine.wire.token_delta import ErrorInfo, HoldOutcome, SequenceCost, TokenDelta
 
@@ -191,7 +192,7 @@ class Sequence:
         self.index = index
         self.finished = False
         self.retry = RetryState(request, context.max_replays, asyncio.get_running_loop().time())
-        quiet = request.pooling is not None and index > 0
+        quiet = index > 0 and request.record(PoolingParams) is not None
         view: SequenceView = weakref.proxy(self)  # a cycle would leave the memory of images to the garbage collector
         self.metrics = SequenceMetrics(view, http, context, quiet=quiet, counts_prompt=first)
         self._text = TextStream(request.params, context.tokenizer, index)

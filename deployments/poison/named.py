@@ -11,6 +11,7 @@ import msgspec
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.lora import LoRARequest, digest_of
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction
 
 
@@ -47,8 +48,8 @@ def _own(request: GenerateRequest) -> Named:
     lora = request.record(LoRARequest)
     images = [feature.mm_hash for feature in request.mm_features]
     params = msgspec.structs.replace(request.params, seed=None)
-    prediction = request.record(Prediction)
-    what = msgspec.msgpack.encode([request.prompt, params, request.pooling, digest_of(lora), images, prediction])
+    pooling, prediction = request.record(PoolingParams), request.record(Prediction)
+    what = msgspec.msgpack.encode([request.prompt, params, pooling, digest_of(lora), images, prediction])
     return Named(hashlib.blake2b(what, digest_size=16).hexdigest(), "computed this request", is_own=True)
 
 

@@ -118,7 +118,7 @@ class Scheduler:
     def _add(self, message: GenerateRequest, now: float) -> Request:
         """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
-        request = Request.create(message, self.limits.max_model_len, now)
+        request = Request.create(message, self.limits.max_model_len, now, self.parts.generates(message))
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         return self.enqueue(request, message, priority, was_running=message.kv_source is not None)
 

@@ -51,7 +51,7 @@ from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.lora import LoRARequest
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams as EngineParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenDelta

@@ -8,7 +8,6 @@ import msgspec
 
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import Asking
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 
@@ -27,8 +26,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate or to pool, in token ids. A client's request with `n > 1` has become several of
-    these."""
+    """One sequence to generate, in token ids, or a prompt for which a part has an answer. A client's request with
+    `n > 1` has become several of these."""
 
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
@@ -36,8 +35,6 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     mm_features: list[MultiModalFeatureSpec] = msgspec.field(default_factory=list)
     """Images of the prompt, in order of position; they do not overlap."""
     params: SamplingParams = SamplingParams()
-    pooling: PoolingParams | None = None
-    """Asks for a vector or a score instead of tokens; `params` then has no effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""

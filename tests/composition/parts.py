@@ -19,8 +19,8 @@ from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.images import ImageStats
 from engine.wire.parts.kv_offload import KVOffloadStats
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -210,7 +210,7 @@ def think(draft: Draft) -> None:
 
 
 def pool(draft: Draft) -> None:
-    draft.fields["pooling"] = PoolingParams()
+    draft.records.append(PoolingParams())
 
 
 def leave(draft: Draft) -> None:

@@ -49,7 +49,7 @@ from engine.errors import (
 from engine.hooks import overriding
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ class RequestChecks:
         self._limits, self._parts = limits, parts
 
     def check(self, message: GenerateRequest) -> None:
-        params, pooling = message.params, message.pooling
-        self._check_tokens(message.prompt, message.num_prompt, answer=pooling is None)
+        params = message.params
+        self._check_tokens(message.prompt, message.num_prompt, answer=self._parts.generates(message))
         params.check_vocabulary(self._limits.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if params.max_tokens is not None and given >= params.max_tokens:

@@ -35,6 +35,7 @@ from engine.wire.handoff import (
     Spent,
 )
 from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import TokenDelta, TokenLogprob
@@ -85,7 +86,8 @@ class Handoffs(Part):
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
         if isinstance(asked, RemoteRequest) or asked.prefill != "remote":
             return
-        if asked.params.prompt_logprobs is not None or asked.pooling is not None or self.remote.policy is None:
+        pools = asked.record(PoolingParams) is not None
+        if pools or asked.params.prompt_logprobs is not None or self.remote.policy is None:
             raise not_elsewhere(asked.prefill)
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:

@@ -28,7 +28,6 @@ from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
 from engine.wire.parts.lora import LoRARequest
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -135,7 +134,6 @@ class AddedShape(Shape, frozen=True):
             request_id=message.request_id,
             prompt=[],
             params=params_without_text(message.params, vocab_size),
-            pooling=message.pooling and PoolingParams(task=message.pooling.task),
             client=message.client,
             timeout_s=message.timeout_s,
             priority=message.priority,

@@ -50,7 +50,6 @@ from engine.parts.tape.object_graph import (
 )
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.plan import BlockChange, StepPlan
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.histogram import Histogram
@@ -73,7 +72,7 @@ KINDS.add_objects(
 )  # fmt: skip
 KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
-    BlockChange, EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, PoolingParams, RemoteRequest,
+    BlockChange, EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, RemoteRequest,
     SamplingParams, StepPlan,
     *(kind for part in OF_PARTS for kind in part.messages),
 ]  # fmt: skip
