@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -13,7 +12,6 @@ import zmq
 from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
@@ -85,7 +83,6 @@ class Ingress(Inbox):
         prefill: Literal["auto", "local", "remote"] = "auto",
         num_prompt: int | None = None,
         when_idle: bool = False,
-        mm_features: Sequence[MultiModalFeatureSpec] = (),
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -98,7 +95,6 @@ class Ingress(Inbox):
             prefill=prefill,
             num_prompt=num_prompt,
             when_idle=when_idle,
-            mm_features=list(mm_features),
         ).asking(*records)
         self.send(Add(request))
 

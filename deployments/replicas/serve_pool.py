@@ -27,6 +27,7 @@ from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import images_in
 from engine.wire.parts.kv_fetching import HotPrefixes
 from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.remote_request import RemoteRequest
@@ -74,7 +75,7 @@ class ServePool:
             first.prompt,
             first.cache_salt,
             first.session_id,
-            first.mm_features,
+            images_in(first),
             digest_of(first.record(LoRARequest)),
         )
         if len(requests) > 1:
@@ -169,7 +170,7 @@ class ServeRemotePool:
             remote_request.handoff_id,
             remote_request.token_ids,
             remote_request.cache_salt,
-            images=remote_request.mm_features,
+            images=images_in(remote_request),
             adapter=digest_of(remote_request.record(LoRARequest)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)

@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import Asking
 from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
@@ -32,8 +31,6 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
-    mm_features: list[MultiModalFeatureSpec] = msgspec.field(default_factory=list)
-    """Images of the prompt, in order of position; they do not overlap."""
     params: SamplingParams = SamplingParams()
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""

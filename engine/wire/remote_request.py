@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import Asking, PartRecord
 from engine.wire.sampling_params import SamplingParams
 
@@ -57,6 +56,3 @@ class RemoteRequest(Asking, frozen=True, kw_only=True):
     fingerprint: str
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
-    mm_features: list[MultiModalFeatureSpec] = msgspec.field(
-        default_factory=list
-    )  #: images of the prompt, with their pixels

@@ -13,11 +13,10 @@ from cluster.lab.tape.replay import Replay
 from engine.options.handoff import HandoffConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import PartRecord
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
-from engine.wire.parts.images import ImageStats
+from engine.wire.parts.images import ImageStats, MultiModalFeatureSpec, PromptImages
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
@@ -178,7 +177,8 @@ def show_images(draft: Draft) -> None:
     """Text, an image, and the text of the prompt."""
     prompt = Prompt(draft.models.vision_family(draft.kind)).text(5, 6).image(draft.number, 2, 2).text(7)
     images: list[MultiModalFeatureSpec] = prompt.images
-    draft.prompt, draft.fields["mm_features"] = [*prompt.tokens, *draft.prompt], images
+    draft.prompt = [*prompt.tokens, *draft.prompt]
+    draft.records.append(PromptImages(images))
 
 
 def give_form(draft: Draft) -> None:

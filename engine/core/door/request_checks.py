@@ -42,8 +42,6 @@ class RequestChecks:
             asked.record(kind)
         if asked.params.structured_outputs is not None and not self._parts.takes("structured_outputs"):
             raise asked.params.structured_outputs.invalid("left out: this engine enforces no grammars")
-        if asked.mm_features and not self._parts.takes("mm_features"):
-            raise InvalidParameter("mm_features", len(asked.mm_features), "left out: this model reads text only")
         for check in self._parts.check:
             check(asked, prompt)
 

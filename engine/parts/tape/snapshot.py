@@ -49,6 +49,7 @@ from engine.parts.tape.object_graph import (
     with_changed_hashes,
 )
 from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.parts.images import PromptImages, images_in
 from engine.wire.plan import BlockChange, StepPlan
 from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -126,9 +127,8 @@ def plan_without_text(plan: StepPlan) -> StepPlan:
 
 def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:
     """Return a request with its images, whose hashes are in the state."""
-    images = [without_data(image) for image in asked.mm_features]
     plain = remote_without_text(asked, params_without_text(asked.params, vocab_size))
-    return msgspec.structs.replace(plain, mm_features=images)
+    return plain.asking(PromptImages.of(without_data(image) for image in images_in(asked)))
 
 
 def stand_ins(vocab_size: int) -> dict[type, Any]:

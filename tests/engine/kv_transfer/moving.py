@@ -19,7 +19,7 @@ from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
 from tests.rank_pool import TIMEOUT_S, RankPool
 
-KEPT = ("needs", "hints", "cache_salt", "timeout_s", "mm_features")  # fields of a request, wherever it goes on
+KEPT = ("needs", "hints", "cache_salt", "timeout_s")  # fields of a request, wherever it goes on
 
 
 @dataclass

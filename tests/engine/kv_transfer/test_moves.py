@@ -19,6 +19,7 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.speculation.speculator import Speculator
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import PromptImages
 from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -210,7 +211,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
     with Movers(config, config, ranks) as movers:
         for seed, sampled in enumerate(({}, RANDOM)):  # in turn: bits of heads of 12 depend on the batch
             asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
-            movers.start(f"image {seed}", asked.tokens, max_tokens=NUM_TOKENS, mm_features=asked.images, **sampled)
+            movers.start(f"image {seed}", asked.tokens, PromptImages(asked.images), max_tokens=NUM_TOKENS, **sampled)
             movers.leave(0)
             movers.arrive(1)
             movers.listen(1, movers.ended)
