@@ -15,6 +15,7 @@ import zmq
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -53,7 +54,7 @@ class FakeEngine:
     refusal: if given, the answer to new requests. failure: if given, it ends those that run.
     step_age_s, fingerprints, quarantined, costs: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
-    cost: of every request; its last delta tells it, and with `report_cost` every one.
+    cost: of every request; its last delta tells it, and with `ReportCost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
     fetch from `peer`.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
@@ -201,7 +202,7 @@ class FakeEngine:
     def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
         if request.reply_to not in self._peers:
             self._peers[request.reply_to] = self._connect(request.reply_to)
-        if delta.finish_reason is not None or request.report_cost:
+        if delta.finish_reason is not None or request.record(ReportCost) is not None:
             delta = msgspec.structs.replace(delta, cost=self.cost)
         batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
         self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))

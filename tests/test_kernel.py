@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
     "top": 807,
-    "wire": 711,
+    "wire": 709,
     "text": 542,
     "distributed": 812,
     "model": 2_533,
@@ -30,7 +30,7 @@ FEATURES = """
 """
 # How often the kernel's names have such a word although it is to name no feature. It may only shrink.
 NAMED = {
-    "adapter": 11, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "experts": 8,
+    "adapter": 11, "adapters": 1, "cost": 8, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "experts": 8,
     "grammar": 4, "handoff": 10, "hold": 5, "holds": 1, "image": 10, "images": 1, "moe": 1, "pipeline": 4,
     "pooled": 13, "pooling": 3, "prediction": 1, "stage": 14, "thinking": 33, "tier": 1, "vision": 3,
 }  # fmt: skip

@@ -120,7 +120,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Given with the first token, and with the last delta of a request that was scheduled."""
     cost: SequenceCost | None = None
     """Cost of the request so far in this engine. Given with the last delta, and with others if they are asked to
-    (`report_cost`)."""
+    (`ReportCost`)."""
     num_preemptions: int = 0
     timeline: list[TimelineEvent] = []
     """Events of the request in its engines since the previous delta."""

@@ -14,6 +14,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.part_record import PartRecord
+from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.images import ImageStats, MultiModalFeatureSpec, PromptImages
@@ -235,7 +236,7 @@ def grow(draft: Draft) -> None:
 
 
 def reports(draft: Draft) -> None:
-    draft.fields["report_cost"] = True
+    draft.records.append(ReportCost())
 
 
 def predict(draft: Draft) -> None:

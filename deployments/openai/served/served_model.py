@@ -49,6 +49,7 @@ from engine.errors import (
 from engine.hooks import overriding
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
+from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 
@@ -441,7 +442,7 @@ class ServedModel:
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
-        request = msgspec.structs.replace(request, report_cost=body.reports_cost or request.report_cost)
+        request = request.asking(ReportCost() if body.reports_cost else None)
         sequences = [params.sequence(j) for j in range(body.n)]
         requests = [
             [
