@@ -41,12 +41,13 @@ from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.holds import HoldMark, PromptHold
+from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
-from engine.wire.remote_request import KVHolder, KVSource
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import HoldOutcome
@@ -415,9 +416,9 @@ class Harness:
             priority=priority,
             cache_salt=cache_salt,
             prefill=prefill,
-            kv_source=kv_source,
             client=client,
         ).asking(
+            kv_source,
             pooling,
             lora,
             Prediction(prediction) if prediction else None,

@@ -15,12 +15,12 @@ PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
     "top": 807,
-    "wire": 709,
+    "wire": 701,
     "text": 542,
     "distributed": 812,
     "model": 2_533,
     "runner": 1_598,
-    "core": 2_423,
+    "core": 2_422,
 }
 MAX_FILES = 113
 FEATURES = """

@@ -17,7 +17,8 @@ from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.parts.holds import HeldPrompt, HoldMark, PromptHold
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
 

@@ -17,8 +17,8 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes, KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenBatch

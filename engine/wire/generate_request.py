@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from engine.wire.part_record import Asking
-from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 
 TRIAL_TOKENS = 8  # after which a request on trial is no suspect any more
@@ -42,8 +41,6 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests that have the same salt."""
-    kv_source: KVSource | None = None
-    """Engine that this request moves from, and that holds the KV of all tokens of `prompt`."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None

@@ -22,23 +22,15 @@ NOBODY = Peer("", "", 0)
 """Stands for the engine that will continue a request that moves, until that engine is known."""
 
 
-class KVSource(msgspec.Struct, frozen=True, array_like=True):
-    """A request that its engine has stopped, and whose KV that engine holds for the engine that continues the
-    request."""
+class KVSource(PartRecord, frozen=True, array_like=True):
+    """A request that its engine has stopped, and whose KV of all known tokens that engine holds for the engine that
+    continues the request."""
+
+    part: ClassVar[str] = "handoffs"
+    is_hint: ClassVar[bool] = True
 
     handoff_id: str
     engine: Peer
-
-
-class KVHolder(PartRecord, frozen=True, array_like=True):
-    """Another engine that has more of the prompt in its prefix cache than the engine that gets the request, as a router
-    expects."""
-
-    part: ClassVar[str] = "kv_fetching"
-    is_hint: ClassVar[bool] = True
-
-    engine: Peer
-    num_tokens: int
 
 
 class RemoteRequest(Asking, frozen=True, kw_only=True):

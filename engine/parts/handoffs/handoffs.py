@@ -36,9 +36,11 @@ from engine.wire.handoff import (
 )
 from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica
 from engine.wire.parts.pooling import PoolingParams
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.remote_request import KVSource, Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import TokenDelta, TokenLogprob
+
+BEFORE_OTHERS = 1 << 40  # arrivals
 
 
 class Handoffs(Part):
@@ -49,7 +51,7 @@ class Handoffs(Part):
     stay until that engine has read them.
     """
 
-    field = "prefill"
+    asks, field = KVSource, "prefill"
     _kernel: Kernel
     _block_size: int
 
@@ -92,7 +94,11 @@ class Handoffs(Part):
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         if isinstance(asked, GenerateRequest):
-            request.of[HANDOFFS], request.of[KV_SOURCE] = RemotePrompt(asked.prefill), asked.kv_source
+            request.of[HANDOFFS] = RemotePrompt(asked.prefill)
+            if (source := asked.record(KVSource)) is not None:
+                request.of[KV_SOURCE] = source
+                priority, arrival = request.order
+                request.order = priority, arrival - BEFORE_OTHERS  # it ran already
 
     def may_receive(self, request: Request) -> bool:
         return self.remote.may_receive(request)

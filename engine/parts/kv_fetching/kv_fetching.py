@@ -42,8 +42,8 @@ from engine.wire.handoff import (
     Received,
     RefusePrefill,
 )
-from engine.wire.parts.kv_fetching import FetchStats
-from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
+from engine.wire.parts.kv_fetching import FetchStats, KVHolder
+from engine.wire.remote_request import Peer, RemoteRequest
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
 BRING_SHARE = 0.5  # of the time that the other engine waits, in which blocks come up from tiers here

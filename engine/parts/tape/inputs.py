@@ -137,7 +137,6 @@ class AddedShape(Shape, frozen=True):
             client=message.client,
             timeout_s=message.timeout_s,
             priority=message.priority,
-            kv_source=message.kv_source,
             prefill=message.prefill,
             num_prompt=message.num_prompt,
         ).asking(*(record.without_text() for record in records)))  # fmt: skip

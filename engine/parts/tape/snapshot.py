@@ -50,8 +50,9 @@ from engine.parts.tape.object_graph import (
 )
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.parts.images import PromptImages, images_in
+from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.plan import BlockChange, StepPlan
-from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
+from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.histogram import Histogram
 

@@ -7,7 +7,8 @@ import msgspec
 from deployments.replicas.encoded_request import EncodedRequest
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 
 
 def test_the_replica_adds_who_has_the_prefix():

@@ -23,8 +23,9 @@ from engine.wire.parts.handoffs import (
     PrefillReplicas,
     RemoteRequestFailed,
 )
+from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.parts.lora import LoRARequest
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
 from tests.engine.kv_transfer.engine_process import EngineProcess

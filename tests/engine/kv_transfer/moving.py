@@ -143,8 +143,7 @@ class Movers(Pair):
                 prompt=[*request.prompt, *stream.tokens],
                 num_prompt=len(request.prompt),
                 params=SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": seed}),
-                kv_source=last.kv_source if keep_source else None,
                 reply_to=self.ingresses[where].address,
                 **fields,
-            )
+            ).asking(last.kv_source if keep_source else None)
             self.ingresses[where].send(Add(again))

@@ -15,9 +15,8 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, Notice
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, ListHotPrefixes
+from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, KVHolder, ListHotPrefixes
 from engine.wire.parts.kv_offload import KVOffloadStats
-from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair
