@@ -41,7 +41,7 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.images import ImageStats
+from engine.wire.parts.images import ImageStats, PromptImages
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
 
@@ -214,10 +214,9 @@ class Client:
         request = GenerateRequest(
             request_id=request_id,
             prompt=prompt.token_ids,
-            mm_features=prompt.mm_features,
             params=params,
             reply_to=self._address,
-        )
+        ).asking(PromptImages.of(prompt.mm_features))
         self._engine.send(Add(request))
 
     def add_stream(self) -> None:

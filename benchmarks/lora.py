@@ -42,7 +42,7 @@ from engine.core.engine import EngineCore
 from engine.lora.adapter_files import open_adapter
 from engine.model.config import ModelConfig
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 
 #: As SmolLM2-135M.
@@ -109,7 +109,7 @@ def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRA
 def add(core: EngineCore, name: str, tokens: int, lora: LoRARequest | None) -> None:
     prompt = random.Random(name).choices(range(3, core.model_config.vocab_size), k=PROMPT_LEN)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, lora=lora))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params).asking(lora))
 
 
 def merge_s(folder: Path, dtype: str, rank: int) -> float:

@@ -25,7 +25,7 @@ from engine.grammars.compiler import Compilation, GrammarCompiler
 from engine.model.config import ModelConfig
 from engine.pooling.prompts import PoolingPrompts
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.pooling_params import PoolingParams, SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import fake_api, says
 from tests.pooling_models import TOKENIZERS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -12,9 +11,8 @@ import zmq
 
 from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Add
-from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
 
@@ -80,13 +78,11 @@ class Ingress(Inbox):
         self,
         name: str,
         prompt: list[int] | None = None,
-        *,
+        *records: PartRecord | None,
         timeout_s: float | None = None,
         prefill: Literal["auto", "local", "remote"] = "auto",
         num_prompt: int | None = None,
         when_idle: bool = False,
-        mm_features: Sequence[MultiModalFeatureSpec] = (),
-        lora: LoRARequest | None = None,
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -95,13 +91,11 @@ class Ingress(Inbox):
             prompt=prompt or [5, 6, 7, 8],
             params=SamplingParams(**settings),
             reply_to=self.address,
-            lora=lora,
             timeout_s=timeout_s,
             prefill=prefill,
             num_prompt=num_prompt,
             when_idle=when_idle,
-            mm_features=list(mm_features),
-        )
+        ).asking(*records)
         self.send(Add(request))
 
     def gather(self) -> None:

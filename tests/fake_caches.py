@@ -21,7 +21,8 @@ from engine.wire.handoff import (
     Received,
     RefusePrefill,
 )
-from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import Harness
 from tests.fake_tiers import TierHarness

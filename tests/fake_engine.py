@@ -14,9 +14,8 @@ import zmq
 
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
-from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -26,7 +25,8 @@ from engine.wire.parts.handoffs import (
     RemoteRequestFailed,
 )
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold, ReleaseHolds
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -54,7 +54,7 @@ class FakeEngine:
     refusal: if given, the answer to new requests. failure: if given, it ends those that run.
     step_age_s, fingerprints, quarantined, costs: what it reports of itself.
     loaded: adapters that it was to read, and answered with `adapter_error`.
-    cost: of every request; its last delta tells it, and with `report_cost` every one.
+    cost: of every request; its last delta tells it, and with `ReportCost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
     fetch from `peer`.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
@@ -171,7 +171,7 @@ class FakeEngine:
                 failed = TokenDelta(request_id=request.request_id, finish_reason="error", error=self.failure)
                 self._send(request, failed)
                 continue
-            if request.pooling is not None:
+            if request.record(PoolingParams) is not None:
                 delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")
                 self._send(request, delta)
                 continue
@@ -197,14 +197,14 @@ class FakeEngine:
             )
             if hold is not None and not position:
                 delta = delta.telling(*(self.hold_answer(mark) for mark in hold.marks))
-            if Prediction.part in request.parts:
+            if Prediction.part in request.hints:
                 delta = delta.telling(Verified(1, 2))
             self._send(request, delta)
 
     def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
         if request.reply_to not in self._peers:
             self._peers[request.reply_to] = self._connect(request.reply_to)
-        if self.cost is not None and (delta.finish_reason is not None or request.report_cost):
+        if self.cost is not None and (delta.finish_reason is not None or request.record(ReportCost) is not None):
             delta = delta.telling(self.cost)
         batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
         self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
@@ -244,7 +244,8 @@ class FakeEngine:
 def pooled(request: GenerateRequest) -> bytes:
     """A vector of the prompt's first token, its last one, its length and their sum; or a score, which is its length."""
     prompt = request.prompt
-    assert request.pooling is not None
-    if request.pooling.task == "score":
+    params = request.record(PoolingParams)
+    assert params is not None
+    if params.task == "score":
         return np.array([len(prompt)], "<f4").tobytes()
-    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: request.pooling.dimensions].tobytes()
+    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: params.dimensions].tobytes()

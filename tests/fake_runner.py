@@ -40,14 +40,14 @@ from engine.parts.speculation.speculator import Speculator, any_number
 from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.part_record import encoded
 from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import ON_DEVICE, NewSequence, StepPlan, StepResult
-from engine.wire.pooling_params import PoolingParams, SupportedTasks
-from engine.wire.remote_request import KVHolder, KVSource
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -412,20 +412,19 @@ class Harness:
             request_id=name,
             prompt=prompt,
             params=sampling,
-            pooling=pooling,
             priority=priority,
             cache_salt=cache_salt,
             prefill=prefill,
-            lora=lora,
-            kv_source=kv_source,
             client=client,
-            parts=encoded(
-                Prediction(prediction) if prediction else None,
-                kv_holder,
-                PromptHold(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
-                if hold
-                else None,
-            ),
+        ).asking(
+            kv_source,
+            pooling,
+            lora,
+            Prediction(prediction) if prediction else None,
+            kv_holder,
+            PromptHold(marks=[HoldMark(*mark) for mark in hold], name=hold_name, response_id=f"resp-{name}")
+            if hold
+            else None,
         )
         self.pooled |= {name} if pooling else set()
         self.scheduler.apply(Added(message), self.now)

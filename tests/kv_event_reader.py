@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from engine.wire.block_hash import block_hash, root_hash, root_keys
+from engine.wire.block_hash import block_hash, root_hash
 
 PATIENCE_MS = 60_000
 
@@ -84,7 +84,7 @@ class Mirror:
 
 def check_chain(event: BlockStored, hashed_tokens: int, salt: str = "") -> None:
     """Whether these tokens after this parent have these hashes."""
-    parent = event.parent_block_hash or root_hash(root_keys(salt))
+    parent = event.parent_block_hash or root_hash(salt)
     assert isinstance(parent, bytes)
     for start in range(0, len(event.token_ids), hashed_tokens):
         parent = block_hash(parent, event.token_ids[start : start + hashed_tokens])

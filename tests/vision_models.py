@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 from tests.engine.multimodal.images import QWEN
 from tests.models import COMMON, EOS, FAMILIES, HYBRIDS, PARTIAL_ROPE, make_tokenizer, randomise
 from tests.transformers_models import known_fields

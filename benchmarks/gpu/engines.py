@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import MM_HASH_BYTES
+from engine.wire.parts.images import MM_HASH_BYTES, PromptImages
 from engine.wire.sampling_params import SamplingParams
 
 RESERVED = 500  # ids at the end of a vocabulary, some of which stand for images
@@ -158,7 +158,7 @@ class Decoding:
             prompt = [self.config.vision.image_token_id] * image.num_embeds + prompt
         settings = {"temperature": 0.0, "ignore_eos": True, "seed": rng.randrange(2**31), **sampling}
         params = SamplingParams(max_tokens=max_tokens, **settings)
-        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, mm_features=images))
+        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params).asking(PromptImages.of(images)))
 
     def until(self, done: Callable[[], bool]) -> None:
         while self.core.has_work and not done():

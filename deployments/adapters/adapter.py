@@ -8,7 +8,7 @@ import msgspec
 
 from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 
 
 class Adapter(msgspec.Struct, frozen=True):

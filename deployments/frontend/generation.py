@@ -21,6 +21,7 @@ from engine.fairness.fair_queue import QueuedRequest
 from engine.hooks import overriding
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction
 from engine.wire.token_delta import TokenDelta
 
@@ -48,7 +49,7 @@ class LiveGeneration:
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
-            has_prediction=Prediction.part in prompts[0][0].parts,
+            has_prediction=prompts[0][0].record(Prediction) is not None,
             prices=context.prices,
         )
         self._late = LateDeltas()
@@ -56,7 +57,8 @@ class LiveGeneration:
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         http.bills.append(self._bill)
         heard_by: tuple[Observe, ...] = (partial(SequenceCosts, self.usage.costs), *observers)
-        self._deadline = None if prompts[0][0].pooling is not None else current_deadline()
+        pools = prompts[0][0].record(PoolingParams) is not None
+        self._deadline = None if pools else current_deadline()
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
@@ -69,7 +71,7 @@ class LiveGeneration:
         size = RequestSize(
             self.usage.prompt_tokens,
             len(self._sequences),
-            request.params.max_tokens if request.pooling is None else 0,
+            0 if pools else request.params.max_tokens,
             context.max_model_len,
             resumes,
         )

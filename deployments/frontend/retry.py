@@ -77,7 +77,7 @@ class RetryState:
         The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed."""
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
-        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model, kv_source=self.source)
+        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model).asking(self.source)
         if not self.num_retries:
             return request
         params = request.params

@@ -23,6 +23,7 @@ from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.holds import HoldOutcome
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Verified
 from engine.wire.remote_request import KVSource
 from engine.wire.token_delta import ErrorInfo, TokenDelta
@@ -195,7 +196,7 @@ class Sequence:
         self.index = index
         self.finished = False
         self.retry = RetryState(request, context.max_replays, asyncio.get_running_loop().time())
-        quiet = request.pooling is not None and index > 0
+        quiet = index > 0 and request.record(PoolingParams) is not None
         view: SequenceView = weakref.proxy(self)  # a cycle would leave the memory of images to the garbage collector
         self.metrics = SequenceMetrics(view, http, context, quiet=quiet, counts_prompt=first)
         self._text = TextStream(request.params, context.tokenizer, index)

@@ -14,6 +14,7 @@ from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, MAX_TEXT_TOKENS, SequenceTimeline
 from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.handoffs import HandoffTimes
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import RequestTimes, TokenDelta
 
@@ -30,6 +31,7 @@ class SequenceMetrics(SequenceObserver):
         counts_prompt: whether the API key has used the prompt's tokens; other sequences of the same prompt have not
         used them again."""
         request = sequence.retry.request
+        lora = request.record(LoRARequest)
         self._sequence, self._http, self._context = sequence, http, context
         self._stats, self._timelines = context.stats, context.timelines
         self._quiet, self._counts_prompt = quiet, counts_prompt
@@ -39,7 +41,7 @@ class SequenceMetrics(SequenceObserver):
             request_id=request.request_id,
             model=context.model,
             key=self._payer,
-            adapter=None if request.lora is None else request.lora.lora_name,
+            adapter=None if lora is None else lora.lora_name,
             prompt_tokens=len(request.prompt),
             arrived_at=http.started_ns / 1e9,
         )

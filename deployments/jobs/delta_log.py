@@ -88,7 +88,7 @@ class LoggedGeneration:
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = RequestUsage(
             prompt_tokens=sum(map(len, self.prompts)),
-            has_prediction=Prediction.part in prompts[0][0].parts,
+            has_prediction=prompts[0][0].record(Prediction) is not None,
             prices=frontend.prices,
         )
         self._requests = [request for requests in prompts for request in requests]

@@ -10,7 +10,9 @@ import msgspec
 
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.images import images_in
+from engine.wire.parts.lora import LoRARequest, digest_of
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction
 
 
@@ -30,24 +32,25 @@ def named_adapter(lora: LoRARequest) -> Named:
 
 def _named(request: GenerateRequest) -> list[Named]:
     """Return what other requests may name too, and engines read or compile."""
-    found = [] if request.lora is None else [named_adapter(request.lora)]
+    lora = request.record(LoRARequest)
+    found = [] if lora is None else [named_adapter(lora)]
     if (grammar := request.params.structured_outputs) is not None:
         found.append(Named(compile_key(grammar.kind, grammar.text), "compiled its grammar or schema"))
     return found
 
 
 def _images(request: GenerateRequest) -> Named:
-    hashes = " ".join(feature.mm_hash.hex() for feature in request.mm_features)
+    hashes = " ".join(feature.mm_hash.hex() for feature in images_in(request))
     return Named(f"images {hashes}", "computed its images", is_own=True)
 
 
 def _own(request: GenerateRequest) -> Named:
     """The prompt, and all that decides what is computed; not what names one request."""
-    lora = None if request.lora is None else request.lora.digest
-    images = [feature.mm_hash for feature in request.mm_features]
+    lora = request.record(LoRARequest)
+    images = [feature.mm_hash for feature in images_in(request)]
     params = msgspec.structs.replace(request.params, seed=None)
-    prediction = request.record(Prediction)
-    what = msgspec.msgpack.encode([request.prompt, params, request.pooling, lora, images, prediction])
+    pooling, prediction = request.record(PoolingParams), request.record(Prediction)
+    what = msgspec.msgpack.encode([request.prompt, params, pooling, digest_of(lora), images, prediction])
     return Named(hashlib.blake2b(what, digest_size=16).hexdigest(), "computed this request", is_own=True)
 
 
@@ -59,9 +62,9 @@ def suspected(request: GenerateRequest, request_id: str, doing: Sequence[str], *
             return possible
     if not found_keys(doing, [compute_key(request_id)]):
         return None
-    return _images(request) if request.mm_features and not began else _own(request)
+    return _images(request) if images_in(request) and not began else _own(request)
 
 
 def all_named(request: GenerateRequest) -> list[Named]:
     """Return all for which a request may be refused."""
-    return [*_named(request), *([_images(request)] if request.mm_features else []), _own(request)]
+    return [*_named(request), *([_images(request)] if images_in(request) else []), _own(request)]

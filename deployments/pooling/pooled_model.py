@@ -36,7 +36,7 @@ from deployments.pooling.response_bodies import (
 )
 from engine.errors import InvalidParameter, PromptTooLong, RequestError
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
-from engine.wire.pooling_params import PoolingParams, Task
+from engine.wire.parts.pooling import PoolingParams, Task
 
 TOKENIZED_AT_ONCE = 32
 """Texts per batch: the GIL is released while they are tokenized, but held while their tokens are handled."""

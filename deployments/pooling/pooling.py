@@ -18,7 +18,7 @@ from deployments.jobs.source import LiveSource
 from deployments.pooling.shared_call import SharedCall
 from engine.errors import RequestTimeout
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 
 PART_PROMPTS, PART_TOKENS = 32, 8192
 """Maximum size of a part. It is admitted as a whole; other clients get their turns between parts."""
@@ -85,9 +85,8 @@ class Pooling:
             self._request,
             request_id=f"{self._request.request_id}-{index}",
             prompt=prompt.tokens.tolist(),
-            pooling=prompt.params,
             timeout_s=left_s,
-        )
+        ).asking(prompt.params)
 
 
 def parts(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from deployments.http.body import EngineBody, StrictModel
 from deployments.http.validation import ForeignFields
 from engine.errors import InvalidParameter, RequestError
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 
 INT32 = 2**31 - 1
 MAX_INPUTS = 2048  # OpenAI's limit

@@ -9,7 +9,8 @@ import msgspec
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.messages import Abort, Add
 from engine.wire.parts.handoffs import CancelPrefill, Prefill
-from engine.wire.remote_request import KVHolder, RemoteRequest
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import RemoteRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Command, Drain, EngineStatus, Notice, ResetPrefixCache
 from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, MoveRequests, SetRole
 from engine.wire.parts.holds import GiveHolds, HeldPrompts, ReleaseHolds
 from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.stats.handoff_stats import PeerPool, Role
 from engine.wire.token_delta import ErrorInfo

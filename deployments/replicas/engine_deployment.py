@@ -34,7 +34,7 @@ from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 from placement.console_log import log_to_console

@@ -16,9 +16,9 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.part_record import encoded
 from engine.wire.parts.holds import HeldPrompt, HoldMark, HoldOutcome, PromptHold
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch
 
@@ -92,14 +92,13 @@ def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, repl
     return GenerateRequest(
         request_id=f"hold-{secrets.token_hex(8)}",
         prompt=prompt.token_ids,
-        lora=prompt.lora,
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         client=prompt.client,
         cache_salt=prompt.cache_salt,
-        parts=encoded(
-            PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
-            None if peer is None else KVHolder(peer, num_tokens),
-        ),
         model=model,
         reply_to=reply_to,
+    ).asking(
+        prompt.lora,
+        PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
+        None if peer is None else KVHolder(peer, num_tokens),
     )

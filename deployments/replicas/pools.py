@@ -12,8 +12,8 @@ from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import ErrorInfo
 

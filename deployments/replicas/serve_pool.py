@@ -27,8 +27,9 @@ from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest, digest_of
+from engine.wire.parts.images import images_in
 from engine.wire.parts.kv_fetching import HotPrefixes
+from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
@@ -74,8 +75,8 @@ class ServePool:
             first.prompt,
             first.cache_salt,
             first.session_id,
-            first.mm_features,
-            digest_of(first.lora),
+            images_in(first),
+            digest_of(first.record(LoRARequest)),
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
@@ -169,8 +170,8 @@ class ServeRemotePool:
             remote_request.handoff_id,
             remote_request.token_ids,
             remote_request.cache_salt,
-            images=remote_request.mm_features,
-            adapter=digest_of(remote_request.lora),
+            images=images_in(remote_request),
+            adapter=digest_of(remote_request.record(LoRARequest)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)

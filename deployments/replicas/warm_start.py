@@ -17,9 +17,8 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.part_record import encoded
-from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes, KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenBatch
@@ -111,7 +110,6 @@ def _request(prefix: HotPrefix, peer: Peer, reply_to: str) -> GenerateRequest:
         prompt=prefix.token_ids,
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         cache_salt=prefix.cache_salt,
-        parts=encoded(KVHolder(peer, len(prefix.token_ids))),
         prefill="local",
         reply_to=reply_to,
-    )
+    ).asking(KVHolder(peer, len(prefix.token_ids)))

@@ -15,7 +15,7 @@ from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.ranking import Ranker
 from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
-from engine.wire.remote_request import KVHolder
+from engine.wire.parts.kv_fetching import KVHolder
 
 MAX_LOST_HOLDS = 10_000
 BROKEN_S = 30.0  # without any engine that holds a prompt, after which its hold is broken: a hold that moves takes less

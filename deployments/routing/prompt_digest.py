@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deployments.routing.prefix_index import block_keys
 from engine.wire.block_hash import block_hashes
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.images import places_of
+from engine.wire.parts.images import MultiModalFeatureSpec, places_of
+from engine.wire.parts.lora import extra_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class PromptDigester:
             return ()
         known, root, keys = self._last
         if known is not tokens or root != (cache_salt, adapter):  # else it is another answer to the same prompt
-            keys = block_keys(block_hashes(tokens, self._block_size, cache_salt, places_of(images), adapter))
+            keys = block_keys(
+                block_hashes(tokens, self._block_size, cache_salt, places_of(images), extra_keys(adapter))
+            )
             self._last = (tokens, (cache_salt, adapter), keys)
         return keys
 

@@ -10,7 +10,7 @@ from deployments.routing.config import Role
 from deployments.routing.prompt_digest import EMPTY, PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.wire.generate_request import ModelIdentity
-from engine.wire.remote_request import KVHolder
+from engine.wire.parts.kv_fetching import KVHolder
 
 # answered: the engine had the request and has ended it. lost: the replica or its engine is gone. engine_lost: only the
 # engine is gone, and others of its replica go on. ended: anything else.

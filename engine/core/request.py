@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from engine.wire.block_hash import Place, block_hash, root_hash, root_keys, with_places
+from engine.wire.block_hash import Place, block_hash, root_hash, with_places
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.part_record import Attached, PartRecord
 from engine.wire.sampling_params import SamplingParams, seed_of
@@ -56,8 +56,8 @@ class PrefixUse:
 
     salt: str = ""
     """Salt of the hashes: only requests with the same salt share blocks."""
-    adapter: str = ""
-    """Digest of the request's adapter, which is part of the hashes too."""
+    extra_keys: tuple[str, ...] = ()
+    """What parts add to the hashes: what determines the KV besides the tokens and their places."""
     places: list[Place] = field(default_factory=list)
     """Places of the prompt whose names are part of the hashes too, in order of position."""
     skip_reading: bool = False
@@ -72,7 +72,7 @@ class PrefixUse:
     @property
     def root(self) -> bytes:
         """Parent hash of the first block."""
-        return root_hash(root_keys(self.salt, self.adapter))
+        return root_hash(self.salt, self.extra_keys)
 
 
 @dataclass(slots=True)
@@ -133,8 +133,8 @@ class Request:
     """The message of another engine for which this prompt is computed, if any. A request that moves gets one when it
     stops here."""
     attached: Attached = field(default_factory=dict)  #: what parts tell their ends on the ranks when it gets a slot
-    pools: bool = False
-    """Whether it asks for a vector or a score instead of tokens."""
+    generates: bool = True
+    """Whether it is answered by tokens, and not by what a part makes of its prompt."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     constraint: Constraint | None = None
     """What its output is constrained by; None until a part knows."""
@@ -144,10 +144,10 @@ class Request:
     """Number of tokens after which the request may stop, so that another engine continues it; 0 if it stays."""
 
     @classmethod
-    def create(cls, message: GenerateRequest, max_model_len: int, now: float) -> Request:
-        params = message.params if message.pooling is None else SamplingParams()
+    def create(cls, message: GenerateRequest, max_model_len: int, now: float, generates: bool = True) -> Request:
+        params = message.params if generates else SamplingParams()
         num_prompt = len(message.prompt) if message.num_prompt is None else message.num_prompt
-        limit = max_model_len - num_prompt if message.pooling is None else 1  # pooling counts as one token in flight
+        limit = max_model_len - num_prompt if generates else 1  # a part's answer counts as one token in flight
         return cls(
             request_id=message.request_id,
             tokens=list(message.prompt),
@@ -158,7 +158,7 @@ class Request:
             clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
             prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),
-            pools=message.pooling is not None,
+            generates=generates,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 

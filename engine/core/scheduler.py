@@ -30,7 +30,6 @@ from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
-BEFORE_OTHERS = 1 << 40  # arrivals
 ALL_BANNED = "no token can be sampled: all tokens are banned"
 LOGITS_NOT_FINITE = "no token can be sampled: the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
@@ -118,9 +117,9 @@ class Scheduler:
     def _add(self, message: GenerateRequest, now: float) -> Request:
         """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
-        request = Request.create(message, self.limits.max_model_len, now)
+        request = Request.create(message, self.limits.max_model_len, now, self.parts.generates(message))
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        return self.enqueue(request, message, priority, was_running=message.kv_source is not None)
+        return self.enqueue(request, message, priority)
 
     def check_request(self, message: GenerateRequest) -> None:
         """Raise RequestError if this request could never be served."""
@@ -132,12 +131,12 @@ class Scheduler:
         """Raise RequestError if a request that generates could never be computed here. asked: what it was made from."""
         self._checks.check_prompt(request, asked)
 
-    def enqueue(self, request: Request, asked: Any, priority: int = 0, *, was_running: bool = False) -> Request:
+    def enqueue(self, request: Request, asked: Any, priority: int = 0) -> Request:
         """Queue a request that has been checked. Returns it, or raises Overloaded and changes nothing. asked: what it
-        was made from. was_running: whether it moves here from another engine, and so comes before the others."""
+        was made from."""
         if (waiting := self.num_waiting) >= self.config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting, the limit is {self.config.max_waiting}")
-        request.order = priority, self._num_arrived - (BEFORE_OTHERS if was_running else 0)
+        request.order = priority, self._num_arrived
         self._num_arrived += 1
         given = f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {waiting} others, with {request.num_prompt} prompt tokens{given}")

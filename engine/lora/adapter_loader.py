@@ -14,7 +14,7 @@ from engine.errors import AdapterError, ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import Factors
-from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
+from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, LoRARequest
 
 logger = logging.getLogger(__name__)
 

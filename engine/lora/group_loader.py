@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.errors import RequestError
 from engine.lora.adapter_loader import AdapterLoader
-from engine.wire.lora import AdapterAnswer, AdapterLoad, LoRARequest
+from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, LoRARequest
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster

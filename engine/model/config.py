@@ -18,7 +18,6 @@ from engine.model.config_parts.head import Head
 from engine.model.config_parts.rope import RopeConfig
 from engine.model.families.table import find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
-from engine.wire.pooling_params import SupportedTasks
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 WITH_KV = ("attention", "hybrid")  # the `block_types` that keep KV
@@ -71,8 +70,8 @@ class ModelConfig:
     bidirectional: bool = False
     """Whether tokens also see later ones. A prompt is then computed in one step, and no KV is kept."""
     head: Head = "lm"
-    supported_tasks: SupportedTasks = field(default_factory=SupportedTasks)
-    """The tasks that requests may ask for."""
+    supported_tasks: Any = None
+    """SupportedTasks (wire/parts/pooling.py): the tasks that requests may ask for, which every model's folder gives."""
     max_seq_length: int | None = None
     """Longest text, if it is shorter than the model's own context."""
     transformers: str = ""

@@ -15,7 +15,7 @@ from engine.model.config_parts.vision import VisionConfig
 from engine.model.quantization import scheme
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme
-from engine.wire.pooling_params import SupportedTasks, Task
+from engine.wire.parts.pooling import SupportedTasks, Task
 
 
 def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) -> ModelConfig:

@@ -18,7 +18,7 @@ from PIL import Image
 from engine.errors import Described, ModelFolderError, PromptTooLong, RequestError
 from engine.multimodal.invalid_image import InvalidImage
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
 Fields = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import InvalidParameter, RequestError
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each; None for the model itself."""

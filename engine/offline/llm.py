@@ -49,9 +49,9 @@ from engine.offline.sampling_params import SamplingParams, engine_params
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.images import MultiModalFeatureSpec, PromptImages
+from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams as EngineParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenDelta
@@ -459,12 +459,10 @@ class LLM:
             yield GenerateRequest(
                 request_id=f"{request.request_id}-{output.index}",
                 prompt=request.prompt_token_ids,
-                mm_features=request.mm_features,
-                lora=request.lora_request,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 params=params.sequence(output.index),
-            )
+            ).asking(PromptImages.of(request.mm_features), request.lora_request)
 
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, EngineParams]], live: dict[str, _Sequence]

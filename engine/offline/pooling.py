@@ -20,8 +20,8 @@ from engine.offline.prompts import ParsedPrompt
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.pooling_params import PoolingParams, SupportedTasks
+from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.token_delta import TokenDelta
 
 if TYPE_CHECKING:
@@ -112,10 +112,8 @@ class OfflinePooling:
             GenerateRequest(
                 request_id=f"{self._config.seed}-{next(self._numbers)}",
                 prompt=job.token_ids,
-                pooling=job.params,
-                lora=lora,
                 cache_salt=salt,
-            )
+            ).asking(job.params, lora)
             for job, lora, salt in zip(
                 jobs, with_digests(lora_requests, len(jobs)), salts or [""] * len(jobs), strict=True
             )

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from engine.errors import Described, InvalidParameter, RequestError
-from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.images import MultiModalFeatureSpec
 
 FORMS = "texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`"
 IMAGE_PARTS = ("image", "image_pil", "image_url")

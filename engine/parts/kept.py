@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.request import Request
-from engine.wire.lora import LoRARequest
-from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.parts.images import MultiModalFeatureSpec
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import KVSource
 
 LORA, IMAGES, KV_SOURCE = "lora", "images", "kv_source"  # in Request.of

@@ -11,7 +11,7 @@ from engine.errors import InvalidParameter, RequestError
 from engine.pooling.score_prompt import score_prompt
 from engine.pooling.text_encoder import TextEncoder
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.pooling_params import PoolingParams, SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 
 YES, NO = ("yes", "no")
 # sentence-transformers' encode_query and encode_document use the first of these prompts that a model has

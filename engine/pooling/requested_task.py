@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from engine.errors import InvalidParameter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 
 
 def check_task(message: GenerateRequest, supported: SupportedTasks, vocab_size: int | None) -> None:
     """Raise RequestError unless a model supports the kind of request. vocab_size: of a model that scores by the
     probabilities of two tokens; None for others."""
-    pooling = message.pooling
+    pooling = message.record(PoolingParams)
     task = "generate" if pooling is None else pooling.task
     supported.check(task, None if pooling is None else pooling.dimensions)
     if pooling is not None and task == "score" and vocab_size is not None:

@@ -11,21 +11,13 @@ Place = tuple[int, int, bytes]
 """(offset, end, name) of tokens that stand for something that their ids do not tell, such as an image"""
 
 
-def root_keys(cache_salt: str, adapter: str = "") -> tuple[str, ...]:
-    """Return the keys of `root_hash`.
+def root_hash(cache_salt: str, extra_keys: tuple[str, ...] = ()) -> bytes:
+    """Return the parent hash of a sequence's first block. Sequences share blocks only if salt and keys are equal.
 
-    adapter: digest of the sequence's adapter. A name would not suffice, since new weights under an old name give
-    another KV.
+    cache_salt: tells who may read the blocks. extra_keys: what determines the KV besides the tokens and their places.
     """
-    return (cache_salt, adapter) if adapter else (cache_salt,)
-
-
-def root_hash(keys: tuple[str, ...]) -> bytes:
-    """Return the parent hash of a sequence's first block. Sequences share blocks only if all of these keys are equal.
-
-    keys: everything besides the tokens that determines the KV or who may read it (see `root_keys`).
-    """
-    joined = b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in keys)
+    keys = [key.encode() for key in (cache_salt, *extra_keys)]
+    joined = b"".join(len(key).to_bytes(4, "little") + key for key in keys)
     return hashlib.blake2b(joined, digest_size=16, person=b"manta-kv-root").digest()
 
 
@@ -51,10 +43,14 @@ def with_places(parent: bytes, places: Sequence[Place], start: int, end: int) ->
 
 
 def block_hashes(
-    tokens: list[int], block_size: int, cache_salt: str = "", places: Sequence[Place] = (), adapter: str = ""
+    tokens: list[int],
+    block_size: int,
+    cache_salt: str = "",
+    places: Sequence[Place] = (),
+    extra_keys: tuple[str, ...] = (),
 ) -> bytes:
     """Return the concatenated hashes of all full blocks of these tokens, equal to those of `Request.hashes`."""
-    content, last = array("i", tokens).tobytes(), root_hash(root_keys(cache_salt, adapter))
+    content, last = array("i", tokens).tobytes(), root_hash(cache_salt, extra_keys)
     size = block_size * array("i").itemsize
     hashes = []
     for i, start in enumerate(range(0, len(content) - size + 1, size)):

@@ -6,12 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import RequestError
-from engine.wire.lora import LoRARequest
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.part_record import PartRecord, R, Records, encoded, record_in
-from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import KVSource
+from engine.wire.part_record import Asking
 from engine.wire.sampling_params import SamplingParams
 
 TRIAL_TOKENS = 8  # after which a request on trial is no suspect any more
@@ -28,20 +23,14 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     understand each other's prompts, whatever their weights."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate or to pool, in token ids. A client's request with `n > 1` has become several of
-    these."""
+class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate, in token ids, or a prompt for which a part has an answer. A client's request with
+    `n > 1` has become several of these."""
 
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
-    mm_features: list[MultiModalFeatureSpec] = []
-    """Images of the prompt, in order of position; they do not overlap."""
-    lora: LoRARequest | None = None
-    """The adapter with which it is computed; None for the model itself."""
     params: SamplingParams = SamplingParams()
-    pooling: PoolingParams | None = None
-    """Asks for a vector or a score instead of tokens; `params` then has no effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
@@ -52,8 +41,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests that have the same salt."""
-    kv_source: KVSource | None = None
-    """Engine that this request moves from, and that holds the KV of all tokens of `prompt`."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed. With `remote` the request fails if no other engine can compute it."""
     num_prompt: int | None = None
@@ -63,25 +50,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
-    parts: Records = {}
-    """What it asks of the parts of an engine. Engines without a part ignore its record."""
-    report_cost: bool = False
-    """Whether every delta tells the cost so far, and not only the last one."""
     on_trial: bool = False
     """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
-
-    def record(self, kind: type[R]) -> R | None:
-        """Return the record of this kind among `parts`. Raises RequestError if it has another form."""
-        try:
-            return record_in(self.parts, kind)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"the record of {kind.part} is not valid: {error}") from None
-
-    def asking(self, *records: PartRecord | None) -> GenerateRequest:
-        """Return the request with these records too."""
-        return msgspec.structs.replace(self, parts=self.parts | encoded(*records))
 
     def continued(self, output: list[int]) -> GenerateRequest:
         """Return the request for another engine, which continues after this output; prompt_logprobs came before it."""

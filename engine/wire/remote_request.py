@@ -6,9 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.lora import LoRARequest
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.part_record import PartRecord
+from engine.wire.part_record import Asking, PartRecord
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -24,25 +22,18 @@ NOBODY = Peer("", "", 0)
 """Stands for the engine that will continue a request that moves, until that engine is known."""
 
 
-class KVSource(msgspec.Struct, frozen=True, array_like=True):
-    """A request that its engine has stopped, and whose KV that engine holds for the engine that continues the
-    request."""
+class KVSource(PartRecord, frozen=True, array_like=True):
+    """A request that its engine has stopped, and whose KV of all known tokens that engine holds for the engine that
+    continues the request."""
+
+    part: ClassVar[str] = "handoffs"
+    is_hint: ClassVar[bool] = True
 
     handoff_id: str
     engine: Peer
 
 
-class KVHolder(PartRecord, frozen=True, array_like=True):
-    """Another engine that has more of the prompt in its prefix cache than the engine that gets the request, as a router
-    expects."""
-
-    part: ClassVar[str] = "kv_fetching"
-
-    engine: Peer
-    num_tokens: int
-
-
-class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteRequest(Asking, frozen=True, kw_only=True):
     """Asks a prefill engine for a prompt's KV and first token, or an encode engine for an image's embeddings."""
 
     handoff_id: str  #: never reused: a second attempt for the same request is another handoff
@@ -57,5 +48,3 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
-    mm_features: list[MultiModalFeatureSpec] = []  #: images of the prompt, with their pixels
-    lora: LoRARequest | None = None  #: the adapter that computes the prompt

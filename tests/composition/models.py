@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.lora.adapter_files import open_adapter
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     VOCAB,

@@ -20,7 +20,6 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.part_record import encoded
 from engine.wire.sampling_params import SamplingParams
 from tests.composition.engines import Answer, Asked, Openers, Session
 from tests.composition.models import FAMILIES, WITH_IMAGES, Kind, Models
@@ -219,8 +218,8 @@ def requests_of(parts: Sequence[Part], models: Models, kind: Kind, again: bool) 
         whole = SamplingParams(**draft.params)
         for index in range(whole.n):
             name = f"{number}{' again' if again else ''} {index}"
-            fields = {**draft.fields, "params": whole.sequence(index), "parts": encoded(*draft.records)}
-            message = GenerateRequest(request_id=name, prompt=draft.prompt, **fields)
+            fields = {**draft.fields, "params": whole.sequence(index)}
+            message = GenerateRequest(request_id=name, prompt=draft.prompt, **fields).asking(*draft.records)
             asked.append(Asked(message, draft.abort_after))
     return asked
 

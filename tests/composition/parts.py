@@ -13,16 +13,16 @@ from cluster.lab.tape.replay import Replay
 from engine.options.handoff import HandoffConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
-from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.part_record import PartRecord
+from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
-from engine.wire.parts.images import ImageStats
+from engine.wire.parts.images import ImageStats, MultiModalFeatureSpec, PromptImages
 from engine.wire.parts.kv_offload import KVOffloadStats
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
 from engine.wire.parts.stages import StageReport
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -182,14 +182,15 @@ def hold(draft: Draft) -> None:
 
 
 def adapt(draft: Draft) -> None:
-    draft.fields["lora"] = draft.models.adapters(draft.kind)[draft.number % 2]
+    draft.records.append(draft.models.adapters(draft.kind)[draft.number % 2])
 
 
 def show_images(draft: Draft) -> None:
     """Text, an image, and the text of the prompt."""
     prompt = Prompt(draft.models.vision_family(draft.kind)).text(5, 6).image(draft.number, 2, 2).text(7)
     images: list[MultiModalFeatureSpec] = prompt.images
-    draft.prompt, draft.fields["mm_features"] = [*prompt.tokens, *draft.prompt], images
+    draft.prompt = [*prompt.tokens, *draft.prompt]
+    draft.records.append(PromptImages(images))
 
 
 def give_form(draft: Draft) -> None:
@@ -221,7 +222,7 @@ def think(draft: Draft) -> None:
 
 
 def pool(draft: Draft) -> None:
-    draft.fields["pooling"] = PoolingParams()
+    draft.records.append(PoolingParams())
 
 
 def leave(draft: Draft) -> None:
@@ -246,7 +247,7 @@ def grow(draft: Draft) -> None:
 
 
 def reports(draft: Draft) -> None:
-    draft.fields["report_cost"] = True
+    draft.records.append(ReportCost())
 
 
 def predict(draft: Draft) -> None:

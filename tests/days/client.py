@@ -13,6 +13,7 @@ from deployments.quotas.quotas import current
 from engine.core.request import State
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout, ServingError
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import ReportCost
 from tests.days.ingress import Ingress
 from tests.days.model import alone
 from tests.days.strike import LOSSES
@@ -92,7 +93,7 @@ class Client:
         ask = self._ask
         quota = self._world.quota_of(ingress, ask)
         if quota is not None and quota.watches_cost:
-            requests = [msgspec.structs.replace(request, report_cost=True) for request in requests]
+            requests = [request.asking(ReportCost()) for request in requests]
         with current(quota):
             generation = LiveGeneration(ingress.context, [requests], ask.client)
         texts, tokens = ["" for _ in requests], [list[int]() for _ in requests]

@@ -17,8 +17,15 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.kept import images_of
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
-from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
+from engine.wire.parts.images import (
+    NO_IMAGES,
+    ImageStep,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    PromptImages,
+    TensorData,
+    mm_hash,
+)
 from engine.wire.parts.speculation import Prediction
 from engine.wire.plan import StepPlan, StepResult
 from tests.days.engine import Channel, Engine
@@ -76,7 +83,7 @@ class ImageRunner(Runner):
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         for sequence in plan.added:
-            sent = sequence.record(SequenceImages)
+            sent = sequence.record(PromptImages)
             self._places[sequence.slot] = [
                 (place, image.mm_hash, index)
                 for image in ([] if sent is None else sent.images)
@@ -262,7 +269,7 @@ def _with_images(rng: random.Random, ask: Ask, album: list[MultiModalFeatureSpec
         return ask
 
     def changed(request: GenerateRequest) -> GenerateRequest:
-        request = msgspec.structs.replace(request, prompt=prompt, mm_features=images)
+        request = msgspec.structs.replace(request, prompt=prompt).asking(PromptImages(images))
         if request.record(Prediction) is not None:
             request = request.asking(Prediction(alone(request, max_model_len)[0]))
         return request

@@ -64,7 +64,7 @@ from engine.serving.endpoint import EngineEndpoint
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.handoff import Failed, HandoffAction, HandoffEvent, OpenHandoff, Received
 from engine.wire.messages import Command, Subscribe, kinds_of
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
 from tests.days.grammars import FakeCompiler, Pauses

@@ -12,8 +12,7 @@ from engine.costs.step_cost import StepWork
 from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.images import SequenceImages
+from engine.wire.parts.images import MultiModalFeatureSpec, PromptImages, images_in
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
 from engine.wire.token_delta import FinishReason, TokenDelta
@@ -81,7 +80,7 @@ def alone(request: GenerateRequest, max_model_len: int) -> tuple[list[int], str,
     """Return tokens, text and finish reason of a request that runs alone, without faults."""
     params, kv = request.params, 0
     seed = seed_of(request.request_id) if params.seed is None else params.seed % 2**64
-    for token in inputs(request.prompt, request.mm_features):
+    for token in inputs(request.prompt, images_in(request)):
         kv = link(kv, token)
     limit = max_model_len - len(request.prompt)
     limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
@@ -164,7 +163,7 @@ class Runner:
         for sequence in plan.added:
             self._sequences[sequence.slot] = sequence
             self._history[sequence.slot] = []
-            sent = sequence.record(SequenceImages)
+            sent = sequence.record(PromptImages)
             for token in inputs(sequence.tokens, [] if sent is None else sent.images):
                 self._append(sequence.slot, token)
         for change in plan.blocks:

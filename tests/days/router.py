@@ -21,6 +21,7 @@ from deployments.routing.stats import RoutingStats
 from deployments.routing.subscriptions import Subscriptions
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import EngineUpdate
+from engine.wire.parts.images import images_in
 from engine.wire.remote_request import RemoteRequest
 from tests.days.engine import Report
 from tests.days.stills import guarded
@@ -197,7 +198,7 @@ class PromptPool:
             remote_request.handoff_id,
             remote_request.token_ids,
             remote_request.cache_salt,
-            images=remote_request.mm_features,
+            images=images_in(remote_request),
         )
         context = RoutingContext(prompt, self.routing, avoid=avoid, role=self.router.role)
         await self.router.call([EncodedRequest.of(remote_request)], context)

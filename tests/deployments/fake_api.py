@@ -32,8 +32,8 @@ from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 from tests.fake_engine import POLL_MS, FakeEngine, Script

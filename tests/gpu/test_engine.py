@@ -15,6 +15,7 @@ from engine import pocket
 from engine.core.engine import EngineCore
 from engine.devices.cuda_device import CudaDevice
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import PromptImages
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
@@ -71,7 +72,9 @@ def test_answers_about_images_are_the_cpus_and_the_host_does_not_wait_for_them(n
         prompts = [Prompt(name).text(5, 6).image(first_seed + i, 2 + i, 3).text(7, 8, 9) for i in range(3)]
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
         return [
-            GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=params)
+            GenerateRequest(request_id=str(i), prompt=prompt.tokens, params=params).asking(
+                PromptImages.of(prompt.images)
+            )
             for i, prompt in enumerate(prompts)
         ]
 

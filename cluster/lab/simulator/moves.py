@@ -113,8 +113,7 @@ class MoveTraffic:
             self._trace.request(int(request.request_id)),
             prompt=list(request.tokens),
             num_prompt=request.num_prompt,
-            kv_source=event.delta.kv_source,
-        )
+        ).asking(event.delta.kv_source)
         self._loop.at(self._loop.now + self._spec.token_s + self._spec.call_s, self._add, message)
 
     def _add(self, message: GenerateRequest) -> None:

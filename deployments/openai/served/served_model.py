@@ -49,7 +49,8 @@ from engine.errors import (
 from engine.hooks import overriding
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.costs import ReportCost
+from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -221,8 +222,7 @@ class ServedModel:
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
-            lora=None if self.info.adapter is None else self.info.adapter.lora,
-        )
+        ).asking(None if self.info.adapter is None else self.info.adapter.lora)
         for share in self._shares:
             request = share(request)
         return request
@@ -442,7 +442,7 @@ class ServedModel:
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
-        request = msgspec.structs.replace(request, report_cost=body.reports_cost or request.report_cost)
+        request = request.asking(ReportCost() if body.reports_cost else None)
         sequences = [params.sequence(j) for j in range(body.n)]
         requests = [
             [

@@ -20,7 +20,7 @@ from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.conversation import image_parts
 from deployments.openai.served.model_part import Draft, ModelPart
@@ -15,6 +13,7 @@ from deployments.parts.images.requested_image import RequestedImage
 from engine.errors import Described, InvalidParameter, RequestTimeout
 from engine.multimodal.invalid_image import InvalidImage
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import PromptImages
 
 if TYPE_CHECKING:  # these modules import packages that only models with images need
     from deployments.parts.images.image_loader import ImageLoader
@@ -61,7 +60,5 @@ class ImageInputs(ModelPart):
         images: list[ProcessedImage] = draft.of.get(self, [])
         if self._loader is None or not images:
             return requests
-        features = self._loader.processor.locate(requests[0][0].prompt, images)
-        return [
-            [msgspec.structs.replace(request, mm_features=features) for request in sequences] for sequences in requests
-        ]
+        located = PromptImages(self._loader.processor.locate(requests[0][0].prompt, images))
+        return [[request.asking(located) for request in sequences] for sequences in requests]

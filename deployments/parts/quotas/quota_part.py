@@ -15,6 +15,7 @@ from deployments.parts.quotas.middleware import QuotaMiddleware
 from deployments.quotas.key_quota import current_quota, observe_generation
 from deployments.quotas.quotas import Quotas
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.costs import ReportCost
 
 
 class QuotaEdge(EdgePart):
@@ -44,7 +45,8 @@ class QuotaChecks(ModelPart):
         if (quota := current_quota()) is None:
             return request
         priority = quota.lowered(request.priority) if self._has_priorities else 0
-        return msgspec.structs.replace(request, priority=priority, report_cost=quota.watches_cost)
+        asked = request.asking(ReportCost() if quota.watches_cost else None)
+        return msgspec.structs.replace(asked, priority=priority)
 
     def generation_observer(self, size: RequestSize, bill: Bill) -> GenerationObserver | None:
         return observe_generation(size, bill)

@@ -27,6 +27,7 @@ from deployments.openai.served.model_part import ModelPart
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, ServingError
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.token_delta import TokenDelta, TokenLogprob
 
@@ -170,7 +171,7 @@ class SdcCheck(ModelPart):
 
     def observer(self, sequence: SequenceView) -> SequenceObserver | None:
         """Return what fills in an answer if this sequence is sampled."""
-        if sequence.retry.request.pooling is not None:
+        if sequence.retry.request.record(PoolingParams) is not None:
             return None
         self._num_answers += 1
         return None if self._num_answers % self._every else SampledSequence(self, sequence)

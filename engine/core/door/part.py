@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.core.kv_cache_manager import Shorten
     from engine.core.step_plan_builder import StepPlanBuilder
     from engine.errors import ServingError
-    from engine.wire.part_record import PartRecord
+    from engine.wire.part_record import Asking, PartRecord
     from engine.wire.plan import StepPlan
     from engine.wire.token_delta import TokenDelta, TokenLogprob
 
@@ -28,6 +28,8 @@ class Part:
     """The field of a request that only this part understands."""
     asks: ClassVar[type[PartRecord] | None] = None
     """Its record in requests."""
+    answers: ClassVar[bool] = False
+    """Whether it answers a request that has this record, instead of tokens."""
     out: Outputs
     """Where its messages go."""
 
@@ -206,6 +208,10 @@ class Parts(ByClass[Part]):
     def asked(self) -> list[type[PartRecord]]:
         """The records of requests that parts read."""
         return [part.asks for part in self.all if part.asks is not None]
+
+    def generates(self, asked: Asking) -> bool:
+        """Return whether a request is answered by tokens, and not by a part."""
+        return not any(part.answers and part.asks and part.asks.part in asked.needs for part in self.all)
 
     def kept(self, *states: State) -> list[Request]:
         """Return the requests that parts keep outside the queue, as Part.keeps says: those in these states, or all."""

@@ -7,7 +7,7 @@ from typing import Any
 from engine.core.door.kernel import ModelLimits
 from engine.core.door.part import Parts
 from engine.core.request import Request
-from engine.errors import AdapterError, InvalidParameter, PromptTooLong
+from engine.errors import InvalidParameter, PromptTooLong
 from engine.wire.generate_request import GenerateRequest
 
 
@@ -18,16 +18,14 @@ class RequestChecks:
         self._limits, self._parts = limits, parts
 
     def check(self, message: GenerateRequest) -> None:
-        params, pooling = message.params, message.pooling
-        self._check_tokens(message.prompt, message.num_prompt, answer=pooling is None)
+        params = message.params
+        self._check_tokens(message.prompt, message.num_prompt, answer=self._parts.generates(message))
         params.check_vocabulary(self._limits.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if params.max_tokens is not None and given >= params.max_tokens:
             raise InvalidParameter(
                 "max_tokens", params.max_tokens, f"above {given}, the number of output tokens that already exist"
             )
-        for kind in self._parts.asked if message.parts else ():
-            message.record(kind)
         if message.prefill == "remote" and not self._parts.takes("prefill"):
             raise not_elsewhere(message.prefill)
         self._check_parts(message, message.prompt[: message.num_prompt])
@@ -38,12 +36,12 @@ class RequestChecks:
         request.params.check_vocabulary(self._limits.vocab_size)
 
     def _check_parts(self, asked: Any, prompt: list[int]) -> None:
-        if asked.lora is not None and not self._parts.takes("lora"):
-            raise AdapterError.without_slots(asked.lora.lora_name)
+        if lacking := sorted(asked.needs.keys() - {kind.part for kind in self._parts.asked}):
+            raise InvalidParameter("needs", lacking[0], "left out: this engine lacks that part")
+        for kind in self._parts.asked:
+            asked.record(kind)
         if asked.params.structured_outputs is not None and not self._parts.takes("structured_outputs"):
             raise asked.params.structured_outputs.invalid("left out: this engine enforces no grammars")
-        if asked.mm_features and not self._parts.takes("mm_features"):
-            raise InvalidParameter("mm_features", len(asked.mm_features), "left out: this model reads text only")
         for check in self._parts.check:
             check(asked, prompt)
 

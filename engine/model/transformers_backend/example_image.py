@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from engine.model.config_parts.vision import VisionConfig
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
 CHANNELS = 3
 MOST_TOKENS = 280  # of an image of Gemma 4, unless config.json says otherwise

@@ -22,7 +22,7 @@ from engine.model.ops import linear
 from engine.model.shard import Sharded, Shards
 from engine.model.transformers_backend import tower_attention
 from engine.model.transformers_backend.model import EmptyOnMeta, materialize, whole
-from engine.wire.multimodal import TensorData
+from engine.wire.parts.images import TensorData
 
 PIXELS = {"pixel_values", "pixel_table"}
 TOGETHER = {*PIXELS, "image_grid_thw"}  # of images that one call can encode

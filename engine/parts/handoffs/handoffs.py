@@ -35,9 +35,12 @@ from engine.wire.handoff import (
     Spent,
 )
 from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica
-from engine.wire.remote_request import Peer, RemoteRequest
+from engine.wire.parts.pooling import PoolingParams
+from engine.wire.remote_request import KVSource, Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import TokenDelta, TokenLogprob
+
+BEFORE_OTHERS = 1 << 40  # arrivals
 
 
 class Handoffs(Part):
@@ -48,7 +51,7 @@ class Handoffs(Part):
     stay until that engine has read them.
     """
 
-    field = "prefill"
+    asks, field = KVSource, "prefill"
     _kernel: Kernel
     _block_size: int
 
@@ -85,12 +88,17 @@ class Handoffs(Part):
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
         if isinstance(asked, RemoteRequest) or asked.prefill != "remote":
             return
-        if asked.params.prompt_logprobs is not None or asked.pooling is not None or self.remote.policy is None:
+        pools = asked.record(PoolingParams) is not None
+        if pools or asked.params.prompt_logprobs is not None or self.remote.policy is None:
             raise not_elsewhere(asked.prefill)
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         if isinstance(asked, GenerateRequest):
-            request.of[HANDOFFS], request.of[KV_SOURCE] = RemotePrompt(asked.prefill), asked.kv_source
+            request.of[HANDOFFS] = RemotePrompt(asked.prefill)
+            if (source := asked.record(KVSource)) is not None:
+                request.of[KV_SOURCE] = source
+                priority, arrival = request.order
+                request.order = priority, arrival - BEFORE_OTHERS  # it ran already
 
     def may_receive(self, request: Request) -> bool:
         return self.remote.may_receive(request)

@@ -32,7 +32,7 @@ def choose(queue: RequestQueue, others: list[Request], count: int) -> list[Reque
     """
     waiting = [*reversed(queue.waiting), *others]
     at_once = [r for r in waiting if not (r.asked_by or r.tables or r.state is State.FINISHED)][:count]
-    running = [r for r in reversed(queue.running) if not (r.leaving or r.asked_by or r.pools)]
+    running = [r for r in reversed(queue.running) if r.generates and not (r.leaving or r.asked_by)]
     for request in running[: count - len(at_once)]:
         request.leaving = ATTEMPTS
     return at_once

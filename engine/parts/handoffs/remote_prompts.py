@@ -75,7 +75,7 @@ class RemotePrompts:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
-        if request.pools:
+        if not request.generates:
             return "pooling"
         if remote_of(request).where == "local":
             return ASKED

@@ -17,10 +17,28 @@ from engine.errors import InvalidParameter
 from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, Note
 from engine.parts.kept import IMAGES, images_of
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
-from engine.wire.parts.images import ImageStats, ImageStep, ReceivedImage, SequenceImages, places_of
+from engine.wire.parts.images import (
+    ImageStats,
+    ImageStep,
+    MultiModalFeatureSpec,
+    PromptImages,
+    ReceivedImage,
+    TensorData,
+    images_in,
+    places_of,
+)
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
+
+
+class NoImages(Part):
+    """Of a model that reads text only."""
+
+    asks = PromptImages
+
+    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
+        if images := images_in(asked):
+            raise InvalidParameter("mm_features", len(images), "left out: this model reads text only")
 
 
 class EncoderCacheManager(Part):
@@ -30,7 +48,7 @@ class EncoderCacheManager(Part):
     cached. A step never evicts embeddings that it needs itself. After vLLM's class of this name.
     """
 
-    field = "mm_features"
+    asks = PromptImages
 
     def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
         """size: capacity in embeddings.
@@ -125,14 +143,14 @@ class EncoderCacheManager(Part):
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         """Let the request share the pixels of an image that another live request has."""
         found = []
-        for image in asked.mm_features:
+        for image in images_in(asked):
             data = dict(image.data)
             if "pixel_values" in data:  # else the encoder raises the error
                 data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
             found.append(msgspec.structs.replace(image, data=data))
         if found:
             request.of[IMAGES], request.prefix.places = found, places_of(found)
-            request.attach(SequenceImages([image.without_pixels() for image in found]))
+            request.attach(PromptImages([image.without_pixels() for image in found]))
 
     def queued_embeds(self, requests: Iterable[Request]) -> int:
         """Return how many embeddings this engine still has to make for images that these requests have yet to compute.
@@ -165,7 +183,7 @@ class EncoderCacheManager(Part):
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in the prompt."""
         end = 0
-        for i, image in enumerate(asked.mm_features):
+        for i, image in enumerate(images_in(asked)):
             name, span = f"mm_features[{i}]", image.mm_position
             if not end <= span.offset < span.end <= len(prompt):
                 limit = f"behind the image before, in a prompt of {len(prompt)} tokens"

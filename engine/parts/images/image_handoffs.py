@@ -9,9 +9,8 @@ import msgspec
 
 from engine.core.door.outputs import Outputs
 from engine.wire.handoff import Failed, HandoffEvent, OpenHandoff, Received
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, PrefillReplica
-from engine.wire.parts.images import ReceivedImage
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages, ReceivedImage
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -173,8 +172,7 @@ class ImageHandoffs:
             fingerprint=self.fingerprint,
             decode=peer,
             timeout_s=TIMEOUT_S,
-            mm_features=[msgspec.structs.replace(image, mm_position=place)],
-        )
+        ).asking(PromptImages([msgspec.structs.replace(image, mm_position=place)]))
         self.receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
         self.out.post("encode engines", OpenHandoff(request, blocks))

@@ -6,7 +6,7 @@ from engine.core.mail.courier import Courier
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.model.models.images.image_encoder import encoder_config
 from engine.parts.handoffs.open_channel import open_channel
-from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager, NoImages
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.images.rank.images import Images
@@ -17,7 +17,7 @@ def make(setup: PartSetup) -> Made:
     loaded, couriers = setup.loaded, list[Courier]()
     config, runner, vision = loaded.config, loaded.runner, loaded.model.vision
     if vision is None:
-        return Made()
+        return Made([NoImages()])
     images = EncoderCacheManager(
         config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
     )

@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 
-from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.images.encoder_cache_manager import EncoderCacheManager, NoImages
 from engine.parts.images.image_handoffs import ImageHandoffs, NoImageHandoffs, number_of
 from engine.parts.snapshot_kinds import SnapshotKinds
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.images import ImageStep, ReceivedImage, SequenceImages
+from engine.wire.parts.images import ImageStep, MultiModalFeatureSpec, PromptImages, ReceivedImage
 
 
 def of_image_handoffs(handoffs: ImageHandoffs) -> dict[str, Any]:
@@ -23,8 +22,8 @@ def without_data(image: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
 
 
 KINDS = SnapshotKinds(
-    objects=(EncoderCacheManager, ImageHandoffs, NoImageHandoffs),
-    messages=(ImageStep, MultiModalFeatureSpec, ReceivedImage, SequenceImages),
+    objects=(EncoderCacheManager, ImageHandoffs, NoImageHandoffs, NoImages),
+    messages=(ImageStep, MultiModalFeatureSpec, ReceivedImage, PromptImages),
     changes={EncoderCacheManager: lambda _: {"_pixels": {}}, ImageHandoffs: of_image_handoffs},
     stands_for={MultiModalFeatureSpec: without_data},
 )

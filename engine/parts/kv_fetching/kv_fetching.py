@@ -42,8 +42,8 @@ from engine.wire.handoff import (
     Received,
     RefusePrefill,
 )
-from engine.wire.parts.kv_fetching import FetchStats
-from engine.wire.remote_request import KVHolder, Peer, RemoteRequest
+from engine.wire.parts.kv_fetching import FetchStats, KVHolder
+from engine.wire.remote_request import Peer, RemoteRequest
 
 MIN_TOKENS = 32  # a shorter hit costs a round trip for nothing
 BRING_SHARE = 0.5  # of the time that the other engine waits, in which blocks come up from tiers here
@@ -141,8 +141,7 @@ class KVFetching(Part):
         self._queue = kernel.queue
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if isinstance(asked, GenerateRequest):
-            request.of[HOLDER] = asked.record(KVHolder)
+        request.of[HOLDER] = asked.record(KVHolder)
 
     def keeps(self) -> list[Request]:
         found = [request for fetch in self._fetches.values() for request in fetch.requests]

@@ -32,7 +32,7 @@ class PrefixCounter:
         """Count the cached prefix of a request that has got its first token."""
         size = self._kv_cache.pool.block_size
         blocks = request.prefix.num_cached // size
-        if blocks * size < MIN_TOKENS or request.prefix.places or request.prefix.adapter or request.pools:
+        if blocks * size < MIN_TOKENS or request.prefix.places or request.prefix.extra_keys or not request.generates:
             return
         hashes = request.hashes(blocks, size)
         entry = self._entries.setdefault(hashes[-1], _Entry([], hashes, request.prefix.salt))

@@ -13,8 +13,7 @@ from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
 from engine.wire.token_delta import ErrorInfo
 
 
@@ -28,8 +27,8 @@ class AdapterCourier(Courier):
         return self._loader.loading
 
     def check(self, message: GenerateRequest, now: float) -> None:
-        if message.lora is not None:
-            self.check_adapter(message.lora)
+        if (lora := message.record(LoRARequest)) is not None:
+            self.check_adapter(lora)
 
     def check_adapter(self, lora: LoRARequest) -> None:
         """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""

@@ -15,8 +15,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import AdapterError
 from engine.parts.kept import LORA, lora_of
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import AdapterLoad, LoRARequest
-from engine.wire.parts.lora import AdapterStats, SequenceAdapter
+from engine.wire.parts.lora import AdapterLoad, AdapterStats, LoRARequest, SequenceAdapter, digest_of, extra_keys
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -41,6 +40,16 @@ class AdapterSlot:
         return "" if self.lora is None else self.lora.digest
 
 
+class NoAdapterSlots(Part):
+    """Of an engine without adapters."""
+
+    asks = LoRARequest
+
+    def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
+        if (lora := asked.record(LoRARequest)) is not None:
+            raise AdapterError.without_slots(lora.lora_name)
+
+
 class AdapterSlots(Part):
     """Gives each adapter of running requests a slot. A new adapter replaces the least recently used one.
 
@@ -49,7 +58,7 @@ class AdapterSlots(Part):
     wait behind it, so a popular adapter cannot keep another adapter out for ever.
     """
 
-    field = "lora"
+    asks = LoRARequest
     _queue: RequestQueue
 
     def __init__(self, max_loras: int):
@@ -78,8 +87,8 @@ class AdapterSlots(Part):
         return [slot.digest for slot in self.slots if slot.lora is not None and not slot.load]
 
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
-        if asked.lora is not None:
-            self.check_adapter(asked.lora)
+        if (lora := asked.record(LoRARequest)) is not None:
+            self.check_adapter(lora)
 
     def check_adapter(self, lora: LoRARequest) -> None:
         """Raise AdapterError if this engine cannot compute requests with the adapter."""
@@ -87,8 +96,9 @@ class AdapterSlots(Part):
             raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if asked.lora is not None:
-            request.of[LORA], request.prefix.adapter = asked.lora, asked.lora.digest
+        if (lora := asked.record(LoRARequest)) is not None:
+            request.of[LORA] = lora
+            request.prefix.extra_keys += extra_keys(lora.digest)
 
     def may_start(self, request: Request) -> bool:
         """Return whether a waiting request may start: a slot has its adapter, and no earlier request waits for that
@@ -102,14 +112,14 @@ class AdapterSlots(Part):
         return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
 
     def started(self, request: Request) -> None:
-        if digest := request.prefix.adapter:
-            slot = self._running[request] = self._by_digest[digest]
+        if (lora := lora_of(request)) is not None:
+            slot = self._running[request] = self._by_digest[lora.digest]
             slot.kept_for = None
             request.attach(SequenceAdapter(self.slots.index(slot)))
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         for request in plan.requests:
-            if request.prefix.adapter:
+            if lora_of(request) is not None:
                 self._running[request].last_step = step
 
     def step_ended(self, plan: StepPlan) -> None:
@@ -143,11 +153,9 @@ class AdapterSlots(Part):
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a running request's adapter is not in a slot."""
         for request in running:
-            if request.prefix.adapter:
+            if (lora := lora_of(request)) is not None:
                 slot = self._running[request]
-                assert slot.digest == request.prefix.adapter and not slot.load, (
-                    "a slot was taken from a running request"
-                )
+                assert slot.digest == lora.digest and not slot.load, "a slot was taken from a running request"
         assert {slot.digest: slot for slot in self.slots if slot.lora} == self._by_digest
 
     def _new_number(self) -> int:
@@ -180,7 +188,7 @@ class AdapterSlots(Part):
         """Return whether a slot is marked for an adapter. First removes the mark of a request that no longer waits."""
         if slot.wanted_by is not None and not slot.wanted_by.is_waiting:
             slot.wanted_by = None
-        return slot.wanted_by is not None and slot.wanted_by.prefix.adapter == lora.digest
+        return slot.wanted_by is not None and digest_of(lora_of(slot.wanted_by)) == lora.digest
 
     def _empty(self, slot: AdapterSlot) -> None:
         self._by_digest.pop(slot.digest, None)

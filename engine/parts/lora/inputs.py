@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.door.inputs import KernelWithParts, PartInput
+from engine.parts.kept import lora_of
 from engine.parts.lora.adapter_slots import AdapterSlots
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest, digest_of
 
 
 class AdapterNumbered(PartInput, frozen=True):
@@ -28,6 +29,6 @@ class AdapterRead(PartInput, frozen=True):
 
     def apply(self, scheduler: KernelWithParts, now: float) -> None:
         lora = scheduler.parts[AdapterSlots].loaded(self.number, failed=self.error is not None)
-        waiting = [] if lora is None else [r for r in scheduler.queue.waiting if r.prefix.adapter == lora.digest]
+        waiting = [] if lora is None else [r for r in scheduler.queue.waiting if digest_of(lora_of(r)) == lora.digest]
         for request in waiting:
             scheduler.abort(request.request_id, now, self.error)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.parts.lora.adapter_slots import AdapterSlot, AdapterSlots
+from engine.parts.lora.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
 from engine.parts.snapshot_kinds import SnapshotKinds
-from engine.wire.lora import AdapterLoad, LoRARequest
-from engine.wire.parts.lora import SequenceAdapter
-
-
-def without_path(lora: LoRARequest) -> LoRARequest:
-    """Return what tells an adapter from others."""
-    return LoRARequest(lora.lora_name, 0, "", lora.digest)
+from engine.wire.parts.lora import AdapterLoad, LoRARequest, SequenceAdapter
 
 
 def load_without_path(load: AdapterLoad) -> AdapterLoad:
-    return msgspec.structs.replace(load, lora=without_path(load.lora))
+    return msgspec.structs.replace(load, lora=load.lora.without_text())
 
 
 KINDS = SnapshotKinds(
-    objects=(AdapterSlot, AdapterSlots),
+    objects=(AdapterSlot, AdapterSlots, NoAdapterSlots),
     messages=(AdapterLoad, LoRARequest, SequenceAdapter),
-    stands_for={AdapterLoad: load_without_path, LoRARequest: without_path},
+    stands_for={AdapterLoad: load_without_path, LoRARequest: LoRARequest.without_text},
 )

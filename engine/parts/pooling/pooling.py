@@ -8,11 +8,13 @@ from engine.core.door.part import Part
 from engine.core.request import Request
 from engine.pooling.requested_task import check_task
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.remote_request import RemoteRequest
 
 
 class Pooling(Part):
+    asks, answers = PoolingParams, True
+
     def __init__(self, supported: SupportedTasks, *, vocab_size: int | None = None, all_tokens: bool = False):
         """vocab_size: of a model that scores by the probabilities of two tokens; None for others. all_tokens: whether
         pooling needs the hidden states of all prompt tokens."""
@@ -23,6 +25,6 @@ class Pooling(Part):
             check_task(asked, self._supported, self._vocab_size)
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if isinstance(asked, GenerateRequest) and asked.pooling is not None:
-            request.attach(asked.pooling)
+        if (params := asked.record(PoolingParams)) is not None:
+            request.attach(params)
             request.prefix.skip_reading |= self.all_tokens

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from engine.parts.pooling.pooling import Pooling
 from engine.parts.snapshot_kinds import SnapshotKinds
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 
-KINDS = SnapshotKinds(objects=(Pooling,), messages=(SupportedTasks,))
+KINDS = SnapshotKinds(objects=(Pooling,), messages=(PoolingParams, SupportedTasks))

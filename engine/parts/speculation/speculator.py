@@ -86,7 +86,7 @@ class Speculator(Part):
         self._kv_cache, self._max_model_len = kernel.kv_cache, kernel.limits.max_model_len
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        prediction = asked.record(Prediction) if isinstance(asked, GenerateRequest) else None
+        prediction = asked.record(Prediction)
         request.of[DRAFTS] = SequenceDrafts(prediction.tokens if prediction is not None else [])
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:

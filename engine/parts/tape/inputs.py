@@ -18,7 +18,6 @@ from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.images.inputs import ImageWentOn
 from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
-from engine.parts.lora.snapshot_kinds import without_path
 from engine.parts.snapshot_kinds import ORDINARY
 from engine.parts.tape.answers import Answers, ReplayedGrammar
 from engine.parts.tape.object_graph import MAX_ZEROS
@@ -26,16 +25,16 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
-from engine.wire.lora import LoRARequest
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from engine.wire.part_record import encoded
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages, images_in
 from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import FinishReason
 
+REMOTE = (LoRARequest, PromptImages)
+"""Records of requests to other engines."""
 SOME_FORM = StructuredOutputsParams(regex=".*")
 
 
@@ -76,13 +75,9 @@ def params_without_text(params: SamplingParams, vocab_size: int) -> SamplingPara
     )
 
 
-def lora_without_path(lora: LoRARequest | None) -> LoRARequest | None:
-    return None if lora is None else without_path(lora)
-
-
 def remote_without_text(request: RemoteRequest, params: SamplingParams) -> RemoteRequest:
-    return msgspec.structs.replace(
-        request, token_ids=[], params=params, cache_salt="", mm_features=[], lora=lora_without_path(request.lora)
+    return msgspec.structs.replace(request, token_ids=[], params=params, cache_salt="", needs={}).asking(
+        *(record.without_text() for kind in REMOTE if (record := request.record(kind)) is not None)
     )
 
 
@@ -132,29 +127,25 @@ class AddedShape(Shape, frozen=True):
     @classmethod
     def of(cls, message: GenerateRequest, scheduler: Scheduler, order: int) -> AddedShape:
         """order: as in ImageShapes."""
-        vocab_size, kinds = scheduler.limits.vocab_size, scheduler.parts.asked if message.parts else []
+        vocab_size, kinds = scheduler.limits.vocab_size, scheduler.parts.asked
         records = [record for kind in kinds if (record := message.record(kind)) is not None]
-        images = ImageShapes.of(message.mm_features, order)
+        images = ImageShapes.of(images_in(message), order)
         return cls(len(message.prompt), images=images, message=GenerateRequest(
             request_id=message.request_id,
             prompt=[],
-            lora=lora_without_path(message.lora),
             params=params_without_text(message.params, vocab_size),
-            pooling=message.pooling and PoolingParams(task=message.pooling.task),
             client=message.client,
             timeout_s=message.timeout_s,
             priority=message.priority,
-            kv_source=message.kv_source,
             prefill=message.prefill,
             num_prompt=message.num_prompt,
-            parts=encoded(*(record.without_text() for record in records)),
-        ))  # fmt: skip
+        ).asking(*(record.without_text() for record in records)))  # fmt: skip
 
     def live(self, scheduler: Scheduler, answers: Answers) -> Added:
         message = msgspec.structs.replace(self.message, prompt=ordinary(self.num_tokens))
         if self.images is not None:
             prompt, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
-            message = msgspec.structs.replace(message, prompt=prompt, mm_features=images)
+            message = msgspec.structs.replace(message, prompt=prompt).asking(PromptImages(images))
         return Added(message)
 
 
@@ -168,13 +159,13 @@ class AddedRemoteShape(Shape, frozen=True):
     def of(cls, asked_by: RemoteRequest, vocab_size: int, order: int) -> AddedRemoteShape:
         """order: as in ImageShapes."""
         shape = remote_without_text(asked_by, params_without_text(asked_by.params, vocab_size))
-        return cls(len(asked_by.token_ids), shape, ImageShapes.of(asked_by.mm_features, order))
+        return cls(len(asked_by.token_ids), shape, ImageShapes.of(images_in(asked_by), order))
 
     def live(self, scheduler: Scheduler, answers: Answers) -> AddedRemote:
         request = msgspec.structs.replace(self.request, token_ids=ordinary(self.num_tokens))
         if self.images is not None:
             tokens, images = self.images.prompt(self.num_tokens, scheduler), self.images.images(answers)
-            request = msgspec.structs.replace(request, token_ids=tokens, mm_features=images)
+            request = msgspec.structs.replace(request, token_ids=tokens).asking(PromptImages(images))
         return AddedRemote(request)
 
 

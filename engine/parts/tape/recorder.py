@@ -49,7 +49,6 @@ from engine.parts.tape.inputs import (
     TiersAnsweredShape,
     handoff_shape,
     kind_of,
-    lora_without_path,
     stop_token,
 )
 from engine.parts.tape.kept_tapes import KeptTapes
@@ -68,6 +67,7 @@ from engine.parts.tape.ring import (
 from engine.parts.tape.shared_copy import NoCopy, open_copy
 from engine.parts.tape.snapshot import KINDS, dump
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received
+from engine.wire.parts.images import images_in
 from engine.wire.parts.kv_offload import StoreListing, TierAnswer
 from engine.wire.plan import ON_DEVICE, BlockChange, StepPlan, StepResult
 from engine.wire.token_delta import FinishReason
@@ -311,11 +311,11 @@ class Tape(Journal):
         """Return what is recorded of an input; None if no decision depends on it."""
         match given:
             case Added(message):
-                order = self._hashes_of([image.mm_hash for image in message.mm_features])
+                order = self._hashes_of([image.mm_hash for image in images_in(message)])
                 return AddedShape.of(message, self._scheduler, order)
             case AddedRemote(asked_by):
                 self._has_details = True
-                order = self._hashes_of([image.mm_hash for image in asked_by.mm_features])
+                order = self._hashes_of([image.mm_hash for image in images_in(asked_by)])
                 return AddedRemoteShape.of(asked_by, self._vocab_size, order)
             case GrammarSet(request_id):
                 return GrammarShape(request_id)
@@ -330,9 +330,7 @@ class Tape(Journal):
             case ImageWentOn():
                 return None
             case AdapterNumbered(lora):
-                without = lora_without_path(lora)
-                assert without is not None
-                return AdapterNumberedShape(without)
+                return AdapterNumberedShape(lora.without_text())
             case AdapterRead(number, error):
                 return AdapterReadShape(number, kind_of(error))
             case TiersAnswered(answers):

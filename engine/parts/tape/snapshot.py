@@ -49,9 +49,10 @@ from engine.parts.tape.object_graph import (
     with_changed_hashes,
 )
 from engine.wire.block_hash import BLOCK_HASH_BYTES
-from engine.wire.plan import StepPlan
-from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_request import NOBODY, KVHolder, KVSource, Peer, RemoteRequest
+from engine.wire.parts.images import PromptImages, images_in
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.plan import BlockChange, StepPlan
+from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.histogram import Histogram
 
@@ -73,8 +74,8 @@ KINDS.add_objects(
 )  # fmt: skip
 KINDS.add_objects(*STAND_INS, given="_answers")
 KINDS.messages += [
-    EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, PoolingParams, RemoteRequest, SamplingParams,
-    StepPlan,
+    BlockChange, EngineConfig, Histogram, KVCacheSpec, KVHolder, KVSource, Peer, RemoteRequest,
+    SamplingParams, StepPlan,
     *(kind for part in OF_PARTS for kind in part.messages),
 ]  # fmt: skip
 KINDS.rows += [kind for part in OF_PARTS for kind in part.rows]
@@ -127,9 +128,8 @@ def plan_without_text(plan: StepPlan) -> StepPlan:
 
 def remote_request_without_text(asked: RemoteRequest, vocab_size: int) -> RemoteRequest:
     """Return a request with its images, whose hashes are in the state."""
-    images = [without_data(image) for image in asked.mm_features]
     plain = remote_without_text(asked, params_without_text(asked.params, vocab_size))
-    return msgspec.structs.replace(plain, mm_features=images)
+    return plain.asking(PromptImages.of(without_data(image) for image in images_in(asked)))
 
 
 def stand_ins(vocab_size: int) -> dict[type, Any]:

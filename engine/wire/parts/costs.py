@@ -12,7 +12,7 @@ from engine.wire.part_record import PartRecord
 
 class SequenceCost(PartRecord, frozen=True):
     """What a request has cost the engines so far. Told with its last delta, and with others if they are asked to
-    (`report_cost`)."""
+    (ReportCost)."""
 
     part: ClassVar[str] = "costs"
 
@@ -41,3 +41,10 @@ class CostStats(PartRecord, frozen=True):
     """Seconds by what they were spent on (CostLine)."""
     kv_gib_s: float = 0.0
     """Gibibytes of KV cache times the seconds for which they were used, on all ranks."""
+
+
+class ReportCost(PartRecord, frozen=True):
+    """Asks that every delta tells the cost so far, and not only the last one."""
+
+    part: ClassVar[str] = "costs"
+    is_hint: ClassVar[bool] = True

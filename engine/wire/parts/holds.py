@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Command, Notice
 from engine.wire.part_record import PartRecord
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import Peer
 
 HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
@@ -32,6 +32,7 @@ class PromptHold(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
     """The holds that one request asks for."""
 
     part: ClassVar[str] = "holds"
+    is_hint: ClassVar[bool] = True
 
     marks: list[HoldMark]
     """In ascending order."""

@@ -11,6 +11,17 @@ from engine.wire.part_record import PartRecord
 from engine.wire.remote_request import Peer
 
 
+class KVHolder(PartRecord, frozen=True, array_like=True):
+    """Another engine that has more of the prompt in its prefix cache than the engine that gets the request, as a router
+    expects."""
+
+    part: ClassVar[str] = "kv_fetching"
+    is_hint: ClassVar[bool] = True
+
+    engine: Peer
+    num_tokens: int
+
+
 class FetchStats(PartRecord, frozen=True):
     """Totals of one engine since its start."""
 

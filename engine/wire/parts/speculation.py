@@ -13,6 +13,7 @@ class Prediction(PartRecord, frozen=True):
     """Tokens that the client predicts as the output; engines with speculative decoding use them as drafts."""
 
     part: ClassVar[str] = "speculation"
+    is_hint: ClassVar[bool] = True
 
     tokens: list[int]
 

@@ -30,7 +30,7 @@ from deployments.quotas import key_quota, record
 from deployments.quotas.limits import BudgetLimit, KeyLimits
 from deployments.storage.config import StoreConfig, open_store
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_pays_for_what_was_computed_although_it_asked
         assert used_by(api) == UsageTotals(1, 4, 0, 0, 2.0, 0.5, 3.0, 2.0, 1.0)
         (line,) = api.telemetry.usage_files.usage.lines.items()
         assert (line[0].key, line[0].model, line[1]) == ("alice", "fake", used_by(api))
-        assert not api.engine.added[0].report_cost
+        assert api.engine.added[0].record(ReportCost) is None
 
 
 async def test_a_budget_is_spent_by_answers_that_their_clients_have_left():

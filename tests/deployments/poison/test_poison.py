@@ -20,8 +20,7 @@ from deployments.poison.sequence_trial import SequenceTrial
 from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.part_record import encoded
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -79,8 +78,8 @@ class Engines:
         doing = [ended_key(str(self.num_ended))]
         for name, (message, _) in engine.items():
             doing.append(compute_key(name))
-            if message.lora is not None:
-                doing.append(read_key(message.lora.digest))
+            if (lora := message.record(LoRARequest)) is not None:
+                doing.append(read_key(lora.digest))
         for _, ended in engine.values():
             ended.set_exception(EngineUnavailable("rank 0 died", [] if self._outside else doing))
         engine.clear()
@@ -126,8 +125,8 @@ async def test_what_ends_two_engines_is_refused_and_what_ran_beside_it_goes_on(s
 
 async def test_all_that_name_an_adapter_with_which_engines_end_are_refused_after_two():
     async with ingress() as one:
-        engines = Engines(one.channel.address, 1, lambda r, at: r.lora == SQL and at >= 3)
-        wrong, right = [request(f"sql-{i}", lora=SQL) for i in range(4)], [request(f"other-{i}") for i in range(4)]
+        engines = Engines(one.channel.address, 1, lambda r, at: r.record(LoRARequest) == SQL and at >= 3)
+        wrong, right = [request(f"sql-{i}").asking(SQL) for i in range(4)], [request(f"other-{i}") for i in range(4)]
         found = await asyncio.gather(*(heard(one, engines, r) for r in [*wrong, *right]))
         assert all(isinstance(error, PoisonRequest) and "read adapter 'sql'" in str(error) for error in found[:4])
         assert [tokens(outcome) for outcome in found[4:]] == [[d.token_ids[0] for d in answer(r)] for r in right]
@@ -224,10 +223,10 @@ def test_what_is_refused_is_tried_again_after_a_while():
 
 def test_one_engine_that_tells_many_requests_of_its_end_counts_once():
     memory, doing = Poison(), [ended_key("a"), read_key("d1")]
-    named = suspected(request("r", lora=SQL), "r", doing, began=False)
+    named = suspected(request("r").asking(SQL), "r", doing, began=False)
     assert named is not None
     assert [memory.blame(named, doing, False, 0.0) for _ in range(3)] == [None] * 3
-    assert memory.suspects(request("new", lora=SQL), 1.0) and not memory.suspects(request("new"), 1.0)
+    assert memory.suspects(request("new").asking(SQL), 1.0) and not memory.suspects(request("new"), 1.0)
     two = [ended_key("b"), read_key("d1"), read_key("d2")]
     assert memory.blame(named, two, False, 1.0) is None, "it may have been the other adapter"
     assert memory.blame(named, two, True, 1.0) is not None
@@ -239,9 +238,9 @@ def test_one_engine_that_tells_many_requests_of_its_end_counts_once():
         ({}, [], None),
         ({}, [compute_key("r")], None),
         ({}, [compute_key("r.1")], "computed this request"),
-        ({"lora": SQL}, [read_key("d1")], "read adapter 'sql'"),
-        ({"lora": SQL}, [read_key("d2")], None),
-        ({"lora": SQL}, [compute_key("r.1")], "computed this request"),
+        ({"needs": {SQL.part: SQL}}, [read_key("d1")], "read adapter 'sql'"),
+        ({"needs": {SQL.part: SQL}}, [read_key("d2")], None),
+        ({"needs": {SQL.part: SQL}}, [compute_key("r.1")], "computed this request"),
         ({"params": SamplingParams(structured_outputs=FORM)}, [compile_key("regex", "[ab]")], "compiled its grammar"),
         ({"params": SamplingParams(structured_outputs=FORM)}, [compile_key("regex", "[abc]")], None),
     ],
@@ -259,8 +258,8 @@ def test_a_request_is_suspected_for_what_the_engine_did_with_it(fields, doing, w
         ({"params": SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, seed=7)}, True),
         ({"prompt": [1]}, False),
         ({"params": SamplingParams(temperature=0.5)}, False),
-        ({"lora": SQL}, False),
-        ({"parts": encoded(Prediction([4]))}, False),
+        ({"needs": {SQL.part: SQL}}, False),
+        ({"hints": {Prediction.part: Prediction([4])}}, False),
     ],
 )
 def test_it_is_remembered_by_what_decides_what_is_computed(fields, same):

@@ -102,7 +102,7 @@ async def test_texts_whose_engine_is_lost_are_computed_again_as_a_whole(folder, 
         lost = {f"{request.request_id}.1": request for request in first}
         assert len(later) >= len(TEXTS) - 2, "two may have been answered before"
         for (again,) in later:
-            assert (again.prompt, again.pooling) == (lost[again.request_id].prompt, lost[again.request_id].pooling)
+            assert (again.prompt, again.needs) == (lost[again.request_id].prompt, lost[again.request_id].needs)
         replays = (await api.scrape()).sum("manta_request_replays_total", reason="engine_unavailable")
         assert replays == len(later)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.wire.pooling_params import SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, FakeApi, fake_api, tokenizer, until
 from tests.scenarios import run
 
@@ -110,7 +110,7 @@ async def test_scores_of_an_embedding_model_are_cosines_of_the_query_with_its_pr
         assert sorted(request.prompt for request in api.engine.added) == sorted(ids)
         query, document = (np.array([i[0], i[-1], len(i), sum(i)], "<f4") for i in ids)
         assert answer["data"][0]["score"] == float(query @ document)  # the engine would have scaled them
-        assert all(request.pooling.use_activation for request in api.engine.added)
+        assert all(request.record(PoolingParams).use_activation for request in api.engine.added)
         assert answer["usage"]["total_tokens"] == len(ids[0]) + len(ids[1])
 
 

@@ -17,7 +17,8 @@ from engine.errors import EngineUnavailable, Overloaded
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.messages import EngineStatus
 from engine.wire.parts.holds import HeldPrompt, HoldMark, PromptHold
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.test_departure import replica
 from tests.deployments.replicas.test_engine_replica import is_healthy, replica_with_engine

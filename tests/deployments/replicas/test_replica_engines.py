@@ -14,11 +14,10 @@ from deployments.replicas import engine_control, replica_engines
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
 from engine.errors import EngineLost, EngineUnavailable, Overloaded
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import EngineStatus
 from engine.wire.part_record import encoded
 from engine.wire.parts.experts import SharedSteps
-from engine.wire.parts.lora import AdapterLoaded
+from engine.wire.parts.lora import AdapterLoaded, LoRARequest
 from engine.wire.token_delta import ErrorInfo
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats

@@ -12,7 +12,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, Req
 from deployments.replicas.serve_pool import ServeRemotePool, _answer
 from deployments.routing.routing_context import RoutingContext
 from engine.errors import EngineLost, EngineUnavailable, InvalidParameter, Overloaded, ServingError
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -114,8 +114,8 @@ def test_a_prefill_request_is_routed_by_the_images_of_its_prompt():
         images = [MultiModalFeatureSpec(data={}, mm_hash=h, mm_position=place, num_embeds=4) for h in hashes]
         return RemoteRequest(
             handoff_id=name, request_id=name, attempt=1, token_ids=[1] * 8, num_prompt=8, params=SamplingParams(),
-            seed=1, cache_salt="", skip=0, fingerprint="", decode=Peer("decode", "", 1), mm_features=images,
-        )  # fmt: skip
+            seed=1, cache_salt="", skip=0, fingerprint="", decode=Peer("decode", "", 1),
+        ).asking(PromptImages.of(images))  # fmt: skip
 
     async def scenario() -> None:
         for remote_request in (request("text"), request("one", b"one"), request("two", b"two")):

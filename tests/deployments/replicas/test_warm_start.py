@@ -16,8 +16,8 @@ from deployments.replicas.warm_start import choose, warm_start
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, EngineStatus
-from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import HotPrefix, HotPrefixes, KVHolder
+from engine.wire.remote_request import Peer
 from tests.engine_stats import engine_stats
 
 A, B = (Peer(name, f"tcp://{name}", 1) for name in "ab")

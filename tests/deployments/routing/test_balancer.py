@@ -14,8 +14,9 @@ from deployments.routing.balancer import BROKEN_S, Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.messages import EngineUpdate
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.stats.engine_stats import EngineLoad
 from tests.deployments.routing.pools import BLOCK, PoolEngine, block_hashes, prompt
 

@@ -23,7 +23,8 @@ from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.distributed.cluster_key import ClusterKey
 from engine.wire.messages import Command, EngineUpdate, Subscribe, kinds_of
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.remote_request import Peer
 from engine.wire.stats.engine_stats import EngineLoad
 from tests.deployments.fake_api import until
 from tests.deployments.routing.pools import BLOCK, prompt

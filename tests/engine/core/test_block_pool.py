@@ -5,8 +5,8 @@ from engine.serving.hash_changes import HashChanges
 from engine.wire.block_hash import block_hash, root_hash
 
 
-def chain(*blocks: list[int], keys: tuple[str, ...] = ("",)) -> list[bytes]:
-    hashes = [root_hash(keys)]
+def chain(*blocks: list[int], salt: str = "", extra_keys: tuple[str, ...] = ()) -> list[bytes]:
+    hashes = [root_hash(salt, extra_keys)]
     for tokens in blocks:
         hashes.append(block_hash(hashes[-1], tokens))
     return hashes[1:]
@@ -51,8 +51,8 @@ def test_released_blocks_with_a_name_can_be_matched_again():
 
 def test_a_block_is_named_by_all_tokens_before_it():
     assert chain([1, 2], [3, 4])[1] != chain([2, 1], [3, 4])[1]
-    assert chain([1, 2])[0] != chain([1, 2], keys=("tenant",))[0]
-    assert chain([1, 2], keys=("ab", "c"))[0] != chain([1, 2], keys=("a", "bc"))[0]
+    assert chain([1, 2])[0] != chain([1, 2], salt="tenant")[0]
+    assert chain([1, 2], salt="ab", extra_keys=("c",))[0] != chain([1, 2], salt="a", extra_keys=("bc",))[0]
 
 
 def test_eviction_eats_a_chain_from_its_tail():

@@ -11,7 +11,6 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.part_record import encoded
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
@@ -25,7 +24,7 @@ BLOCKS = {"llama": 128, "gemma3": 128, "qwen3_next": 1024, "deepseek_v3": 128}
 
 def answer(core: EngineCore, name: str, prompt: list[int], hold: list[HoldMark] | None = None) -> list[TokenDelta]:
     asked = PromptHold(marks=hold) if hold else None
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice", parts=encoded(asked)))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=PARAMS, client="alice").asking(asked))
     deltas = list(deltas_of(core, errors=True))
     return deltas
 

@@ -12,8 +12,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.images.rank.images import Images
-from engine.wire.multimodal import PlaceholderRange
-from engine.wire.parts.images import ImageStats
+from engine.wire.parts.images import ImageStats, PlaceholderRange, PromptImages
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.vision_models import IMAGE, Prompt, make_vision_model
@@ -47,8 +46,7 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
             skip=0,
             fingerprint=core.scheduler.parts[Handoffs].requests.fingerprint,
             decode=Peer("decode", core.mail[HandoffCourier].channel.peer.address, 1),
-            mm_features=[image],
-        )
+        ).asking(PromptImages([image]))
         assert core.mail[HandoffCourier].prefill(core, request)
         blocks = []
         for _ in range(20):

@@ -26,8 +26,7 @@ from engine.parts.images.rank.images import Images
 from engine.parts.kept import images_of
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import PlaceholderRange, TensorData
-from engine.wire.parts.images import ImageStats, places_of
+from engine.wire.parts.images import ImageStats, PlaceholderRange, PromptImages, TensorData, places_of
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
@@ -71,7 +70,11 @@ def run(core: EngineCore, *prompts: Prompt) -> list[list[int]]:
     outputs: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         outputs[f"{i}"] = []
-        core.add(GenerateRequest(request_id=f"{i}", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
+        core.add(
+            GenerateRequest(request_id=f"{i}", prompt=prompt.tokens, params=GREEDY).asking(
+                PromptImages.of(prompt.images)
+            )
+        )
     for delta in deltas_of(core):
         outputs[delta.request_id] += delta.token_ids
     return list(outputs.values())
@@ -98,7 +101,9 @@ def test_answers_about_images_are_those_of_transformers(folder, name):
 def test_logits_behind_an_image_are_those_of_transformers(folder, name):
     core, prompt = engine(folder(name)), Prompt(name).text(5, 6).image(1).text(7)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
-    core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=params))
+    core.add(
+        GenerateRequest(request_id="r", prompt=prompt.tokens, params=params).asking(PromptImages.of(prompt.images))
+    )
     (found,) = [event.delta.logprobs for event in core.step() if event.delta.token_ids]
     expected = expected_logprobs(folder(name), prompt)
     assert found is not None
@@ -142,7 +147,7 @@ def test_an_image_too_large_for_one_step_is_refused_where_it_has_to_be_in_one(fo
     place = PlaceholderRange(prompt.images[0].mm_position.offset, 10)
     images = [msgspec.structs.replace(prompt.images[0], mm_position=place, num_embeds=10)]
     with pytest.raises(InvalidParameter, match=r"mm_features\[0\].mm_position.length must be at most 9"):
-        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=images))
+        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens).asking(PromptImages.of(images)))
     core.close()
 
 
@@ -168,7 +173,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core = engine(folder("mistral3"), enable_prefix_caching=False)
     asked = [Prompt("mistral3").text(5 + i).image(1).text(8) for i in range(10)]
     for i, prompt in enumerate(asked):
-        core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens, mm_features=prompt.images))
+        core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens).asking(PromptImages.of(prompt.images)))
     live = core.scheduler.queue.live.values()
     assert len({id(images_of(request)[0].data["pixel_values"]) for request in live}) == 1, "pixels are kept ten times"
     assert load_of(core.scheduler).queued_embeds == asked[0].images[0].num_embeds
@@ -237,7 +242,7 @@ def test_on_a_gpu_the_host_does_not_wait_for_images(folder, name, monkeypatch):
         monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())
     wanted = prompts(name)
     requests = [
-        GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+        GenerateRequest(request_id=str(i), prompt=prompt.tokens, params=GREEDY).asking(PromptImages.of(prompt.images))
         for i, prompt in enumerate(wanted)
     ]
     found = generate(folder(name), requests, TapedDevice(), max_num_batched_tokens=32)
@@ -252,7 +257,9 @@ def test_a_host_read_in_a_tower_is_found(folder, monkeypatch):
     forward = vision.TowerLinear.forward
     monkeypatch.setattr(vision.TowerLinear, "forward", lambda layer, x: forward(layer, x[: len(x.amax(-1).tolist())]))
     prompt = Prompt("qwen3_vl").text(5, 6).image(1).text(7)
-    request = GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+    request = GenerateRequest(request_id="r", prompt=prompt.tokens, params=GREEDY).asking(
+        PromptImages.of(prompt.images)
+    )
     with pytest.raises(HostWaits, match="tolist"):
         generate(folder("qwen3_vl"), [request], TapedDevice(), max_num_batched_tokens=32)
 
@@ -291,7 +298,9 @@ def test_a_gpu_encodes_the_images_of_a_step_by_one_call_where_the_tower_can(fold
         vision.VisionEncoder, "forward", lambda tower, *images: (calls.append(len(images)), encode(tower, *images))[1]
     )
     prompt = Prompt(name).text(5).image(1).text(6).image(2).text(7).image(3).text(8)
-    request = GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY)
+    request = GenerateRequest(request_id="r", prompt=prompt.tokens, params=GREEDY).asking(
+        PromptImages.of(prompt.images)
+    )
     sizes = {"max_num_batched_tokens": 64, "max_model_len": 128, "enforce_eager": True}
     found = {}
     for device in (TapedDevice(), None):
@@ -330,7 +339,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_request_only(folder):
     good, bad = (Prompt("qwen2_5_vl").text(5, 6).image(seed).text(7) for seed in (1, 2))
     grid = TensorData.of(np.array([[1, 7, 5]]))
     bad.images[0] = msgspec.structs.replace(bad.images[0], data={**bad.images[0].data, "image_grid_thw": grid})
-    core.add(GenerateRequest(request_id="bad", prompt=bad.tokens, mm_features=bad.images, params=GREEDY))
+    core.add(GenerateRequest(request_id="bad", prompt=bad.tokens, params=GREEDY).asking(PromptImages.of(bad.images)))
     (event,) = [event for _ in range(2) for event in core.step()]
     assert event.delta.error is not None and "not finite" in event.delta.error.message
     assert run(core, good) == [expected_tokens(folder("qwen2_5_vl"), good, MAX_TOKENS)]
@@ -341,7 +350,7 @@ def test_a_text_model_refuses_images(tmp_path):
     core = engine(make_model(tmp_path, "llama"))
     prompt = Prompt("mistral3").image(1)
     with pytest.raises(InvalidParameter, match="mm_features must be left out: this model reads text only"):
-        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images))
+        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens).asking(PromptImages.of(prompt.images)))
     core.close()
 
 
@@ -351,7 +360,7 @@ def test_a_multimodal_model_can_be_served_as_a_text_model(folder):
     assert vision_encoder(core.ranks.runner.model) is None
     assert run(core, text) == [expected_tokens(folder("gemma3"), text, MAX_TOKENS)]
     with pytest.raises(InvalidParameter, match="this model reads text only"):
-        core.add(GenerateRequest(request_id="r", prompt=picture.tokens, mm_features=picture.images))
+        core.add(GenerateRequest(request_id="r", prompt=picture.tokens).asking(PromptImages.of(picture.images)))
     core.close()
 
 

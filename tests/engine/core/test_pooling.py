@@ -17,12 +17,12 @@ from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
 from engine.parts.pooling.pooling import Pooling
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenDelta
 from tests.deltas import deltas_of
-from tests.fake_runner import Harness
+from tests.fake_runner import ALL_TASKS, Harness
 from tests.models import make_model
 
 PROMPTS = {name: [(7 * i + 3 * j) % 90 + 3 for j in range(5 + 4 * i)] for i, name in enumerate("abcdef")}
@@ -61,7 +61,7 @@ class Outputs:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         pooling = POOLING.get(name)
         self.core.add(
-            GenerateRequest(request_id=name, prompt=PROMPTS[name], params=params, pooling=pooling, cache_salt=self.salt)
+            GenerateRequest(request_id=name, prompt=PROMPTS[name], params=params, cache_salt=self.salt).asking(pooling)
         )
         self.tokens[name] = []
 
@@ -136,7 +136,7 @@ def test_sampling_parameters_of_a_pooled_request_have_no_effect_not_even_a_form(
     core = build_engine(EngineConfig(model=str(model), num_gpu_blocks_override=40, num_threads=1))
     form = StructuredOutputsParams(regex="a{3}")
     for name, params in (("plain", SamplingParams()), ("form", SamplingParams(structured_outputs=form, logprobs=1))):
-        core.add(GenerateRequest(request_id=name, prompt=PROMPTS["e"], params=params, pooling=PoolingParams()))
+        core.add(GenerateRequest(request_id=name, prompt=PROMPTS["e"], params=params).asking(PoolingParams()))
     vectors = [delta.pooled for delta in deltas_of(core)]
     core.close()
     assert len(vectors) == 2 and vectors[0] == vectors[1] != b""
@@ -144,9 +144,9 @@ def test_sampling_parameters_of_a_pooled_request_have_no_effect_not_even_a_form(
 
 def test_a_prompt_that_is_pooled_may_fill_the_context(core):
     longest = core.max_model_len
-    core.check(GenerateRequest(request_id="a", prompt=[5] * longest, pooling=PoolingParams()))
+    core.check(GenerateRequest(request_id="a", prompt=[5] * longest).asking(PoolingParams()))
     with pytest.raises(PromptTooLong, match=f"> {longest} "):
-        core.check(GenerateRequest(request_id="a", prompt=[5] * (longest + 1), pooling=PoolingParams()))
+        core.check(GenerateRequest(request_id="a", prompt=[5] * (longest + 1)).asking(PoolingParams()))
     with pytest.raises(PromptTooLong, match=f"> {longest - 1} .*the answer needs at least one"):
         core.check(GenerateRequest(request_id="a", prompt=[5] * longest))
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_pooled_may_fill_the_context(core):
 def test_a_score_of_a_generative_model_needs_two_tokens_of_its_vocabulary(core, ids):
     params = PoolingParams(task="score", score_token_ids=ids)
     with pytest.raises(InvalidParameter, match="score_token_ids must be two token ids below 97"):
-        core.add(GenerateRequest(request_id="a", prompt=[5], pooling=params))
+        core.add(GenerateRequest(request_id="a", prompt=[5]).asking(params))
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
     limits = ModelLimits(32, 50, chunked_prefill=False)
     kv_cache = KVCacheManager([SingleTypeKVCacheManager(BlockPool(64, 4, False))])
-    scheduler = Scheduler(config, kv_cache, limits=limits)
+    scheduler = Scheduler(config, kv_cache, limits=limits, parts=[Pooling(ALL_TASKS)])
     for i, length in enumerate((20, 12, 1, 32, 31)):
-        scheduler.apply(Added(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams())), 0.0)
+        scheduler.apply(Added(GenerateRequest(request_id=str(i), prompt=[1] * length).asking(PoolingParams())), 0.0)
     counts = []
     while (plan := scheduler.schedule(0.0)) is not None:
         counts.append(plan.counts)

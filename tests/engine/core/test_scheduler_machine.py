@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.options.speculation import SpeculativeConfig
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples

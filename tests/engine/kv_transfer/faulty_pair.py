@@ -13,9 +13,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
 from engine.wire.messages import Add, Command, EngineStatus, EngineUpdate, Notice, Subscribe, kinds_of
-from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -25,7 +23,9 @@ from engine.wire.parts.handoffs import (
     PrefillReplicas,
     RemoteRequestFailed,
 )
-from engine.wire.remote_request import KVHolder, Peer
+from engine.wire.parts.kv_fetching import KVHolder
+from engine.wire.parts.lora import LoRARequest
+from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
 from tests.engine.kv_transfer.engine_process import EngineProcess
@@ -175,7 +175,7 @@ class FaultyPair:
         **params: Any,
     ) -> Asked:
         settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
-        request = GenerateRequest(request_id=name, prompt=prompt, params=settings, parts=encoded(holder), lora=lora)
+        request = GenerateRequest(request_id=name, prompt=prompt, params=settings).asking(lora, holder)
         self.asked[name] = Asked(request, to)
         self.is_settled = False
         self._send(self.asked[name])

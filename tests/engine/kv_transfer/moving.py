@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core.output import Event
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
+from engine.wire.part_record import PartRecord
 from engine.wire.parts.handoffs import MoveRequests
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.token_delta import TokenDelta, TokenLogprob
@@ -18,7 +19,7 @@ from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine_sockets import Ingress
 from tests.rank_pool import TIMEOUT_S, RankPool
 
-KEPT = ("lora", "parts", "cache_salt", "timeout_s", "mm_features")  # fields of a request, wherever it goes on
+KEPT = ("needs", "hints", "cache_salt", "timeout_s")  # fields of a request, wherever it goes on
 
 
 @dataclass
@@ -87,12 +88,12 @@ class Movers(Pair):
             gate.open()
         super().__exit__(*ending)
 
-    def start(self, name: str, prompt: list[int], **options: Any) -> Stream:
+    def start(self, name: str, prompt: list[int], *records: PartRecord, **options: Any) -> Stream:
         fields = {key: options.pop(key) for key in KEPT if key in options}
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **options})
         request = GenerateRequest(
             request_id=name, prompt=prompt, params=params, reply_to=self.ingresses[0].address, **fields
-        )
+        ).asking(*records)
         self.streams[name] = Stream(request)
         self.gates[0].close()
         self.ingresses[0].send(Add(request))
@@ -142,8 +143,7 @@ class Movers(Pair):
                 prompt=[*request.prompt, *stream.tokens],
                 num_prompt=len(request.prompt),
                 params=SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": seed}),
-                kv_source=last.kv_source if keep_source else None,
                 reply_to=self.ingresses[where].address,
                 **fields,
-            )
+            ).asking(last.kv_source if keep_source else None)
             self.ingresses[where].send(Add(again))

@@ -14,11 +14,9 @@ from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, Notice
-from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, ListHotPrefixes
+from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, KVHolder, ListHotPrefixes
 from engine.wire.parts.kv_offload import KVOffloadStats
-from engine.wire.remote_request import KVHolder
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair
@@ -74,7 +72,7 @@ class Caches(Pair):
         self.requests.append(request)
         self._ingresses[engine].send(
             Add(GenerateRequest(request_id=name, prompt=tokens, params=params, **more,
-                parts=encoded(peer and KVHolder(peer, held)), reply_to=self._ingresses[engine].address))
+                reply_to=self._ingresses[engine].address).asking(peer and KVHolder(peer, held)))
         )  # fmt: skip
         return name
 

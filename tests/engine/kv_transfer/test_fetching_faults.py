@@ -12,8 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
 from engine.wire.messages import Abort, ResetPrefixCache
-from engine.wire.parts.kv_fetching import FetchStats
-from engine.wire.remote_request import KVHolder
+from engine.wire.parts.kv_fetching import FetchStats, KVHolder
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair
 from tests.engine.kv_transfer.test_faults import BLOCK, BLOCK_BYTES, LEASE_S, alone, live, prompt
 

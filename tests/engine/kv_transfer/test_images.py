@@ -11,6 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.wire.parts.images import PromptImages
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import with_slow
 from tests.vision_models import MODELS, RECURRENT, WHOLE_IMAGES, Prompt, expected_tokens, make_vision_model
@@ -30,8 +31,8 @@ class VisionPair:
         return Prompt(self.name)
 
     def add(self, request_id: str, prompt: Prompt, **options: Any) -> None:
-        options = {"ignore_eos": False, "max_tokens": MAX_TOKENS, "mm_features": prompt.images, **options}
-        self.pair.ingress.add(request_id, prompt.tokens, **options)
+        options = {"ignore_eos": False, "max_tokens": MAX_TOKENS, **options}
+        self.pair.ingress.add(request_id, prompt.tokens, PromptImages.of(prompt.images), **options)
 
     def expected(self, prompt: Prompt) -> list[int]:
         return expected_tokens(self.folder, prompt, MAX_TOKENS)

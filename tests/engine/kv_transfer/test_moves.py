@@ -19,8 +19,8 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.speculation.speculator import Speculator
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
-from engine.wire.part_record import encoded
+from engine.wire.parts.images import PromptImages
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenLogprob
@@ -137,7 +137,7 @@ def test_nothing_but_the_engine_changes(ranks, monkeypatch, dtype):
         movers.start("grammar", prompt(30), max_tokens=None, structured_outputs=grammar, **RANDOM)
         movers.start("drafts", repeated, max_tokens=150, cache_salt="salt")
         movers.start("random drafts", repeated, max_tokens=150, **RANDOM)
-        movers.start("expected", prompt(10), max_tokens=150, parts=encoded(Prediction([5, 6, 7, 8] * 40)))
+        movers.start("expected", prompt(10), Prediction([5, 6, 7, 8] * 40), max_tokens=150)
         movers.start("no seed", prompt(12), max_tokens=150, temperature=1.0)
         movers.start("log-probabilities", prompt(14), max_tokens=150, logprobs=4, frequency_penalty=0.5)
         movers.start("bounds", prompt(33), max_tokens=150, min_tokens=140, ignore_eos=False, temperature=1.0, seed=1)
@@ -170,8 +170,8 @@ def test_a_request_keeps_its_adapter(ranks, dtype):
     config = make_config("pocket", enable_lora=True, dtype=dtype)
     pirate = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
     with Movers(config, config, ranks) as movers:
-        movers.start("with", prompt(40), max_tokens=NUM_TOKENS, lora=pirate)
-        movers.start("random", prompt(40), max_tokens=NUM_TOKENS, lora=pirate, **RANDOM)
+        movers.start("with", prompt(40), pirate, max_tokens=NUM_TOKENS)
+        movers.start("random", prompt(40), pirate, max_tokens=NUM_TOKENS, **RANDOM)
         movers.start("without", prompt(40), max_tokens=NUM_TOKENS)
         movers.leave(0)
         movers.arrive(1)
@@ -190,8 +190,8 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
         movers.start(
             "with",
             prompt(40),
+            LoRARequest("pirate", 0, str(gone), open_adapter(gone).digest),
             max_tokens=NUM_TOKENS,
-            lora=LoRARequest("pirate", 0, str(gone), open_adapter(gone).digest),
         )
         movers.leave(0)
         gone.unlink()
@@ -211,7 +211,7 @@ def test_a_request_keeps_its_images_which_are_not_encoded_again(ranks, tmp_path,
     with Movers(config, config, ranks) as movers:
         for seed, sampled in enumerate(({}, RANDOM)):  # in turn: bits of heads of 12 depend on the batch
             asked = Prompt(name).text(5, 6).image(11 + seed).text(7, 8, 9, *range(3, 70))
-            movers.start(f"image {seed}", asked.tokens, max_tokens=NUM_TOKENS, mm_features=asked.images, **sampled)
+            movers.start(f"image {seed}", asked.tokens, PromptImages(asked.images), max_tokens=NUM_TOKENS, **sampled)
             movers.leave(0)
             movers.arrive(1)
             movers.listen(1, movers.ended)

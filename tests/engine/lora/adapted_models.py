@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from tests.engine.lora.peft_adapters import Reference, load, make_adapter
 from tests.models import FAMILIES, HYBRIDS, make_model
 from tests.transformers_models import make_transformers_model

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine.lora.adapter_files import open_adapter
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 
 ATTENTION = r".*\.layers\.\d+\.self_attn\.(q|k|v|o|qkv|q_a|q_b|kv_a|kv_b)_proj(_with_mqa)?"
 

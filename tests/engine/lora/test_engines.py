@@ -21,7 +21,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.lora.adapter_courier import AdapterCourier
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -74,7 +74,7 @@ def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | Non
     settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, **params}
     answers = Answers()
     for name, (tokens, lora) in requests.items():
-        core.add(GenerateRequest(request_id=name, prompt=tokens, lora=lora, params=SamplingParams(**settings)))
+        core.add(GenerateRequest(request_id=name, prompt=tokens, params=SamplingParams(**settings)).asking(lora))
     for delta in deltas_of(core, errors=True):
         answers.add(delta)
     return answers
@@ -210,7 +210,7 @@ def test_an_engine_without_adapters_refuses_them(adapted, opened):
     one = model.adapters[0]
     opened.append(core := build_engine(config(model.folder, enable_lora=False)))
     with pytest.raises(AdapterError, match="this engine has no adapters"):
-        core.add(GenerateRequest(request_id="x", prompt=[3, 4], lora=one))
+        core.add(GenerateRequest(request_id="x", prompt=[3, 4]).asking(one))
 
 
 @pytest.fixture(scope="module")

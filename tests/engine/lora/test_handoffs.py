@@ -14,7 +14,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.lora import LoRARequest
+from engine.wire.parts.lora import LoRARequest
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.engine.kv_transfer.faulty_pair import FaultyPair
@@ -38,7 +38,7 @@ def alone() -> dict[str, list[int]]:
     core, answers = build_engine(make_config(None)), {"with": [], "without": []}
     for name, lora in (("with", LORA), ("without", None)):
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        core.add(GenerateRequest(request_id=name, prompt=PROMPT, params=params, lora=lora))
+        core.add(GenerateRequest(request_id=name, prompt=PROMPT, params=params).asking(lora))
     for delta in deltas_of(core, errors=True):
         answers[delta.request_id] += delta.token_ids
     core.close()
@@ -52,10 +52,10 @@ def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_blo
     with Pair(*configs, (RankPool(), RankPool())) as pair:
         for name, lora in (("with", LORA), ("without", None), ("with", LORA)):
             turn = f"{name} {len(pair.remote_requests)}"
-            pair.ingress.add(turn, PROMPT, lora=lora)
+            pair.ingress.add(turn, PROMPT, lora)
             assert pair.ingress.tokens(turn) == alone[name]
         pair.settle()
-        assert [request.lora for request in pair.remote_requests] == [LORA, None, LORA]
+        assert [request.record(LoRARequest) for request in pair.remote_requests] == [LORA, None, LORA]
         assert [request.skip for request in pair.remote_requests] == [0, 0, 48], "each finds only its own blocks"
         assert pair.prefill.scheduler.parts[AdapterSlots].digests == [LORA.digest]
 
@@ -64,7 +64,7 @@ def test_what_the_other_engine_cannot_read_is_computed_here_or_refused_and_nothi
     monkeypatch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.05)
     prefill = replace(make_config("prefill"), enable_lora=False)
     with Pair(make_config("decode"), prefill, (RankPool(), RankPool())) as pair:
-        pair.ingress.add("with", PROMPT, lora=LORA)
+        pair.ingress.add("with", PROMPT, LORA)
         assert pair.ingress.tokens("with") == alone["with"]
         pair.settle()
 

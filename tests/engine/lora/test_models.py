@@ -24,6 +24,7 @@ from engine.model.checkpoint.resolve import resolve
 from engine.model.fixed_order import in_fixed_order
 from engine.model.low_rank import row_table
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import PromptImages
 from tests.batches import ByHand, load_by_hand
 from tests.deltas import deltas_of
 from tests.engine.core.test_images import GREEDY, engine, prompts
@@ -230,8 +231,8 @@ def test_answers_about_images_are_those_of_the_merged_model(name, tmp_path):
     for i, prompt in enumerate(wanted):
         for own, adapter in ((f"{i}", None), (f"{i} lora", lora)):
             outputs[own] = []
-            request = {"prompt": prompt.tokens, "mm_features": prompt.images, "params": GREEDY, "lora": adapter}
-            core.add(GenerateRequest(request_id=own, **request))
+            request = {"prompt": prompt.tokens, "params": GREEDY}
+            core.add(GenerateRequest(request_id=own, **request).asking(PromptImages.of(prompt.images), adapter))
     for delta in deltas_of(core):
         outputs[delta.request_id] += delta.token_ids
     core.close()

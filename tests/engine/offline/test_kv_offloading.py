@@ -30,7 +30,6 @@ from engine.serving.kv_events import KVEventPublisher
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Subscribe
-from engine.wire.part_record import encoded
 from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
@@ -232,7 +231,7 @@ def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
     """Ask for a hold of a prompt, and return for how many tokens it is granted."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     hold = PromptHold(name=name, marks=[HoldMark(len(prompt), 600.0)])
-    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice", parts=encoded(hold)))
+    core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, client="alice").asking(hold))
     outcomes = []
     while core.has_work:
         outcomes += [outcome for event in core.step() for outcome in event.delta.records(HoldOutcome)]

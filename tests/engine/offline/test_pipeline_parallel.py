@@ -25,6 +25,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.images import PromptImages
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.parts.stages import StageReport
 from engine.wire.sampling_params import SamplingParams
@@ -197,7 +198,9 @@ def see(core: EngineCore, name: str) -> dict[str, list[Any]]:
         prompt = Prompt(name).text(5, 6 + i).image(11 + i).text(7, 8)
         prompt = prompt.image(21).text(*range(30, 50)).image(31 + i).text(9)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-        request = GenerateRequest(request_id=str(i), prompt=prompt.tokens, mm_features=prompt.images, params=params)
+        request = GenerateRequest(request_id=str(i), prompt=prompt.tokens, params=params).asking(
+            PromptImages.of(prompt.images)
+        )
         core.add(request)
         found[str(i)] = []
     for delta in deltas_of(core):

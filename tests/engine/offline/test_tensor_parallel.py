@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.pooling_params import PoolingParams
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenLogprob
@@ -219,7 +219,7 @@ def test_two_ranks_pool_like_one(pool, folder_of, variant):
         with pool.engine(make_config(folder_of(variant), size, max_num_batched_tokens=20)) as core:
             for length in (5, 33, 12):
                 prompt = random_prompt(core, length, seed=length)
-                core.add(GenerateRequest(request_id=str(length), prompt=prompt, pooling=PoolingParams()))
+                core.add(GenerateRequest(request_id=str(length), prompt=prompt).asking(PoolingParams()))
             pooled: dict[str, bytes] = {}
             while core.has_work:
                 pooled |= {event.delta.request_id: event.delta.pooled for event in core.step()}

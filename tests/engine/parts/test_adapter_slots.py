@@ -10,8 +10,7 @@ from engine.errors import AdapterError, RequestError
 from engine.parts.kept import lora_of
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead
-from engine.wire.lora import LoRARequest
-from engine.wire.parts.lora import SequenceAdapter
+from engine.wire.parts.lora import LoRARequest, SequenceAdapter, digest_of
 from tests.fake_runner import Harness
 
 
@@ -42,7 +41,7 @@ class Adapted(Harness):
             for new in plan.added:
                 request = running[new.slot]
                 adapter = new.record(SequenceAdapter)
-                self.of_sequences[new.slot] = (-1 if adapter is None else adapter.slot, request.prefix.adapter)
+                self.of_sequences[new.slot] = (-1 if adapter is None else adapter.slot, digest_of(lora_of(request)))
                 self.started.append(request.request_id)
             self.read.append([self.of_sequences[slot] for slot in plan.slots])
             self.check_reads(self.read[-1])

@@ -25,7 +25,6 @@ from engine.wire.messages import (
     Subscribe,
     kinds_of,
 )
-from engine.wire.part_record import encoded
 from engine.wire.parts.handoffs import CancelPrefill, DispatchRemote, Prefill, PrefillReplicas, RemoteRequestFailed
 from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -316,8 +315,7 @@ def test_an_idle_engine_ends_a_hold_when_its_time_is_over(folder, context, contr
         prompt=list(range(3, 23)),
         params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
         reply_to=ingress.address,
-        parts=encoded(PromptHold(marks=[HoldMark(16, 0.3)])),
-    )
+    ).asking(PromptHold(marks=[HoldMark(16, 0.3)]))
     ingress.send(Add(asked))
     ingress.last("a")
     assert [outcome.refusal for delta in ingress.deltas["a"] for outcome in delta.records(HoldOutcome)] == [None]

@@ -23,7 +23,6 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.part_record import encoded
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -162,9 +161,9 @@ class SpeculativeMachine(RuleBasedStateMachine):
             stop = answer[at], answer[at + 1]
         name = f"r{len(self.sent)}"
         prediction = [VOCAB - 1 if i == at else token for i, token in enumerate(answer)] if predicted else []
-        parts = encoded(Prediction(prediction) if prediction else None)
-        params = kind.params(max_tokens)
-        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params, parts=parts))
+        predicted_output = Prediction(prediction) if prediction else None
+        request = GenerateRequest(request_id=name, prompt=prompt, params=kind.params(max_tokens))
+        self.core.add(request.asking(predicted_output))
         self.sent[name] = Sent(prompt, kind, max_tokens, stop, [])
 
     @rule(steps=st.integers(1, 5))

@@ -12,8 +12,7 @@ from engine.model.config import ModelConfig
 from engine.model.models.images.image_input import vision_encoder
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.images import ImageStep
+from engine.wire.parts.images import ImageStep, MultiModalFeatureSpec
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,7 @@ from engine.runner.rank_setup import RankSetup
 from engine.runner.step import DummyStep, Forward
 from engine.runner.step_layout import StepLayout
 from engine.runner.step_memory import StepMemory
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
+from engine.wire.parts.images import NO_IMAGES, ImageStep, MultiModalFeatureSpec, PromptImages
 from engine.wire.plan import NewSequence, StepPlan
 
 if TYPE_CHECKING:  # it needs pyzmq
@@ -52,7 +51,7 @@ class ImageInputs:
     received: list[Tensor]  #: [n] int64 each, blocks of the inbox, of each image in `ImageStep.received`
 
 
-class PromptImages:
+class SequenceImages:
     """The images of one sequence."""
 
     def __init__(self, tokens: list[int], images: list[MultiModalFeatureSpec], cfg: VisionConfig):
@@ -112,7 +111,7 @@ class Images(RankPart):
         self.of_ranks: list[KVWorkerInfo] = []
         """The workers of all ranks that read embeddings into inboxes."""
         self._opened = ExitStack()
-        self._sequences: dict[int, PromptImages] = {}  # by slot
+        self._sequences: dict[int, SequenceImages] = {}  # by slot
         self._shifts = np.zeros(setup.config.max_num_seqs, dtype=np.int64)
 
     def attach(self, model: Model) -> None:
@@ -200,8 +199,8 @@ class Images(RankPart):
     def _add(self, sequence: NewSequence) -> None:
         self._sequences.pop(sequence.slot, None)
         self._shifts[sequence.slot] = 0
-        if (sent := sequence.record(SequenceImages)) is not None:
-            images = self._sequences[sequence.slot] = PromptImages(sequence.tokens, sent.images, self._cfg)
+        if (sent := sequence.record(PromptImages)) is not None:
+            images = self._sequences[sequence.slot] = SequenceImages(sequence.tokens, sent.images, self._cfg)
             self._shifts[sequence.slot] = images.shift
 
     def before(self, step: Forward) -> None:
@@ -248,7 +247,7 @@ def image_plans(image: MultiModalFeatureSpec, token_id: int, setup: RankSetup, m
     if count > min(config.max_num_batched_tokens, config.encoder_cache_size, max_model_len - 1):
         return []
     encodes, forgets = plan([count], [count], SAMPLINGS[0], 0), plan([1], [1], SAMPLINGS[0], 0)
-    prompt = SequenceImages([image])
+    prompt = PromptImages([image])
     encodes.added[0] = NewSequence(0, [token_id] * count, count, SAMPLINGS[0], seed=0, parts={prompt.part: prompt})
     encodes.parts[ImageStep.part] = ImageStep([image], [], [])
     forgets.parts[ImageStep.part] = ImageStep([], [image.mm_hash], [])

@@ -18,8 +18,7 @@ from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.runner.step_layout import StepLayout
-from engine.wire.lora import AdapterAnswer, AdapterLoad
-from engine.wire.parts.lora import SequenceAdapter
+from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, SequenceAdapter
 from engine.wire.plan import StepPlan
 
 

@@ -23,8 +23,8 @@ from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.plan import StepPlan, StepResult
-from engine.wire.pooling_params import PoolingParams
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}
 SMALLEST_NORM = 1e-12

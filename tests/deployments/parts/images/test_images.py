@@ -19,6 +19,7 @@ from deployments.options.images import ImageConfig
 from deployments.parts.images.image_loader import ImageLoader
 from deployments.parts.images.requested_image import RequestedImage
 from engine.multimodal.processor import ProcessedImage
+from engine.wire.parts.images import images_in
 from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.parts.images.image_server import IMAGE, ImageServer, image_server
 from tests.engine.multimodal.images import file_of, picture, processor, tokenizer
@@ -56,11 +57,11 @@ def seen(api: FakeApi) -> tuple[str, list[bytes]]:
     """The prompt of the newest request, each image as one placeholder, and the hashes of its images."""
     request, text = api.engine.added[-1], tokenizer()
     words = [text.token(token_id) for token_id in request.prompt]
-    for feature in reversed(request.mm_features):
+    for feature in reversed(images_in(request)):
         start, length = feature.mm_position.offset, feature.mm_position.length
         assert words[start : start + length] == ["<|image_pad|>"] * feature.num_embeds
         words[start : start + length] = ["IMAGE"]
-    return " ".join(word or "?" for word in words), [feature.mm_hash for feature in request.mm_features]
+    return " ".join(word or "?" for word in words), [feature.mm_hash for feature in images_in(request)]
 
 
 async def test_images_reach_the_engine_in_their_order_by_each_api(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 
 from deployments.parts.images.pixel_memory import PixelMemory
 from engine.multimodal.processor import ProcessedImage
-from engine.wire.multimodal import TensorData
+from engine.wire.parts.images import TensorData
 
 
 def image(size: int) -> ProcessedImage:

@@ -19,8 +19,8 @@ from engine.kernel_trial.steps import memory_of
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.ops.cpu.kernel import Kernel
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.states import StateStep
-from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.cpu_kernels import needs_linear_kernel
 from tests.models import COMMON
@@ -284,7 +284,7 @@ def test_what_a_prompt_in_parts_is_pooled_from_outlasts_its_step(tmp_path):
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     core, embeddings = make_core(tmp_path, "Qwen3", max_num_batched_tokens=4, max_num_seqs=4), []
     for prompt in ([5, 6], [5, *range(20, 31)]):  # the first token, which is pooled, sees none but itself
-        core.add(GenerateRequest(request_id="", prompt=prompt, params=SamplingParams(), pooling=PoolingParams()))
+        core.add(GenerateRequest(request_id="", prompt=prompt, params=SamplingParams()).asking(PoolingParams()))
         while core.has_work:
             embeddings += [event.delta.pooled for event in core.step() if event.delta.finish_reason]
     assert embeddings[0] == embeddings[1]

@@ -6,8 +6,7 @@ from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import InvalidParameter
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from engine.wire.parts.images import NO_IMAGES
+from engine.wire.parts.images import NO_IMAGES, MultiModalFeatureSpec, PlaceholderRange, PromptImages
 from engine.wire.sampling_params import SamplingParams
 
 IMAGE = 9
@@ -19,7 +18,7 @@ def image(name: str, num_embeds: int, offset: int = 0, length: int | None = None
 
 
 def asked(images: list[MultiModalFeatureSpec]) -> GenerateRequest:
-    return GenerateRequest(request_id="", prompt=PROMPT, params=SamplingParams(), mm_features=images)
+    return GenerateRequest(request_id="", prompt=PROMPT, params=SamplingParams()).asking(PromptImages.of(images))
 
 
 def step(manager: EncoderCacheManager, *images: MultiModalFeatureSpec) -> tuple[list[bool], list[str], list[str]]:

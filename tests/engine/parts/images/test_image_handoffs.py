@@ -27,9 +27,15 @@ from engine.parts.images.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.parts.images.inputs import EncodersSet, ImageWentOn
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Failed, FirstToken, OpenHandoff, Received
-from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, PrefillReplica, RemoteRequestFailed
-from engine.wire.parts.images import ImageStats, ReceivedImage
+from engine.wire.parts.images import (
+    ImageStats,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    PromptImages,
+    ReceivedImage,
+    images_in,
+)
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
@@ -71,7 +77,9 @@ def run(core: EngineCore, *prompts: Prompt, dispatch: Callable[[DispatchRemote],
     """Answer the prompts together. dispatch: takes images to an encode engine."""
     outputs: dict[str, list[int]] = {f"{i}": [] for i in range(len(prompts))}
     for name, prompt in zip(outputs, prompts, strict=True):
-        core.add(GenerateRequest(request_id=name, prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
+        core.add(
+            GenerateRequest(request_id=name, prompt=prompt.tokens, params=GREEDY).asking(PromptImages.of(prompt.images))
+        )
     deadline = time.monotonic() + LIMIT_S
     while core.has_work:
         assert time.monotonic() < deadline
@@ -151,7 +159,9 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
     folder = make_vision_model(tmp_path, "mistral3")
     with engines(folder) as (core, encode):
         prompt, load = Prompt("mistral3").text(5, 6).image(1).text(7), partial(load_of, core.scheduler)
-        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
+        core.add(
+            GenerateRequest(request_id="r", prompt=prompt.tokens, params=GREEDY).asking(PromptImages.of(prompt.images))
+        )
         assert load().queued_embeds == prompt.images[0].num_embeds
         core.step()
         assert load().queued_embeds == 0, "it waits in the encode pool"
@@ -242,7 +252,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
     def end(self, data, came):
         handoff_id = data.draw(st.sampled_from(sorted(self.open)))
         opened = self.open.pop(handoff_id)
-        (wanted,) = opened.remote_request.mm_features
+        (wanted,) = images_in(opened.remote_request)
         if came:
             first = FirstToken(0, None, b"", 0, [TimelineEvent(0.0, "x", "a")])
             self.handoffs.handle(Received(handoff_id, first))
@@ -261,7 +271,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
 
     @property
     def awaited(self) -> set[bytes]:
-        return {opened.remote_request.mm_features[0].mm_hash for opened in self.open.values()}
+        return {images_in(opened.remote_request)[0].mm_hash for opened in self.open.values()}
 
     def forward(self) -> list[str]:
         """Take what is asked of the channel and the control actor; return what is cancelled."""

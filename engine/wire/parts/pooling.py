@@ -1,4 +1,4 @@
-"""Parameters of a request for one vector or one number instead of tokens, named after vLLM's PoolingParams."""
+"""Requests for one vector or one number instead of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Task = Literal["generate", "embed", "score"]
 
 
 class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """Pooling parameters of a request. Raises InvalidParameter for a value out of its range."""
+    """Asks for a vector or a score, after vLLM's PoolingParams. The request's `params` then have no effect. Raises
+    InvalidParameter for a value out of its range."""
 
     part: ClassVar[str] = "pooling"
 
@@ -38,6 +39,9 @@ class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
         kept = self.truncate_prompt_tokens
         check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
         check(len(self.score_token_ids) in (0, 2), "score_token_ids", self.score_token_ids, "two token ids, or none")
+
+    def without_text(self) -> PoolingParams:
+        return PoolingParams(task=self.task)
 
 
 class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
