@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
-from engine.model.ops.sampling_plain import mark_non_finite
 from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
@@ -179,7 +178,7 @@ class ModelRunner:
             return inputs.sampled_rows, None
         work = inputs.sampling
         if work.plain:
-            return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
+            return sampling.mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)

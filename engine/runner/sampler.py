@@ -20,7 +20,7 @@ from engine.model.ops.argmax import top_ids
 from engine.model.ops.logits import masks, penalties
 from engine.model.ops.logits.masks import ApplyMasks
 from engine.model.ops.logits.penalties import Penalise
-from engine.model.ops.sampling_plain import RandomRows
+from engine.model.ops.sampling import RandomRows
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
 from engine.wire.sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.ops import sampling, sampling_plain
+from engine.model.ops import sampling
 from engine.model.ops.logits.masks import apply_masks_plain
-from engine.model.ops.sampling_plain import CANDIDATES, RandomRows, draw, draw_filtered, draw_sorted
+from engine.model.ops.sampling import CANDIDATES, RandomRows, draw, draw_filtered, draw_sorted
 from engine.runner.sampler import (
     LogitOps,
     SampledRow,
@@ -332,7 +332,7 @@ def test_drawing_a_few_rows_at_a_time_gives_the_tokens_that_all_at_once_have(mon
     inputs = prepare_sampling(rows, vocab_size, UniformSource())
     drawn = []
     for at_once in (2, 3, 23):
-        monkeypatch.setattr(sampling_plain, "CACHED", at_once * vocab_size)
+        monkeypatch.setattr(sampling, "CACHED", at_once * vocab_size)
         drawn.append(sample(logits, inputs).tolist())
     assert drawn[0] == drawn[1] == drawn[2]
 
