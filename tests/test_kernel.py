@@ -14,15 +14,15 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
-    "top": 808,
-    "wire": 864,
+    "top": 807,
+    "wire": 846,
     "text": 542,
     "distributed": 812,
-    "model": 2_534,
-    "runner": 1_598,
+    "model": 2_467,
+    "runner": 1_319,
     "core": 2_420,
 }
-MAX_FILES = 116
+MAX_FILES = 111
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
@@ -32,8 +32,8 @@ FEATURES = """
 NAMED = {
     "adapter": 22, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "experts": 8,
     "grammar": 4, "handoff": 10, "hold": 5, "holds": 1, "image": 10, "images": 1, "lora": 14, "moe": 1,
-    "multimodal": 2, "pipeline": 4, "pooled": 13, "pooling": 15, "prediction": 1, "stage": 14, "thinking": 33,
-    "tier": 1, "vision": 3,
+    "multimodal": 2, "pipeline": 4, "pooled": 13, "pooling": 15, "prediction": 1, "stage": 14, "tier": 1,
+    "vision": 3,
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+")
 
