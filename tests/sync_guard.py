@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.devices.cuda_device import PinnedCopy
-from engine.model.ops import attention_plain, moe, sampling_plain
+from engine.model.ops import attention, moe, sampling
 from engine.model.ops.latent import attention as latent_plain
 from engine.model.ops.recurrent import causal_conv, linear_attention
 from engine.runner.model_runner import ModelRunner
@@ -34,8 +34,8 @@ COPYING_CALLS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
 STAND_INS = {
     function.__code__
     for function in (
-        attention_plain.write_kv, attention_plain.paged_attention, latent_plain.write_latent,
-        latent_plain.latent_attention, moe.mix_experts_plain, sampling_plain.draw_filtered,
+        attention.write_kv, attention.paged_attention, latent_plain.write_latent,
+        latent_plain.latent_attention, moe.mix_experts_plain, sampling.draw_filtered,
         causal_conv.causal_conv_plain, linear_attention.linear_attention_plain, PinnedCopy.add,
     )
 }  # fmt: skip

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from engine.devices.device import Run
 from engine.distributed.tp_group import ConnectedGroup
 from engine.model.batch import Batch
-from engine.model.ops import attention_plain, moe
+from engine.model.ops import attention, moe
 from engine.model.ops.latent import attention as latent_attention
 from engine.model.ops.recurrent import causal_conv, linear_attention
 from tests.late_device import NOISE, LateDevice
 
 KERNELS = (
-    (attention_plain, "write_kv"), (attention_plain, "paged_attention"), (latent_attention, "write_latent"),
+    (attention, "write_kv"), (attention, "paged_attention"), (latent_attention, "write_latent"),
     (latent_attention, "latent_attention"), (moe, "mix_experts_plain"),
     (causal_conv, "causal_conv_plain"), (linear_attention, "linear_attention_plain"),
     (ConnectedGroup, "all_gather"), (ConnectedGroup, "reduce_scatter"),

@@ -62,7 +62,7 @@ class KernelTrial:
 
     @contextmanager
     def watching(self, runner: Any) -> Iterator[KernelTrial]:
-        """Compare every kernel that a ModelRunner calls in the `with` block: those of its layers, and of sampling."""
+        """Compare every kernel that a ModelRunner calls in the `with` block: those of layers, sampling and parts."""
         replaced: list[tuple[Any, str, Any]] = []
 
         def watch(owner: Any) -> None:
@@ -73,7 +73,7 @@ class KernelTrial:
                     replaced.append((owner, name, value))
                     setattr(owner, name, watched)
 
-        for owner in (runner, *runner.model.modules()):
+        for owner in (runner, *runner.parts.all, *runner.model.modules()):
             watch(owner)
         try:
             yield self

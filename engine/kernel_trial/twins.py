@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.layers.latent_attention import rotate
-from engine.model.ops import attention_plain, moe, sampling_plain
+from engine.model.ops import attention as plain_attention
+from engine.model.ops import moe
+from engine.model.ops import sampling as plain_sampling
 from engine.model.ops.elementwise import activations, norms
 from engine.model.ops.elementwise import gates as gates_ops
 from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, low_rank, sampling
@@ -67,8 +69,8 @@ def twins() -> dict[Op, Op]:
         gpu_norm.gated_rms_norm: norms.gated_rms_norm_plain,
         **{kernel: activations.PLAIN[name] for name, kernel in activation.GATED.items()},
         activation.open_gate: gates_ops.open_gate,
-        attention.rotate_and_write: attention_plain.rotate_and_write,
-        attention.paged_attention: attention_plain.paged_attention,
+        attention.rotate_and_write: plain_attention.rotate_and_write,
+        attention.paged_attention: plain_attention.paged_attention,
         latent_rope.write_latent: latent_plain.write_latent,
         latent_rope.rotate_and_write_latent: rotate_and_write_latent_plain,
         latent_attention.latent_attention: latent_plain.latent_attention,
@@ -86,7 +88,7 @@ def twins() -> dict[Op, Op]:
         low_rank.add: add_plain,
         logits.apply_masks: apply_masks_plain,
         logits.penalise: penalise_plain,
-        sampling.sample_rows: partial(sampling_plain.sample_rows_plain, sampling_plain.draw_rows_plain),
+        sampling.sample_rows: partial(plain_sampling.sample_rows_plain, plain_sampling.draw_rows_plain),
     }
 
 

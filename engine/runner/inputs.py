@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from engine.devices.device import Device, StagedCopy
 from engine.engine_options import EngineOptions
 from engine.model.batch import Batch, KVGroup, chunks_of, split_rows
 from engine.model.config import ModelConfig
-from engine.model.ops import dispatch
 from engine.runner.layer_runner import LayerRunner
-from engine.runner.logits_processors import COUNTERS, LogitsEdits
 from engine.runner.rank_part import NO_PARTS, RankParts
-from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
+from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.runner.step import NewTokens, PromptLogprobRows, StepInputs
 from engine.runner.step_layout import BatchRows, SampledTokens, StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, SampledStep, StepPlan
 
-NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([], None))
+NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([]))
 
 
 class InputBuilder:
@@ -38,7 +34,8 @@ class InputBuilder:
         parts: RankParts = NO_PARTS,
     ):
         """layers: computes the steps."""
-        self._device, self._memory, self._layers, self._prepare = device, memory, layers, parts.prepare
+        self._device, self._memory, self._layers = device, memory, layers
+        self._prepare, self._edits = parts.prepare, parts.edits
         self._needs_batch = any(part.needs_batch for part in parts.all)
         self._block_size, self._max_model_len = memory.kv_caches[0].shape[4], memory.history.shape[1]
         self._vocab_size = model_config.vocab_size
@@ -48,15 +45,11 @@ class InputBuilder:
         self._tables = list(self.block_tables)
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._prompt_logprobs: set[int] = set()  # slots of sequences whose prompt logprobs are requested
-        self._eos = model_config.eos_token_ids
-        self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
         #: Slots and inputs of the last step that sampled at random, until a sequence is added. The next step mostly
         #: needs only new random numbers.
         self._sampled = NOTHING_SAMPLED
-        own_kernel = dispatch.gpu_kernels(torch.float32, device.torch_device)  # which needs no counters of tokens
-        self._counters = sys.maxsize if own_kernel else COUNTERS
 
     def build(self, plan: StepPlan, sampled: Sequence[SampledStep] = ()) -> StepInputs:
         """Return the inputs of a step. sampled: tokens of earlier steps that another rank has sampled."""
@@ -89,7 +82,8 @@ class InputBuilder:
             entries=drawn.entries,
             sampled_rows=staged.add(drawn.rows),
             written=staged.add(drawn.slots * self._max_model_len + np.minimum(drawn.positions, last)),
-            sampling=self._sampling(plan, drawn.slots, drawn.entries, drawn.positions, staged),
+            edits=[edit for edits in self._edits if (edit := edits(plan, drawn, staged)) is not None],
+            sampling=self._sampling(drawn, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, layout.query_start, staged),
             sampled=sampled,
             of=of,
@@ -124,41 +118,26 @@ class InputBuilder:
         )
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
-        params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
-        self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
+        params, self._sequences[sequence.slot] = sequence.params, sequence
         self._sampled = NOTHING_SAMPLED
-        self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
+        self._plain[sequence.slot] = params.greedy and params.logprobs is None
         self._prompt_logprobs.discard(sequence.slot)
         if params.prompt_logprobs is not None:
             self._prompt_logprobs.add(sequence.slot)
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
 
-    def _sampling(
-        self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
-    ) -> SamplingInputs:
-        """Prepare the sampling of a step. slots, entries, sampled: [n], the slot, plan entry and position of each token
-        to sample."""
-        sampled_slots = slots.tolist()
-        if self._plain[slots].all():
-            inputs = SamplingInputs([], None)
-        elif self._sampled[0] == sampled_slots:
-            seeds = [self._sequences[slot].seed for slot in sampled_slots]
-            inputs = self._sampled[1].again(list(map(self._uniform.draw, seeds, sampled.tolist())), staged.add)
-        else:
-            rows = []
-            for slot, position in zip(sampled_slots, sampled.tolist(), strict=True):
-                new = self._sequences[slot]
-                rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
-            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, counters=self._counters)
-            self._sampled = NOTHING_SAMPLED if any(row.edits for row in rows) else (sampled_slots, inputs)
-        if plan.masked:
-            inputs.masked = self._masked_rows(plan, entries, staged)
-        return inputs
-
-    def _masked_rows(self, plan: StepPlan, entries: list[int], staged: StagedCopy) -> MaskedRows:
-        rows = np.flatnonzero(np.isin(entries, plan.masked))
-        allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
-        return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # torch warns of read-only arrays
+    def _sampling(self, drawn: SampledTokens, staged: StagedCopy) -> SamplingInputs:
+        """Prepare the sampling of a step."""
+        if self._plain[drawn.slots].all():
+            return SamplingInputs([])
+        slots, positions = drawn.slots.tolist(), drawn.positions.tolist()
+        sequences = [self._sequences[slot] for slot in slots]
+        if self._sampled[0] == slots:
+            uniform = [self._uniform.draw(new.seed, at) for new, at in zip(sequences, positions, strict=True)]
+            return self._sampled[1].again(uniform, staged.add)
+        rows = [SampledRow(at, new.seed, new.params) for new, at in zip(sequences, positions, strict=True)]
+        self._sampled = slots, prepare_sampling(rows, self._vocab_size, self._uniform, staged.add)
+        return self._sampled[1]
 
     def _prompt_logprob_rows(
         self, plan: StepPlan, query_start: np.ndarray, staged: StagedCopy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.model.models.llama import Model
 from engine.model.ops import sampling
-from engine.model.ops.sampling_plain import mark_non_finite
+from engine.model.ops.sampling import mark_non_finite
 from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
@@ -21,7 +21,7 @@ from engine.runner.load import load_model
 from engine.runner.memory import plan_blocks
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup, set_threads
-from engine.runner.sampler import LogitOps, LogprobTable, logprob_table, process_rows
+from engine.runner.sampler import LogprobTable, logprob_table
 from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs
 from engine.runner.step_memory import StepMemory
 from engine.wire.plan import SampledStep, StepPlan, StepResult
@@ -72,7 +72,7 @@ class ModelRunner:
         self.memory = StepMemory(self.kv_caches, self.kv_scales, self._history)
         for allocate in parts.allocate:
             allocate(self.memory)
-        self.sample_rows, self.logit_ops = sampling.select(device), LogitOps.select(device)
+        self.sample_rows = sampling.select(device)
         self.layers.open(self.memory)
         self._inputs = InputBuilder(config, model_config, self.device, self.memory, self.layers, parts)
         self.layers.start(self._run)
@@ -178,12 +178,13 @@ class ModelRunner:
         if not inputs.entries:
             return inputs.sampled_rows, None
         work = inputs.sampling
-        if work.plain:
+        if not (work.random or work.logprobs or inputs.edits):  # each row takes its most likely token
             return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = work.logprobs
         raw = None if asked is None else logits.index_select(0, asked.rows)
-        process_rows(logits, work, self._history, self.logit_ops)
+        for edit in inputs.edits:
+            edit(logits)
         tokens = self.sample_rows(logits, work.random)
         if asked is None or raw is None:
             return tokens, None

@@ -15,8 +15,8 @@ from engine.hooks import ByClass, overriding
 from engine.model.models.llama import Model
 from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
-from engine.runner.step import DummyStep, Forward, LaunchedStep
-from engine.runner.step_layout import StepLayout
+from engine.runner.step import DummyStep, EditLogits, Forward, LaunchedStep
+from engine.runner.step_layout import SampledTokens, StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
@@ -62,6 +62,11 @@ class RankPart:
     def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> object:
         """Return what this part needs of a step, which is kept in StepInputs.of; None for nothing. It may change the
         layout. Called in the order of plans, not always by the thread that launches steps."""
+        return None
+
+    def edits(self, plan: StepPlan, sampled: SampledTokens, staged: StagedCopy) -> EditLogits | None:
+        """Return what changes the logits of the tokens that a step samples, before they are; None for nothing. Called
+        after `prepare`."""
         return None
 
     def before(self, step: Forward) -> None:
@@ -113,6 +118,7 @@ class RankParts(ByClass[RankPart]):
         self.allocate = overriding(parts, RankPart.allocate)
         self.start = overriding(parts, RankPart.start)
         self.prepare = [(part.name, prepare) for part in parts for prepare in overriding([part], RankPart.prepare)]
+        self.edits = overriding(parts, RankPart.edits)
         self.before = overriding(parts, RankPart.before)
         self.after = overriding(self.all[::-1], RankPart.after)
         self.collected = overriding(self.all[::-1], RankPart.collected)

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.model.ops.argmax import top_ids
-from engine.model.ops.logits import masks, penalties
-from engine.model.ops.logits.masks import ApplyMasks
-from engine.model.ops.logits.penalties import Penalise
-from engine.model.ops.sampling_plain import RandomRows
-from engine.runner import logits_processors
-from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
+from engine.model.ops.sampling import RandomRows
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
 
 DRAW_AHEAD = 32  # positions to draw numbers for at a time
 MAX_SEEDS = 4096  # seeds whose numbers are kept, far more than there are running sequences
 WORDS_PER_COUNTER = 4  # words that the generator makes for one counter; only the first is used
+
+ToDevice = Callable[[NDArray[Any]], Tensor]
+"""Copies an array to the device of the logits."""
 
 
 class UniformSource:
@@ -63,14 +62,6 @@ class UniformSource:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedRows:
-    """Rows whose token must obey a grammar."""
-
-    rows: Tensor  #: [n] int64
-    allowed: Tensor  #: [n, bytes] uint8, one bit per token, lowest first
-
-
-@dataclass(frozen=True, slots=True)
 class LogprobRows:
     """Rows of logits whose log-probabilities were requested."""
 
@@ -83,51 +74,31 @@ class SamplingInputs:
     """Inputs of sampling for each row of logits, prepared on the host. Greedy rows need none."""
 
     random: list[RandomRows]
-    edits: BatchEdits | None
     logprobs: LogprobRows | None = None
-    masked: MaskedRows | None = None
-
-    @property
-    def plain(self) -> bool:
-        """True if every row takes its most likely token and nothing else is requested."""
-        return not (self.random or self.edits or self.masked or self.logprobs)
 
     def again(self, uniform: list[float], to_device: ToDevice) -> SamplingInputs:
-        """Return these inputs with new random numbers, one per row, and without masks. Rows must have no edits, since
-        these depend on the position."""
+        """Return these inputs with new random numbers, one per row."""
         numbers = np.array(uniform, dtype=np.float32)
         random = [replace(group, uniform=to_device(numbers[group.index]).unsqueeze(1)) for group in self.random]
-        return replace(self, random=random, masked=None)
+        return replace(self, random=random)
 
 
 class SampledRow(NamedTuple):
     """A sequence whose next token is about to be sampled."""
 
-    slot: int
     position: int  #: position of that token, which is the length of the sequence so far
-    num_prompt: int
     seed: int
     params: SamplingParams
-    edits: LogitsEdits | None = None
 
 
 def prepare_sampling(
-    sequences: list[SampledRow],
-    vocab_size: int,
-    uniform: UniformSource,
-    to_device: ToDevice = torch.from_numpy,
-    *,
-    counters: int = logits_processors.COUNTERS,
+    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, to_device: ToDevice = torch.from_numpy
 ) -> SamplingInputs:
-    """Group rows by the work that they need. to_device: copies an array to the device of the logits. counters: most
-    token counters that penalties use at a time."""
+    """Group rows by the work that they need."""
     groups: dict[int, list[int]] = {}
-    edited = []
     for row, sequence in enumerate(sequences):
         if not sequence.params.greedy:
             groups.setdefault(candidate_width(sequence.params, vocab_size), []).append(row)
-        if sequence.edits is not None:
-            edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
 
     def column(values: list[float]) -> Tensor:
         return to_device(np.array(values, dtype=np.float32)).unsqueeze(1)
@@ -146,10 +117,9 @@ def prepare_sampling(
                 index=rows,
             )
         )
-    edits = logits_processors.prepare(edited, vocab_size, to_device, counters)
     counts = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     logprobs = LogprobRows(to_device(np.array(list(counts), dtype=np.int64)), counts) if counts else None
-    return SamplingInputs(random, edits, logprobs)
+    return SamplingInputs(random, logprobs)
 
 
 def candidate_width(params: SamplingParams, vocab_size: int) -> int:
@@ -158,26 +128,6 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
     if 0 < params.top_k < vocab_size:
         return params.top_k
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
-
-
-class LogitOps(NamedTuple):
-    """What changes all rows of a step together. See engine/model/ops/logits."""
-
-    apply_masks: ApplyMasks
-    penalise: Penalise
-
-    @classmethod
-    def select(cls, device: torch.device) -> LogitOps:
-        """Return the fastest versions."""
-        return cls(masks.select(device), penalties.select(device))
-
-
-def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, ops: LogitOps) -> None:
-    """Apply grammars, then the other edits, to logits in place. history: [slots, max_model_len] int32 token ids."""
-    if inputs.masked is not None:
-        ops.apply_masks(logits, inputs.masked.rows, inputs.masked.allowed)
-    if inputs.edits is not None:
-        logits_processors.apply(logits, inputs.edits, history, ops.penalise)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from engine.devices.device import DeviceEvent, StagedCopy
 from engine.model.batch import Batch
 from engine.runner.sampler import LogprobTable, SamplingInputs
 from engine.wire.plan import SampledStep, StepPlan
+
+EditLogits = Callable[[Tensor], None]
+"""Changes logits [sampled tokens, vocab] float32 in place, without waiting for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class StepInputs:
     entries: list[int]  #: the plan's entry of each sampled token; one with drafts is repeated for each of its tokens
     sampled_rows: Tensor  #: [sampled tokens] int64, their rows of hidden states
     written: Tensor  #: [sampled tokens] int64, where they go in the flattened history
+    edits: list[EditLogits]  #: what parts change in the logits before sampling, in this order
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
     sampled: Sequence[SampledStep]

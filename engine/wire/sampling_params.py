@@ -8,6 +8,7 @@ import math
 import msgspec
 
 from engine.errors import InvalidParameter
+from engine.wire.part_record import Records
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -16,27 +17,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000  # text that may begin a stop string is searched again with every token
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 1000
-
-
-class ThinkingBudget(msgspec.Struct, frozen=True):
-    """Limit on the length of the reasoning that begins an output, in terms of the model's reasoning tags."""
-
-    tokens: int
-    """Reasoning tokens, without tags, after which the end of the reasoning is forced."""
-    close: int
-    """Token that ends the reasoning."""
-    open: int | None = None
-    """Token that begins the reasoning, first in the output; None if the prompt ends inside the reasoning."""
-    call: int | None = None
-    """Token that begins a tool call, which ends the reasoning too; None if there are no tools."""
-
-    def __post_init__(self) -> None:
-        check(self.tokens >= 0, "thinking_token_budget", self.tokens, "at least 0")
-
-    @property
-    def ends_at(self) -> int:
-        """Last output position at which `close` is allowed to come."""
-        return self.tokens if self.open is None else self.tokens + 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,8 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
-    thinking_budget: ThinkingBudget | None = None
-    """Set from vLLM's `thinking_token_budget` by the process that has the tokenizer."""
+    extra_args: Records = {}
+    """What it asks of parts that change logits besides. It goes wherever the sequence is sampled."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -126,10 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter for a token id that the model does not have."""
-        thinking = self.thinking_budget
-        tags = () if thinking is None else (thinking.open, thinking.close, thinking.call)
         lists = {
-            "thinking_budget": [tag for tag in tags if tag is not None],
             "logit_bias": list(self.logit_bias or {}),
             "allowed_token_ids": self.allowed_token_ids or [],
             "stop_token_ids": self.stop_token_ids,

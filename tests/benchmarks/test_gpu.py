@@ -21,7 +21,7 @@ from benchmarks.gpu.first import FIRST
 from benchmarks.gpu.meta_steps import META, Launches, MetaModel
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.memory_floor import weight_bytes
-from engine.model.ops import attention_plain, dispatch
+from engine.model.ops import attention, dispatch
 from engine.model.ops.gpu import attention as triton_attention
 from engine.model.ops.gpu import norm
 from engine.model.ops.gpu.libraries import attention as library_attention
@@ -84,7 +84,7 @@ def rehearsal(monkeypatch, request) -> None:
     monkeypatch.setattr(choice, "CudaDevice", LateDevice)
     monkeypatch.setattr(choice, "TIMED", ((64,), (16,) * 4))
     monkeypatch.setattr(library_attention, "OP", library_attention.OP._replace(ours=library_attention.OP.plain))
-    monkeypatch.setattr(library_attention.attention, "paged_attention", attention_plain.paged_attention)
+    monkeypatch.setattr(library_attention.attention, "paged_attention", attention.paged_attention)
     monkeypatch.setattr(first, "BATCHES", (1, 3))
     monkeypatch.setattr("engine.assembly.open_runner.check_kernels", lambda *args: None)
     build = engines.EngineConfig

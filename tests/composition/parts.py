@@ -13,7 +13,7 @@ from cluster.lab.tape.replay import Replay
 from engine.options.handoff import HandoffConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
-from engine.wire.part_record import PartRecord
+from engine.wire.part_record import PartRecord, encoded
 from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
@@ -23,7 +23,7 @@ from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
 from engine.wire.parts.stages import StageReport
-from engine.wire.sampling_params import ThinkingBudget
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.composition.engines import Session, Stream
@@ -218,7 +218,7 @@ def stop_early(draft: Draft) -> None:
 
 
 def think(draft: Draft) -> None:
-    draft.params["thinking_budget"] = ThinkingBudget(tokens=3, close=9)
+    draft.params["extra_args"] = encoded(ThinkingBudget(tokens=3, close=9))
 
 
 def pool(draft: Draft) -> None:

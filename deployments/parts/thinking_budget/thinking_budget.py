@@ -10,7 +10,8 @@ from deployments.openai.formats.tool_grammar import Thinking
 from deployments.openai.served.model_part import Draft, ModelPart
 from deployments.parts.thinking_budget.fields import ThinkingFields
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.sampling_params import ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
 
 
 class ThinkingBudgets(ModelPart):
@@ -48,5 +49,5 @@ class ThinkingBudgets(ModelPart):
 
 
 def _with_budget(request: GenerateRequest, budget: ThinkingBudget) -> GenerateRequest:
-    params = msgspec.structs.replace(request.params, thinking_budget=budget)
+    params = msgspec.structs.replace(request.params, extra_args=request.params.extra_args | encoded(budget))
     return msgspec.structs.replace(request, params=params)

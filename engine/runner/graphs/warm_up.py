@@ -123,7 +123,7 @@ def dummy_samplings(setup: RankSetup, seqs: int, staged: StagedCopy) -> list[Sam
     """Prepare to sample without filters and with them, since each has a kernel; top_p needs the most memory."""
     return [
         prepare_sampling(
-            [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
+            [SampledRow(0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
             setup.model.vocab_size, UniformSource(), staged.add,
         )
         for top_p in (1.0, 0.9)

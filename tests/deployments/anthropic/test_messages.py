@@ -20,6 +20,7 @@ from deployments.http.middleware import AuthConfig, HeadersMiddleware
 from deployments.http.streaming import stream
 from deployments.openai.chat_body import ChatBody
 from engine.errors import Overloaded
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from engine.wire.token_delta import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
@@ -211,7 +212,7 @@ async def test_thinking_budget_is_that_of_a_chat():
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     async with serving("hi") as (client, api):
         await client.messages.create(model="fake", max_tokens=20, messages=HELLO, thinking=thinking)
-        budget = api.engine.added[0].params.thinking_budget
+        budget = ThinkingBudget.of(api.engine.added[0].params)
         assert budget is not None and budget.tokens == 1024
     async with serving("hi", LLAMA) as (_, api):
         response = await api.post("messages", max_tokens=20, messages=HELLO, thinking=thinking)

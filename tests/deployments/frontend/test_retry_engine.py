@@ -14,7 +14,9 @@ from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.sampling_params import SamplingParams, ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
+from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -27,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded with penalties": {"seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
     "seed from the id, few candidates": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    "with a budget of reasoning": {"seed": 6, "thinking_budget": ThinkingBudget(5, close=77)},
+    "with a budget of reasoning": {"seed": 6, "extra_args": encoded(ThinkingBudget(5, close=77))},
     "of a form": {"structured_outputs": FORM, "max_tokens": 64, "min_tokens": 0, "ignore_eos": False},
 }
 QUICK = ("of a form",)

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from engine.text.chat_tokenizer import ChatTokenizer
-from engine.wire.sampling_params import ThinkingBudget
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
@@ -263,14 +263,15 @@ async def test_budget_of_reasoning_goes_to_the_engine_with_the_tokens_of_the_tag
         tokenizer = chat_tokenizer(template)
         opening, closing = (tokenizer.encode(tag, False)[0] for tag in ("<think>", "</think>"))
         expected = ThinkingBudget(9, closing, opening if begins else None)
-        assert api.engine.added[0].params.thinking_budget == expected
+        assert ThinkingBudget.of(api.engine.added[0].params) == expected
 
 
 async def test_budget_of_reasoning_ends_at_a_call():
     async with serving("</think>hi") as api:
         await api.post("chat/completions", messages=HELLO, thinking_token_budget=9, tools=TOOLS)
         (call,) = chat_tokenizer(QWEN).encode("<tool_call>", False)
-        assert api.engine.added[0].params.thinking_budget.call == call
+        budget = ThinkingBudget.of(api.engine.added[0].params)
+        assert budget is not None and budget.call == call
 
 
 @pytest.mark.parametrize(("template", "markers"), [(LLAMA, "tokens"), (QWEN, "text")])
@@ -278,7 +279,7 @@ async def test_budget_of_reasoning_is_ignored_with_a_warning_where_its_end_is_no
     async with serving("hi", template, markers=markers) as api:
         response = await api.post("chat/completions", messages=HELLO, thinking_token_budget=9)
         assert response.headers["warning"] == '299 manta "ignored: thinking_token_budget"'
-        assert api.engine.added[0].params.thinking_budget is None
+        assert ThinkingBudget.of(api.engine.added[0].params) is None
 
 
 async def test_official_client_reads_calls_and_reasoning():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model.batch import Batch, split
-from engine.model.ops.attention_plain import paged_attention, write_kv
+from engine.model.ops.attention import paged_attention, write_kv
 
 LAYERS, HEAD_DIM = 2, 8
 

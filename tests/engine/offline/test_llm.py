@@ -6,7 +6,8 @@ import manta
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.offline.outputs import RequestOutput
-from engine.wire.sampling_params import ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from tests.models import EOS, make_model
 
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -299,7 +300,7 @@ MIXED = [
     SamplingParams(seed=4, max_tokens=18, ignore_eos=True, min_p=0.05, presence_penalty=0.5, logit_bias={30: 3.0}),
     SamplingParams(seed=5, max_tokens=9, min_tokens=4, logprobs=2, frequency_penalty=0.4),
     SamplingParams(**{**GREEDY, "max_tokens": 22}, bad_words=["the"], prompt_logprobs=1),
-    SamplingParams(seed=6, max_tokens=20, ignore_eos=True, thinking_budget=ThinkingBudget(9, close=77)),
+    SamplingParams(seed=6, max_tokens=20, ignore_eos=True, extra_args=encoded(ThinkingBudget(9, close=77))),
 ]
 
 
@@ -325,7 +326,7 @@ def test_reasoning_ends_after_its_budget_and_what_is_before_and_short_reasoning_
     close = next(token for token in range(100, 500) if token not in free)
 
     def tokens(tokens: int, close: int, opening: int | None = None) -> list[int]:
-        params = SamplingParams(**GREEDY, thinking_budget=ThinkingBudget(tokens, close, opening))
+        params = SamplingParams(**GREEDY, extra_args=encoded(ThinkingBudget(tokens, close, opening)))
         return only(generate(llm, TEXTS[0], params)).token_ids
 
     for budget in (0, 1, 7):

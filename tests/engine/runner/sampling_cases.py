@@ -8,9 +8,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.logits_processors import LogitsEdits
 from engine.runner.sampler import SampledRow
-from engine.wire.sampling_params import SamplingParams, ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
+from engine.wire.sampling_params import SamplingParams
 
 VOCAB = 12
 EOS = frozenset({2})
@@ -43,9 +44,9 @@ class Sequence:
     num_prompt: int
     logits: Tensor
 
-    def row(self, slot: int) -> SampledRow:
-        edits = LogitsEdits.of(self.params, EOS)
-        return SampledRow(slot, len(self.tokens), self.num_prompt, self.seed, self.params, edits)
+    @property
+    def row(self) -> SampledRow:
+        return SampledRow(len(self.tokens), self.seed, self.params)
 
 
 def history_of(sequences: list[Sequence], slots: list[int]) -> Tensor:
@@ -68,7 +69,7 @@ edits = st.fixed_dictionaries(
         "bad_words_token_ids": st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),
         "min_tokens": st.integers(0, 8),
         "stop_token_ids": st.lists(token_ids, max_size=3),
-        "thinking_budget": st.builds(ThinkingBudget, st.integers(0, 6), token_ids, st.none() | token_ids),
+        "extra_args": st.builds(ThinkingBudget, st.integers(0, 6), token_ids, st.none() | token_ids).map(encoded),
     },
 )
 filters = st.sampled_from([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}, *FILTERS.values()])

@@ -18,7 +18,7 @@ from engine.costs.step_cost import StepTimes
 from engine.devices.cuda_device import PinnedCopy
 from engine.errors import StartupError
 from engine.model.batch import Batch, split_rows
-from engine.model.ops.sampling_plain import mark_non_finite
+from engine.model.ops.sampling import mark_non_finite
 from engine.runner.graphs.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,

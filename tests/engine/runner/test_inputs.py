@@ -123,7 +123,7 @@ def test_steps_of_the_same_sequences_prepare_nothing_but_the_random_numbers_anew
         assert drawn(fresh, step(2, 3 + i, PARAMS)) == groups
 
 
-def test_a_step_of_other_sequences_or_with_logits_that_change_is_prepared_from_the_start():
+def test_a_step_of_other_sequences_is_prepared_from_the_start():
     kept = builder()
     kept.build(step(1, 0, PARAMS, added=True))
     fewer, hotter = {0: PARAMS[0]}, {**PARAMS, 0: SamplingParams(temperature=2.0)}
@@ -132,7 +132,3 @@ def test_a_step_of_other_sequences_or_with_logits_that_change_is_prepared_from_t
         kept.build(step(3, 0, hotter, added=True))
         assert drawn(kept, step(4, 3, hotter))[0][1] == [[2.0]]
         assert prepared.call_count == 2
-        edited = {0: SamplingParams(temperature=0.6, frequency_penalty=0.5)}
-        kept.build(step(5, 0, edited, added=True))
-        kept.build(step(6, 3, edited))
-        assert prepared.call_count == 4

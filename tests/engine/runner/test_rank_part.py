@@ -23,8 +23,8 @@ from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import Forward, LaunchedStep
-from engine.runner.step_layout import StepLayout
+from engine.runner.step import EditLogits, Forward, LaunchedStep
+from engine.runner.step_layout import SampledTokens, StepLayout
 from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from tests.imports import ROOT
@@ -130,6 +130,23 @@ def test_rows_whose_embeddings_a_part_gives_are_computed_from_these(folder):
     wanted, others = compute(plain, prompt(5, 9, 7)), compute(plain, prompt(5, 6, 7))
     found = compute(open_with(folder, Replacing(9)), prompt(5, 6, 7))
     assert found.tokens == wanted.tokens != others.tokens
+
+
+class Choosing(RankPart):
+    """Gives a token the largest logit, in each row."""
+
+    def __init__(self, token: int):
+        self._token = token
+
+    def edits(self, plan: StepPlan, sampled: SampledTokens, staged: StagedCopy) -> EditLogits | None:
+        row, token = (staged.add(np.array([number])) for number in (0, self._token))
+        return lambda logits: logits.index_put_((row, token), logits.max() + 1)
+
+
+def test_logits_are_what_the_parts_make_of_them_one_after_the_other(folder):
+    plain = compute(open_with(folder, RankPart()), prompt(5, 6, 7)).tokens
+    assert compute(open_with(folder, Choosing(9), Choosing(11)), prompt(5, 6, 7)).tokens == [[11]] != plain
+    assert compute(open_with(folder, Choosing(11), Choosing(9)), prompt(5, 6, 7)).tokens == [[9]] != plain
 
 
 class Failing(RankPart):

@@ -12,27 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.ops import sampling, sampling_plain
+from engine.model.ops import sampling
 from engine.model.ops.logits.masks import apply_masks_plain
-from engine.model.ops.sampling_plain import CANDIDATES, RandomRows, draw, draw_filtered, draw_sorted
+from engine.model.ops.sampling import CANDIDATES, RandomRows, draw, draw_filtered, draw_sorted
 from engine.runner.sampler import (
-    LogitOps,
     SampledRow,
     SamplingInputs,
     UniformSource,
     logprob_table,
     prepare_sampling,
-    process_rows,
 )
 from engine.wire.plan import ALL_TOKENS_BANNED
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
+from tests.engine.parts.edited_logits import edited
 from tests.engine.runner.sampling_cases import (
     FILTERS,
     LOGITS,
     VOCAB,
     Sequence,
-    history_of,
     logit_rows,
     sequences,
     token_ids,
@@ -158,7 +156,7 @@ def test_draw_filtered_follows_the_exact_distribution(fields, many_uniforms):
 @pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS)
 def test_sample_follows_the_exact_distribution(fields):
     params = SamplingParams(**fields)
-    rows = [SampledRow(0, position=i // 89, num_prompt=0, seed=i % 89, params=params) for i in range(DRAWS)]
+    rows = [SampledRow(position=i // 89, seed=i % 89, params=params) for i in range(DRAWS)]
     tokens = sample(LOGITS.repeat(DRAWS, 1), prepare_sampling(rows, VOCAB, UniformSource()))
     check_frequencies(tokens, exact_distribution(LOGITS.tolist(), params))
 
@@ -169,7 +167,7 @@ def test_one_group_holds_rows_with_different_temperatures_top_p_and_min_p():
         SamplingParams(min_p=0.3, temperature=0.7),
         SamplingParams(top_p=0.95, min_p=0.02, temperature=1.5),
     ]
-    rows = [SampledRow(0, i // 89, 0, i % 89, kinds[i % 3]) for i in range(3 * DRAWS)]
+    rows = [SampledRow(i // 89, i % 89, kinds[i % 3]) for i in range(3 * DRAWS)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     assert len(inputs.random) == 1
     tokens = sample(LOGITS.repeat(3 * DRAWS, 1), inputs)
@@ -192,14 +190,14 @@ def test_one_group_holds_rows_with_different_temperatures_top_p_and_min_p():
 def test_parameters_that_leave_one_candidate_give_the_greedy_token(fields):
     logits = torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[torch.arange(500), torch.arange(500) % VOCAB] += 4.0  # a clear best, as 1e-6 counts as 1e-2
-    rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(500)]
+    rows = [SampledRow(i, i, SamplingParams(**fields)) for i in range(500)]
     tokens = sample(logits.clone(), prepare_sampling(rows, VOCAB, UniformSource()))
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_a_row_that_asked_for_a_seed_repeats_it_and_another_position_gives_another_number():
     def tokens(seed: int) -> list[int]:
-        rows = [SampledRow(0, i, 0, seed, SamplingParams()) for i in range(50)]
+        rows = [SampledRow(i, seed, SamplingParams()) for i in range(50)]
         return sample(torch.zeros(50, VOCAB), prepare_sampling(rows, VOCAB, UniformSource())).tolist()
 
     assert tokens(1) == tokens(1)
@@ -211,11 +209,8 @@ def test_a_row_that_asked_for_a_seed_repeats_it_and_another_position_gives_anoth
 
 
 def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
-    rows = [sequence.row(slot) for slot, sequence in zip(slots, sequences, strict=True)]
-    inputs = prepare_sampling(rows, VOCAB, UniformSource())
-    logits = torch.stack([sequence.logits for sequence in sequences])
-    process_rows(logits, inputs, history_of(sequences, slots), LogitOps.select(logits.device))
-    return sample(logits, inputs).tolist()
+    inputs = prepare_sampling([sequence.row for sequence in sequences], VOCAB, UniformSource())
+    return sample(edited(sequences, slots), inputs).tolist()
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
@@ -233,8 +228,8 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
             raise AssertionError("a greedy row has no use for a random number")
 
     params = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
-    inputs = prepare_sampling([SampledRow(i, 5, 2, i, params) for i in range(6)], VOCAB, NoNumbers())
-    assert (inputs.random, inputs.edits, inputs.logprobs) == ([], None, None)
+    inputs = prepare_sampling([SampledRow(5, i, params) for i in range(6)], VOCAB, NoNumbers())
+    assert (inputs.random, inputs.logprobs) == ([], None)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     assert sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
 
@@ -242,7 +237,7 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, *FILTERS.values()], ids=str)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_a_row_without_a_finite_best_logit_says_why_and_leaves_the_others_alone(fields, broken):
-    rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(3)]
+    rows = [SampledRow(i, i, SamplingParams(**fields)) for i in range(3)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
     logits = LOGITS.repeat(3, 1)
     expected = sample(logits.clone(), inputs).tolist()
@@ -317,7 +312,7 @@ def test_looking_at_the_likeliest_candidates_first_equals_sorting_the_whole_voca
     """With a vocabulary several times CANDIDATES, flat and peaked."""
     logits = torch.randn(4, 3 * CANDIDATES, generator=torch.Generator().manual_seed(seed)) * spread
     params = SamplingParams(top_p=top_p, min_p=min_p)
-    rows = [SampledRow(i, 7, 1, seed + i, params) for i in range(4)]
+    rows = [SampledRow(7, seed + i, params) for i in range(4)]
     for group in prepare_sampling(rows, logits.shape[-1], UniformSource()).random:
         if group.width:
             assert torch.equal(draw_filtered(logits, group), draw_sorted(logits, group))
@@ -328,11 +323,11 @@ def test_drawing_a_few_rows_at_a_time_gives_the_tokens_that_all_at_once_have(mon
     vocab_size = 2 * CANDIDATES
     logits = (torch.randn(23, vocab_size, generator=torch.Generator().manual_seed(1)) / 10).bfloat16().float()
     fields: list[dict[str, float]] = [{"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 20}, {"temperature": 0.0}]
-    rows = [SampledRow(i, 7, 1, i, SamplingParams(**fields[i % 4])) for i in range(len(logits))]  # type: ignore[arg-type]
+    rows = [SampledRow(7, i, SamplingParams(**fields[i % 4])) for i in range(len(logits))]  # type: ignore[arg-type]
     inputs = prepare_sampling(rows, vocab_size, UniformSource())
     drawn = []
     for at_once in (2, 3, 23):
-        monkeypatch.setattr(sampling_plain, "CACHED", at_once * vocab_size)
+        monkeypatch.setattr(sampling, "CACHED", at_once * vocab_size)
         drawn.append(sample(logits, inputs).tolist())
     assert drawn[0] == drawn[1] == drawn[2]
 

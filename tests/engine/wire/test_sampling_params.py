@@ -4,7 +4,9 @@ import msgspec
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.wire.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams, ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
+from engine.wire.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 NAN = float("nan")
@@ -146,7 +148,7 @@ def test_every_field_survives_a_message():
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         structured_outputs=StructuredOutputsParams(json={"enum": [1, None, {"a": []}]}, field="tools"),
-        thinking_budget=ThinkingBudget(tokens=4, close=9, open=8),
+        extra_args=encoded(ThinkingBudget(tokens=4, close=9, open=8)),
     )
     defaults = msgspec.structs.asdict(SamplingParams())
     assert all(value != defaults[name] for name, value in msgspec.structs.asdict(params).items())

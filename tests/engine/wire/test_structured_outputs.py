@@ -19,7 +19,8 @@ from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.offline.outputs import CompletionOutput
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.sampling_params import ThinkingBudget
+from engine.wire.part_record import encoded
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from engine.wire.structured_outputs import MAX_CHARS, MAX_GBNF_CHARS, StructuredOutputsParams
 from tests.deltas import deltas_of
 from tests.examples import examples
@@ -253,7 +254,7 @@ def test_reasoning_ends_after_its_budget_or_the_character_that_it_is_in_and_the_
     tag = llm.tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
     form = structured(grammar=f"start: TEXT <[{tag}]> ANSWER\nTEXT: /(?s:.*)/\nANSWER: /[a-z]{{3}}/")
     params = [
-        SamplingParams(seed=seed, max_tokens=40, structured_outputs=form, thinking_budget=ThinkingBudget(5, tag))
+        SamplingParams(seed=seed, max_tokens=40, structured_outputs=form, extra_args=encoded(ThinkingBudget(5, tag)))
         for seed in range(24)
     ]
     outputs = [result.outputs[0] for result in llm.generate([[5, 6, 7]] * len(params), params, use_tqdm=False)]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops import attention_plain
+from engine.model.ops import attention
 from engine.model.ops.cpu.attention_tile import (
     NO_WINDOW,
     TILE_TOKENS,
@@ -85,7 +85,7 @@ def rotate_and_write(
     if norms is not None:
         q, k = norms.apply(rms_norm, q, k)
     if batch.kv_scales is not None:
-        return attention_plain.rotate_and_write(q, k, v, table, batch, layer)
+        return attention.rotate_and_write(q, k, v, table, batch, layer)
     (tokens, heads, head_dim), cache = q.shape, batch.kv_cache
     ROTATE_AND_WRITE.launch(
         q.dtype, -(-tokens // TOKENS), q, k, v, table, batch.positions, cache[0, layer], batch.slot_mapping,

@@ -24,7 +24,7 @@ from engine.model.ops.cpu.kernel import (
     sum_function,
     work,
 )
-from engine.model.ops.sampling_plain import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts, sample_rows_plain
+from engine.model.ops.sampling import MIN_TEMPERATURE, RandomRows, draw_rows_in_parts, sample_rows_plain
 
 PART = 1024  # logits per part; the largest is found for each part first, its index only in the best part
 SUMMED = 512  # logits per part whose weights are summed; the token is then searched in one part

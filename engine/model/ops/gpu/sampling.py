@@ -1,5 +1,5 @@
 """Samples a token of each row. The best token of each row is found in Triton, in two launches; tokens of random rows
-are drawn in torch (ops/sampling_plain.py). Nothing here waits for the device."""
+are drawn in torch (ops/sampling.py). Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.ops.gpu import dependent_launch
-from engine.model.ops.sampling_plain import RandomRows, draw_rows_plain
+from engine.model.ops.sampling import RandomRows, draw_rows_plain
 from engine.wire.plan import ALL_TOKENS_BANNED
 
 SEGMENT = 8192  # tokens of the vocabulary that a program reads

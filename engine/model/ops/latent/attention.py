@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops import dispatch
-from engine.model.ops.attention_plain import attend_by_scores, visible_keys
+from engine.model.ops.attention import attend_by_scores, visible_keys
 
 WriteLatent = Callable[[Tensor, Batch, int], None]
 LatentAttention = Callable[[Tensor, Batch, int, float, int], Tensor]

@@ -18,7 +18,7 @@ from engine.model.layers import latent_attention as latent
 from engine.model.ops import (
     activation,
     argmax,
-    attention_plain,
+    attention,
     encoder_attention,
     linear,
     moe,
@@ -37,7 +37,7 @@ from engine.model.ops.cpu.kernel import TokenCount
 from engine.model.ops.cpu.moe import experts as cpu_experts
 from engine.model.ops.cpu.moe import routing as cpu_routing
 from engine.model.ops.elementwise import activations
-from engine.model.ops.sampling_plain import RandomRows
+from engine.model.ops.sampling import RandomRows
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.gpu.paged import image_end
 
@@ -216,13 +216,13 @@ def test_attention_over_pages_equals_plain(
     merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)
     cache, angles = batch.kv_cache.clone(), randn(80, 8, dtype=dtype)  # for a part of a head, or all of it
-    expected = attention_plain.rotate_and_write(q, k, v, angles, batch, 1)
+    expected = attention.rotate_and_write(q, k, v, angles, batch, 1)
     written, batch.kv_cache = batch.kv_cache, cache
     q = cpu_attention.rotate_and_write(q, k, v, angles, batch, 1)
     torch.testing.assert_close(q, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(batch.kv_cache, written, **TOLERANCE[dtype])
     scores = {"softcap": softcap, "sinks": randn(num_heads, dtype=dtype) if sinks else None, "chunk": chunk}
-    expected = attention_plain.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
+    expected = attention.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
     found = cpu_attention.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
@@ -248,10 +248,10 @@ def test_nothing_is_written_or_read_for_padding(dtype, decodes):
     cache, unrotated = batch.kv_cache.clone(), torch.tensor([1.0, 0.0], dtype=dtype).repeat_interleave(16)[None]
     cpu_attention.rotate_and_write(q, k, v, unrotated, batch, 0)
     written, batch.kv_cache = batch.kv_cache, cache
-    attention_plain.rotate_and_write(q, k, v, unrotated, batch, 0)
+    attention.rotate_and_write(q, k, v, unrotated, batch, 0)
     assert torch.equal(written, batch.kv_cache)
     found = cpu_attention.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
-    expected = attention_plain.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
+    expected = attention.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.distributed.shard_plan import ShardPlan
 from engine.model.models.registry import build_model
-from engine.model.ops import activation, attention, attention_plain, dispatch, moe, norm
+from engine.model.ops import activation, attention, dispatch, moe, norm
 from engine.model.ops.elementwise.gates import select_open_gate
 from engine.model.ops.elementwise.norms import select_gated
 from engine.model.ops.recurrent import gates
@@ -33,7 +33,7 @@ def without_triton(monkeypatch):
 
 def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(without_triton, caplog):
     with caplog.at_level(logging.WARNING):
-        assert attention.select(*ON_GPU) is attention_plain
+        assert attention.select(*ON_GPU) is attention
         assert norm.select(*ON_GPU) == (norm.rms_norm_plain, norm.add_rms_norm_plain)
         assert activation.select("silu", *ON_GPU) is activation.silu_mul
     assert [record.message for record in caplog.records] == [

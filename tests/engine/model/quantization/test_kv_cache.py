@@ -21,7 +21,7 @@ from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
-from engine.model.ops import attention_plain
+from engine.model.ops import attention
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.options.handoff import HandoffConfig
 from engine.runner import kv_cache
@@ -60,7 +60,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-@pytest.mark.parametrize("ops", [attention_plain, cpu_attention])
+@pytest.mark.parametrize("ops", [attention, cpu_attention])
 def test_attention_over_fp8_is_attention_over_what_is_stored(ops):
     lengths = [7, 16]
     q, k, v = randn(23, 4, HEAD_DIM), randn(23, KV_HEADS, HEAD_DIM), randn(23, KV_HEADS, HEAD_DIM) * 50
@@ -68,8 +68,8 @@ def test_attention_over_fp8_is_attention_over_what_is_stored(ops):
     unrotated = torch.tensor([1.0, 0.0]).repeat_interleave(HEAD_DIM // 2).repeat(16, 1)
     q = ops.rotate_and_write(q, k, v, unrotated, batch, 1)
     meant_k, meant_v = ((x / s).to(FP8).float() * s for x, s in zip((k, v), SCALES[1], strict=True))
-    attention_plain.write_kv(meant_k, meant_v, exact, 1)
-    expected = attention_plain.paged_attention(q, exact, 1, 0.25)
+    attention.write_kv(meant_k, meant_v, exact, 1)
+    expected = attention.paged_attention(q, exact, 1, 0.25)
     torch.testing.assert_close(ops.paged_attention(q, batch, 1, 0.25), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -77,7 +77,7 @@ def test_attention_over_fp8_is_attention_over_what_is_stored(ops):
 def test_a_row_has_the_same_bits_whether_its_prompt_comes_whole_or_in_chunks(dtype):
     length, whole = 16, make_batch([16, 16], FP8, SCALES)
     q, k, v = (randn(2 * length, heads, HEAD_DIM).to(dtype) for heads in (4, KV_HEADS, KV_HEADS))
-    attention_plain.write_kv(k, v, whole, 1)
+    attention.write_kv(k, v, whole, 1)
     expected = cpu_attention.paged_attention(q, whole, 1, 0.25)
     for rows in (1, 5):
         single, chunks = split([rows], [length])
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_whether_its_prompt_comes_whole_or_in_chunks(dty
 def test_values_that_are_too_large_become_the_largest_one():
     batch = make_batch([1, 1], FP8, SCALES)
     k = torch.tensor([1e4, -1e4])[:, None, None].expand(2, KV_HEADS, HEAD_DIM)
-    attention_plain.write_kv(k, k, batch, 1)
+    attention.write_kv(k, k, batch, 1)
     written = batch.kv_cache[batch.block_table[:, 0].long(), 1, :, :, 0].float()  # [seq, K or V, heads, head_dim]
     assert (written[0, 0] == 448).all() and (written[1, 0] == -448).all()
     assert (written[0, 1] == 448).all(), "3.0 * 448 is below 10,000"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops import attention_plain
+from engine.model.ops import attention as plain_attention
 from engine.model.ops.gpu import attention
 from engine.model.ops.gpu.libraries import flash_attention, flash_infer
 from engine.model.ops.gpu.libraries.choice import DTYPES, AttentionShape, Library, Op, select
@@ -31,7 +31,7 @@ OP = Op(
         Library("FlashAttention 4", ((9, 0), (10, 0), (10, 3)), flash_attention.version_4, chunks=True),
     ),
     ours=attention.paged_attention,
-    plain=attention_plain.paged_attention,
+    plain=plain_attention.paged_attention,
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, Chunk, KVGroup, split_rows
-from engine.model.ops import attention_plain
+from engine.model.ops import attention as plain_attention
 from engine.model.ops.gpu import attention, rope
 from engine.runner.graphs.cuda_graphs import StepColumns, StepShape, pad_step
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, LAYERS, Case
@@ -70,8 +70,8 @@ MORE_CASES = {
 def check(case: Case, layer: int = 1) -> torch.Tensor:
     q, k, v, batch = case.inputs()
     scale = case.head_dim**-0.5
-    attention_plain.write_kv(k, v, batch, layer)
-    expected = attention_plain.paged_attention(q, batch, layer, scale, case.window, **case.scores())
+    plain_attention.write_kv(k, v, batch, layer)
+    expected = plain_attention.paged_attention(q, batch, layer, scale, case.window, **case.scores())
     found = attention.paged_attention(q, batch, layer, scale, case.window, **case.scores())
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -112,8 +112,8 @@ def test_groups_of_layers_with_other_heads_have_tiles_of_their_own():
     (q, k, v, batch), (other_q, other_k, other_v, other) = case.inputs(), case.but(heads=8, kv_heads=1).inputs()
     batch.other_groups = (KVGroup(other.slot_mapping, other.block_table, other.kv_cache),)
     for queries, keys, values, view in ((q, k, v, batch), (other_q, other_k, other_v, batch.of_group(1))):
-        attention_plain.write_kv(keys, values, view, 0)
-        expected = attention_plain.paged_attention(queries, view, 0, 0.25)
+        plain_attention.write_kv(keys, values, view, 0)
+        expected = plain_attention.paged_attention(queries, view, 0, 0.25)
         found = attention.paged_attention(queries, view, 0, 0.25)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
@@ -128,13 +128,13 @@ def test_a_batch_that_is_replayed_with_other_lengths_gives_their_results():
     """A captured graph reads lengths, tables and slots anew: nothing may have been kept from the batch before."""
     case = Case([(300, 1), (0, 0), (40, 1)])
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 0)
+    plain_attention.write_kv(k, v, batch, 0)
     attention.paged_attention(q, batch, 0, 0.1)
     batch.plans.clear()  # each step makes one, on the device
     batch.kv_len.copy_(torch.tensor([2, 41, 0]))
     batch.block_table.copy_(batch.block_table[[2, 2, 0]])
     batch.kv_cache.nan_to_num_(0.5)
-    expected = attention_plain.paged_attention(q, batch, 0, 0.1)
+    expected = plain_attention.paged_attention(q, batch, 0, 0.1)
     torch.testing.assert_close(attention.paged_attention(q, batch, 0, 0.1), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -151,8 +151,8 @@ DRAFTS = Case([(1300, 4), (40, 1), (300, 3), (7, 2)], kv_heads=1)
 )
 def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone(case, verified):
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 1)
-    expected = attention_plain.paged_attention(q, batch, 1, 0.1)
+    plain_attention.write_kv(k, v, batch, 1)
+    expected = plain_attention.paged_attention(q, batch, 1, 0.1)
     rows = attention.tile_rows(verified or 96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
     shape, columns = StepShape(96, 9, rows, verified=verified), [batch.positions, batch.positions, batch.slot_mapping]
     others = [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start]
@@ -187,7 +187,7 @@ def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():
     straight = torch.tensor([1.0, 0.0]).repeat_interleave(32).expand(64, 64).to(DEVICE, k.dtype)
     rope.rotate_and_write(q, k, v, straight, batch, 1)
     torch.testing.assert_close(batch.kv_cache[last, 1, 0, :, 3], k[0])
-    expected = attention_plain.paged_attention(q, batch, 1, 0.1)
+    expected = plain_attention.paged_attention(q, batch, 1, 0.1)
     torch.testing.assert_close(attention.paged_attention(q, batch, 1, 0.1), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -229,7 +229,7 @@ def test_a_long_sequence_among_short_ones_is_split_by_its_length():
 def test_programs_in_any_order_give_the_same_bits_and_leave_their_counters_at_zero():
     case = CASES["keys in four splits"]
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 0)
+    plain_attention.write_kv(k, v, batch, 0)
     found = [attention.paged_attention(q, batch, 0, 0.1) for _ in range(2)]
     assert torch.equal(*found)
     assert not attention.counters(q.device).any()

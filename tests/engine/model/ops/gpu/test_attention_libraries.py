@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model.ops import attention_plain
+from engine.model.ops import attention as plain_attention
 from engine.model.ops.gpu import attention
 from engine.model.ops.gpu.libraries import attention as library_attention
 from engine.model.ops.gpu.libraries import choice, flash_infer
@@ -83,9 +83,9 @@ def chosen(case: Case) -> tuple[bool, bool]:
 
 def check(case: Case) -> None:
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 1)
+    plain_attention.write_kv(k, v, batch, 1)
     batch.kv_cache.nan_to_num_()  # only our own kernel does without
-    expected = attention_plain.paged_attention(q, batch, 1, 0.1, case.window)
+    expected = plain_attention.paged_attention(q, batch, 1, 0.1, case.window)
     found = library_attention.paged_attention(q, batch, 1, 0.1, case.window)
     real = [row for row, (_, new) in enumerate(case.sequences) if new] if not batch.chunks else slice(None)
     torch.testing.assert_close(found[real], expected[real], atol=2e-2, rtol=2e-2)
@@ -264,7 +264,7 @@ def test_rows_that_decode_beside_a_chunk_are_split_over_programs_as_if_alone(ins
     install("flashinfer.decode")
     case = Case([(2100, 1), (0, 33)], heads=2, kv_heads=1, block_size=64)
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 1)
+    plain_attention.write_kv(k, v, batch, 1)
     library_attention.paged_attention(q, batch, 1, 0.1)
     decode = [item for item in batch.plans[True, 0, 0].tolist() if item[0] >= 0]
     assert len(decode) > 4 and {(item[0], item[2]) for item in decode} == {(0, 1)}
@@ -284,6 +284,6 @@ def test_rows_that_decode_beside_a_chunk_are_split_over_programs_as_if_alone(ins
 def test_what_libraries_are_not_asked_for_our_own_kernel_computes(install, case):
     install(*FAKES)
     q, k, v, batch = case.inputs()
-    attention_plain.write_kv(k, v, batch, 1)
+    plain_attention.write_kv(k, v, batch, 1)
     expected = attention.paged_attention(q, batch, 1, 0.1, **case.scores())
     assert torch.equal(library_attention.paged_attention(q, batch, 1, 0.1, **case.scores()), expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.ops import attention_plain, norm
+from engine.model.ops import attention, norm
 from engine.model.ops.elementwise import activations, gates
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu import norm as gpu_norm
@@ -97,7 +97,7 @@ def test_rotate_and_write_writes_the_bytes_that_plain_writes(case, layer):
     q, k, v, batch = case.inputs()
     k[0, 0, 0], v[0, 0, 0], k[-1, 0, 1] = 1000.0, -1000.0, 1e-4  # past what float8 holds here, and next to nothing
     table, before = cos_sin(case), batch.kv_cache.clone()
-    expected = attention_plain.rotate_and_write(q, k, v, table, batch, layer)
+    expected = attention.rotate_and_write(q, k, v, table, batch, layer)
     written, batch.kv_cache = batch.kv_cache, before
     assert torch.equal(gpu_rope.rotate_and_write(q, k, v, table, batch, layer), expected)
     assert torch.equal(batch.kv_cache.view(torch.uint8), written.view(torch.uint8))
@@ -113,7 +113,7 @@ def test_heads_are_normalised_before_they_are_rotated_and_written(case, shift):
     q, k, v, batch = case.inputs()
     norms = HeadNorms(*(randn(case.head_dim + i, dtype=case.dtype)[i:] for i in range(2)), 1e-6, shift)
     table, before = randn(64, case.rotary_dim or case.head_dim, dtype=case.dtype), batch.kv_cache.clone()
-    expected = attention_plain.rotate_and_write(q, k, v, table, batch, 1, norms)
+    expected = attention.rotate_and_write(q, k, v, table, batch, 1, norms)
     written, batch.kv_cache = batch.kv_cache, before
     found = gpu_rope.rotate_and_write(q, k, v, table, batch, 1, norms)
     assert found.is_contiguous()
@@ -126,7 +126,7 @@ def test_turning_by_any_angle_equals_plain_and_leaves_the_neighbours_alone(dtype
     case = Case([(40, 1), (0, 6)], heads=3, kv_heads=1, head_dim=80, dtype=dtype)
     q, k, v, batch = case.inputs()
     table = randn(64, case.head_dim, dtype=dtype)
-    expected = attention_plain.rotate_and_write(q, k, v, table, batch, 0)
+    expected = attention.rotate_and_write(q, k, v, table, batch, 0)
     kept, by_plain = (k.clone(), v.clone()), batch.kv_cache.clone()
     assert_close(gpu_rope.rotate_and_write(q, k, v, table, batch, 0), expected)
     torch.testing.assert_close(batch.kv_cache, by_plain, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)

@@ -10,8 +10,9 @@ import torch
 from engine.model.ops.gpu import logits as gpu
 from engine.model.ops.logits.masks import apply_masks_plain
 from engine.model.ops.logits.penalties import penalise_plain
-from engine.runner import logits_processors
-from engine.runner.logits_processors import LogitsEdits, RowEdits
+from engine.parts.logits_processors.rank.batch_edits import RowEdits, prepare
+from engine.parts.logits_processors.rank.logits_edits import LogitsEdits
+from engine.wire.plan import NewSequence
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.ops.gpu.paged import DEVICE
 
@@ -30,13 +31,15 @@ def test_penalties_of_all_rows_are_those_of_torch():
     generator = torch.Generator().manual_seed(0)
     sizes = [(5, 9), (7, 7), (20, gpu.POSITIONS + 50)]  # prompt, and all tokens
     rows = [
-        RowEdits(2 * i, 3 - i, prompt, length, LogitsEdits.of(SamplingParams(**params), frozenset()))
+        RowEdits(
+            2 * i, 3 - i, length, LogitsEdits.of(NewSequence(i, [], prompt, SamplingParams(**params), 0), frozenset())
+        )
         for i, ((prompt, length), params) in enumerate(zip(sizes, PENALTIES, strict=True))
     ]
     history = torch.randint(0, 40, (4, 2000), generator=generator, dtype=torch.int32)
     history[:, ::3] += gpu.SEGMENT
     logits = torch.randn(6, VOCAB, generator=generator) * 3
-    (penalties,) = logits_processors.prepare(rows, VOCAB, torch.from_numpy).penalties
+    (penalties,) = prepare(rows, VOCAB, torch.from_numpy).penalties
     expected, found = logits.clone(), logits.clone().to(DEVICE)
     penalise_plain(expected, penalties, history)
     there = replace(penalties, where=penalties.where.to(DEVICE), amounts=penalties.amounts.to(DEVICE))

@@ -16,7 +16,7 @@ from engine.kv_transfer.transport.base import Region
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.ops.gpu import norm
-from engine.model.ops.sampling_plain import mark_non_finite
+from engine.model.ops.sampling import mark_non_finite
 from engine.runner.graphs.cuda_graphs import CudaGraphs
 from engine.runner.model_runner import ModelRunner
 from tests.late_device import LateDevice

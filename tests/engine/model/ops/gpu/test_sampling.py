@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from engine.model.ops.gpu import sampling
-from engine.model.ops.sampling_plain import RandomRows, draw_rows_in_parts, draw_rows_plain, sample_rows_plain
+from engine.model.ops.sampling import RandomRows, draw_rows_in_parts, draw_rows_plain, sample_rows_plain
 from engine.wire.plan import ALL_TOKENS_BANNED
 from tests.engine.model.ops.gpu.paged import DEVICE
 

@@ -1,12 +1,14 @@
-"""The oracle of engine/runner/logits_processors.py: the same, one sequence after the other, in plain torch."""
+"""The oracle of parts that change logits: the same, one sequence after the other, in plain torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.runner.logits_processors import BANNED
+from engine.wire.parts.thinking_budget import ThinkingBudget
 from engine.wire.sampling_params import SamplingParams
+
+BANNED = float("-inf")
 
 
 def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tensor, eos: frozenset[int]) -> None:
@@ -23,15 +25,15 @@ def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tens
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
     apply_penalties(logits, params, prompt, output)
-    if must_close(params, output.tolist()) and logits[params.thinking_budget.close].isfinite():
-        kept = logits[params.thinking_budget.close].clone()
+    budget = ThinkingBudget.of(params)
+    if must_close(budget, output.tolist()) and logits[budget.close].isfinite():
+        kept = logits[budget.close].clone()
         logits.fill_(BANNED)
-        logits[params.thinking_budget.close] = kept
+        logits[budget.close] = kept
 
 
-def must_close(params: SamplingParams, output: list[int]) -> bool:
+def must_close(budget: ThinkingBudget | None, output: list[int]) -> bool:
     """Whether the budget for reasoning is spent, and the reasoning goes on."""
-    budget = params.thinking_budget
     if budget is None or not 0 <= len(output) - budget.ends_at < 4 or {budget.close, budget.call} & {*output}:
         return False
     return budget.open is None or output[0] == budget.open

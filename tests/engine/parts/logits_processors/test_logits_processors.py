@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runner.sampler import LogitOps, UniformSource, prepare_sampling, process_rows
-from engine.wire.sampling_params import SamplingParams, ThinkingBudget
-from tests.engine.runner import plain_logits_processors
-from tests.engine.runner.sampling_cases import EOS, LOGITS, VOCAB, Sequence, edits, history_of, sequences, token_ids
+from engine.parts.logits_processors.rank.batch_edits import RowEdits, prepare
+from engine.parts.logits_processors.rank.logits_edits import LogitsEdits
+from engine.wire.parts.thinking_budget import ThinkingBudget
+from engine.wire.plan import NewSequence
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.parts import plain_edits
+from tests.engine.parts.edited_logits import banned, edited, edits_of, process
+from tests.engine.runner.sampling_cases import EOS, LOGITS, VOCAB, Sequence, edits, sequences, token_ids
 from tests.examples import examples
-from tests.late_device import LateDevice
 
 
 def reference_process(logits: list[float], p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -38,8 +41,9 @@ def reference_process(logits: list[float], p: SamplingParams, prompt: list[int],
         count = output.count(token)
         x -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
         result.append(x)
-    if plain_logits_processors.must_close(p, output) and math.isfinite(result[p.thinking_budget.close]):
-        return [x if token == p.thinking_budget.close else -math.inf for token, x in enumerate(result)]
+    budget = ThinkingBudget.of(p)
+    if plain_edits.must_close(budget, output) and math.isfinite(result[budget.close]):
+        return [x if token == budget.close else -math.inf for token, x in enumerate(result)]
     return result
 
 
@@ -47,24 +51,8 @@ def plain(sequence: Sequence) -> Tensor:
     """The logits of one sequence as the plain version changes them."""
     logits, tokens = sequence.logits.clone(), torch.tensor(sequence.tokens)
     prompt, output = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
-    plain_logits_processors.process(logits, sequence.params, prompt, output, EOS)
+    plain_edits.process(logits, sequence.params, prompt, output, EOS)
     return logits
-
-
-def edited(batch: list[Sequence], slots: list[int]) -> Tensor:
-    """The logits of all. They are prepared on a late device: while nothing sent there can be read yet, nor the newest
-    token of any sequence exists."""
-    staged = LateDevice().staged_copy()
-    rows = [sequence.row(slot) for slot, sequence in zip(slots, batch, strict=True)]
-    inputs = prepare_sampling(rows, VOCAB, UniformSource(), staged.add)
-    logits = torch.stack([sequence.logits for sequence in batch])
-    staged.send()
-    process_rows(logits, inputs, history_of(batch, slots), LogitOps.select(logits.device))
-    return logits
-
-
-def process(params: SamplingParams, prompt: list[int], output: list[int]) -> Tensor:
-    return edited([Sequence(params, 0, [*prompt, *output], len(prompt), LOGITS)], [3])[0]
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
@@ -82,8 +70,9 @@ def test_more_rows_than_are_counted_at_a_time_are_counted_in_parts():
         Sequence(SamplingParams(**penalties[i % 4]), 0, [rng.randrange(VOCAB) for _ in range(6 + i)], 1 + i, LOGITS)
         for i in range(8)
     ]
-    rows = [sequence.row(slot) for slot, sequence in enumerate(batch)]
-    prepared = prepare_sampling(rows, VOCAB, UniformSource(), counters=2 * VOCAB + 1).edits
+    new = [NewSequence(i, each.tokens, each.num_prompt, each.params, each.seed) for i, each in enumerate(batch)]
+    rows = [RowEdits(i, i, len(each.tokens), LogitsEdits.of(each, EOS)) for i, each in enumerate(new)]
+    prepared = prepare(rows, VOCAB, torch.from_numpy, counters=2 * VOCAB + 1)
     assert prepared is not None and [part.where.shape[1] for part in prepared.penalties] == [2, 2, 2]
     assert torch.equal(edited(batch, list(range(8))), torch.stack([plain(sequence) for sequence in batch]))
 
@@ -108,8 +97,6 @@ def test_logits_are_changed_as_the_reference_does(fields, prompt, output):
         {"allowed_token_ids": [1, 4, 4]},
         {"bad_words_token_ids": [[5], [3, 7], [3, 3, 8], [9, 3, 1], [2, 2, 2, 2, 2, 2]]},
         {"min_tokens": 4, "stop_token_ids": [6, 7]},
-        {"thinking_budget": ThinkingBudget(3, close=7)},
-        {"thinking_budget": ThinkingBudget(2, close=7, open=3)},
     ],
     ids=str,
 )
@@ -157,40 +144,13 @@ def test_ends_are_banned_until_the_minimum_length():
     assert banned(process(params, [0, 0, 0], [1, 1])) == set()
 
 
-@pytest.mark.parametrize(
-    ("budget", "output", "forced"),
-    [
-        (ThinkingBudget(3, close=7), [1, 2], False),
-        (ThinkingBudget(3, close=7), [1, 2, 3], True),
-        (ThinkingBudget(0, close=7), [], True),
-        (ThinkingBudget(3, close=7), [1, 7, 3], False),
-        (ThinkingBudget(3, close=7, call=5), [1, 5, 3], False),
-        (ThinkingBudget(3, close=7, call=5), [1, 2, 3], True),
-        (ThinkingBudget(3, close=7, open=6), [6, 1, 2], False),
-        (ThinkingBudget(3, close=7, open=6), [6, 1, 2, 3], True),
-        (ThinkingBudget(3, close=7, open=6), [1, 6, 2, 3], False),
-        (ThinkingBudget(3, close=7, open=6), [6, 1, 7, 3], False),
-    ],
-)
-def test_reasoning_that_has_spent_its_budget_can_only_end(budget, output, forced):
-    found = process(SamplingParams(thinking_budget=budget), [0, 7, 6], output)
-    assert banned(found) == (set(range(VOCAB)) - {7} if forced else set())
-    assert found[7] == LOGITS[7]
-
-
-def test_end_of_the_reasoning_waits_where_a_grammar_does_not_allow_it():
-    params = SamplingParams(thinking_budget=ThinkingBudget(2, close=7), bad_words_token_ids=[[3, 7]])
-    assert banned(process(params, [0], [1, 3])) == {7}
-    assert banned(process(params, [0], [1, 3, 1])) == set(range(VOCAB)) - {7}
-
-
 def test_a_ban_holds_against_any_bias():
     params = SamplingParams(allowed_token_ids=[1, 3], logit_bias={0: 100.0}, repetition_penalty=0.5)
     assert banned(process(params, [0], [0])) == set(range(VOCAB)) - {1, 3}
 
 
 @pytest.mark.parametrize(
-    ("fields", "output", "is_plain"),
+    ("fields", "output", "is_left"),
     [
         ({"min_tokens": 2}, [4], False),
         ({"min_tokens": 2}, [4, 4], True),
@@ -200,11 +160,6 @@ def test_a_ban_holds_against_any_bias():
     ],
     ids=str,
 )
-def test_a_greedy_step_is_plain_while_there_is_nothing_to_change(fields, output, is_plain):
-    params = SamplingParams(temperature=0.0, **fields)
-    row = Sequence(params, 0, [1, 1, 1, *output], 3, LOGITS).row(0)
-    assert prepare_sampling([row], VOCAB, UniformSource()).plain == is_plain
-
-
-def banned(logits: Tensor) -> set[int]:
-    return set(torch.isneginf(logits).nonzero().flatten().tolist())
+def test_logits_are_left_alone_while_there_is_nothing_to_change(fields, output, is_left):
+    sequence = Sequence(SamplingParams(**fields), 0, [1, 1, 1, *output], 3, LOGITS)
+    assert (edits_of([sequence], [0]) == []) == is_left

@@ -1,0 +1,1 @@
+"""Grammars on a rank."""

@@ -1,0 +1,1 @@
+"""Edits of logits that sampling parameters ask for."""

@@ -1,0 +1,1 @@
+"""Edits of logits on a rank."""

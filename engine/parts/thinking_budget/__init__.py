@@ -1,0 +1,1 @@
+"""Budgets of reasoning, after which a model has to answer."""

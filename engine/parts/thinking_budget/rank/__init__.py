@@ -1,0 +1,1 @@
+"""Budgets of reasoning on a rank."""
