@@ -14,15 +14,15 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
-    "top": 808,
+    "top": 807,
     "wire": 864,
     "text": 542,
     "distributed": 812,
-    "model": 2_534,
+    "model": 2_526,
     "runner": 1_598,
     "core": 2_420,
 }
-MAX_FILES = 116
+MAX_FILES = 113
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation

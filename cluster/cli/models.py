@@ -10,8 +10,8 @@ from typing import Literal
 from engine.model.checkpoint.resolve import resolve_config
 from engine.model.config import ModelConfig
 from engine.model.families.encoders import ENCODERS
+from engine.model.families.family import families
 from engine.model.families.multimodal import TEXT_PARTS
-from engine.model.families.table import families
 from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"

@@ -16,7 +16,7 @@ from engine.model.checkpoint.fields import Fields, one_of, reading
 from engine.model.checkpoint.folder import eos_token_ids, read_json, stored_dtype
 from engine.model.config_parts.head import Head
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families.table import find_family
+from engine.model.families.family import find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 from engine.wire.pooling_params import SupportedTasks
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from engine.model.families.table import find_family
+from engine.model.families.family import find_family
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
