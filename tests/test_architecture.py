@@ -283,7 +283,7 @@ def test_no_file_of_the_engine_names_ray():
             "import torch, engine.offline.llm, engine.serving.server\n"
             "from engine.model.config import ModelConfig\n"
             "from engine.model.models.registry import build_model\n"
-            "from engine.distributed.shard_plan import ShardPlan\n"
+            "from engine.model.shard import ShardPlan\n"
             "from engine.pocket import PATH\n"
             "build_model(ModelConfig.from_folder(PATH), ShardPlan(), torch.float32, 'meta')",
             {"ray", "transformers"},

@@ -17,12 +17,12 @@ LIMITS = {
     "top": 807,
     "wire": 864,
     "text": 542,
-    "distributed": 806,
-    "model": 2_526,
+    "distributed": 789,
+    "model": 2_537,
     "runner": 1_598,
     "core": 2_420,
 }
-MAX_FILES = 112
+MAX_FILES = 111
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation

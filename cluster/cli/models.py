@@ -65,8 +65,8 @@ def check_model(model: str, tensor_parallel_size: int) -> str:
     config.kv_heads_per_rank(tensor_parallel_size)
     if not config.transformers:
         return f"{model} runs by Manta's native code for {config.architecture}"
-    from engine.distributed.shard_plan import ShardPlan
     from engine.distributed.tp_group import TPGroup
+    from engine.model.shard import ShardPlan
     from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
 
     find_calls(config, ShardPlan(TPGroup(0, tensor_parallel_size)))

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
+from engine.model.expert_split import ExpertShardPlan
 from engine.model.ops import dispatch
 from engine.model.stage import config_of, nth_stage
 from engine.runner.rank_setup import RankSetup

@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
@@ -25,6 +24,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import linear
 from engine.model.ops.tree_sum import tree_sum, tree_sum_plain
+from engine.model.shard import ShardPlan
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from engine.devices.device import Device, open_device
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES, EngineOptions
 from engine.model.config import ModelConfig
+from engine.model.shard import ShardPlan
 from engine.runner import kv_cache
 from engine.usable_cpus import usable_cpus
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.other_stage import NoEmbedding, OtherLayer, StageOutput
 from engine.model.models.llama import LlamaForCausalLM
+from engine.model.shard import ShardPlan
 
 
 class StageModel(LlamaForCausalLM):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
-from engine.distributed.expert_shard_plan import exchange_of
 from engine.free_memory import FreeMemory
 from engine.model.batch import Batch, split_rows
+from engine.model.expert_split import exchange_of
 from engine.model.models.llama import Model
 from engine.runner.graphs.block_tables import BlockTableRows
 from engine.runner.graphs.choice import can_capture, graph_shapes

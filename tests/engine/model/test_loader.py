@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model import loader
@@ -19,6 +18,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import fill_with_noise, load_weights
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model
 

@@ -13,12 +13,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig

@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.devices.device import DeviceEvent, StagedCopy, copy_to
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.free_memory import FreeMemory
@@ -25,6 +24,7 @@ from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from engine.model.stage import check_stages, divide, parse_layers
 from engine.model.tensor_names import HEADS
 from engine.parts.stages.rank.stage_group import StageGroup

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.batch import Batch, split
@@ -23,6 +22,7 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import attention_plain
 from engine.model.ops.cpu import attention as cpu_attention
+from engine.model.shard import ShardPlan
 from engine.options.handoff import HandoffConfig
 from engine.runner import kv_cache
 from engine.wire.generate_request import GenerateRequest

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model import fused_rows
 from engine.model.config_parts.latent import LatentConfig
@@ -27,6 +26,7 @@ from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.scheme import online
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
 from tests.models import with_slow
