@@ -14,15 +14,15 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
-    "top": 807,
+    "top": 704,
     "wire": 864,
     "text": 542,
     "distributed": 789,
     "model": 2_537,
-    "runner": 1_598,
+    "runner": 1_592,
     "core": 2_420,
 }
-MAX_FILES = 111
+MAX_FILES = 109
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
 from engine.eplb.placement import EMPTY, Placement, adopt, most_adopted
 from engine.errors import EngineUnavailable, ModelFolderError
-from engine.free_memory import FreeMemory
 from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
 from engine.model.layers.moe import Experts

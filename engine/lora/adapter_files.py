@@ -12,8 +12,8 @@ from typing import NamedTuple
 from safetensors import SafetensorError, deserialize
 
 from engine import pocket
+from engine.devices.host_memory import free_host_memory
 from engine.errors import AdapterError, AdapterNotFound, Described
-from engine.free_memory import free_host_memory
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
 from engine.lora.module_patterns import MAX_LENGTH

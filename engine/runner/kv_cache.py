@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
-from engine.free_memory import FreeMemory
 from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.runner import kv_cache
 from engine.runner.rank_part import RankParts
 from engine.runner.rank_setup import RankSetup

@@ -20,7 +20,7 @@ from engine.runner.layer_runner import LayerRunner
 from engine.runner.load import load_model
 from engine.runner.memory import plan_blocks
 from engine.runner.rank_part import NO_PARTS, RankParts
-from engine.runner.rank_setup import RankSetup, set_threads
+from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import LogitOps, LogprobTable, logprob_table, process_rows
 from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs
 from engine.runner.step_memory import StepMemory
@@ -53,7 +53,6 @@ class ModelRunner:
         #: whether a GPU may have the next step before `collect` of this one
         self.launches_ahead = self.overlap and self.device.asynchronous and stage.is_whole
         self.max_steps = 1 + config.pipeline_parallel_size  #: that may be launched and not collected, with overlap
-        set_threads(config, tp)
         self.kv_scales: list[Tensor | None] = [None] * len(groups)
         if self.kv_dtype == torch.float8_e4m3fn:
             scales = kv_cache.read_scales(setup.folder, model_config.num_layers, device)

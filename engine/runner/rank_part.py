@@ -9,8 +9,8 @@ import msgspec
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
-from engine.free_memory import FreeMemory
 from engine.hooks import ByClass, overriding
 from engine.model.models.llama import Model
 from engine.runner.launcher import Launcher, StepRunner

@@ -14,7 +14,6 @@ from engine.engine_options import BLOCK_SIZES, EngineOptions
 from engine.model.config import ModelConfig
 from engine.model.shard import ShardPlan
 from engine.runner import kv_cache
-from engine.usable_cpus import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,3 @@ class RankSetup:
     @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
-
-
-def set_threads(config: EngineOptions, tp: TPGroup) -> None:
-    """Set torch's number of threads: the configured one, else at most this rank's share of the CPUs that it may use."""
-    share = max(1, int(usable_cpus() / tp.all_engines.local_size))
-    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))

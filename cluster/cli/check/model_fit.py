@@ -16,10 +16,10 @@ from cluster.config.model_section import ModelSection
 from deployments.routing.config import Role
 from engine.assembly.open_setup import check_tested
 from engine.config import EngineConfig
+from engine.devices.host_memory import free_host_memory
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
-from engine.free_memory import free_host_memory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.weights import open_weights

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.batch import Batch, split_rows
 from engine.model.expert_split import exchange_of
 from engine.model.models.llama import Model

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from engine.devices.free_memory import FreeMemory
 from engine.engine_options import EngineOptions
-from engine.free_memory import FreeMemory
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)

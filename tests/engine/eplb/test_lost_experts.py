@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
@@ -21,7 +22,6 @@ from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import ExpertsDoNotFit, LostExperts, slots_of, spare_bytes
 from engine.errors import StartupError
-from engine.free_memory import FreeMemory
 from engine.model.expert_split import ExpertShardPlan
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
-from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.options.handoff import HandoffConfig

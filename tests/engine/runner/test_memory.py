@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.errors import OutOfMemory
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.parts.experts.rank.experts import keep_free

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import EngineConfig
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
-from engine.free_memory import FreeMemory
 from engine.model.batch import Batch, DeepStack
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.devices.device import StagedCopy
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.state import StateBatch, StateCache
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes, specs_of
 from engine.runner.rank_part import RankPart

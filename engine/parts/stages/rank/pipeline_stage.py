@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.devices.device import DeviceEvent, StagedCopy, copy_to
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
