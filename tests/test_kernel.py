@@ -19,7 +19,7 @@ LIMITS = {
     "text": 542,
     "distributed": 789,
     "model": 2_537,
-    "runner": 1_592,
+    "runner": 1_555,
     "core": 2_420,
 }
 MAX_FILES = 109

@@ -15,6 +15,7 @@ from engine.model.expert_parallel import check_experts
 from engine.model.expert_split import ExpertShardPlan
 from engine.model.ops import dispatch
 from engine.model.stage import config_of, nth_stage
+from engine.runner.fp8_kv_cache import with_kv_cache_dtype
 from engine.runner.rank_setup import RankSetup
 
 
@@ -40,6 +41,7 @@ def open_setup(
     check_experts(config, model)
     plan = ExpertShardPlan.of(config, group)
     setup = RankSetup.of(config, model, folder, group, plan=plan, whole=whole, stage_layers=stage_layers, host=host)
+    setup = with_kv_cache_dtype(setup)
     if config.determinism == "strict":
         fixed_order.check(config, model, setup.torch_device)
         setup = replace(setup, plan=fixed_order.in_fixed_order(setup.plan), adapt=fixed_order.pad_layers)

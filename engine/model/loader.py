@@ -37,7 +37,7 @@ COMPARED_ROWS = 4096
 LOG_INTERVAL_S = 1.0  # between two log lines of progress
 # Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and static scales of activations, which are scaled dynamically here. The
-# scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
+# scales of an FP8 KV cache are read by engine/runner/fp8_kv_cache.py.
 UNUSED = (
     ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import re
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,19 +15,15 @@ from torch import Tensor
 from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
-from engine.errors import ConfigError, ModelFolderError, OutOfMemory
-from engine.model.checkpoint.weights import open_weights
+from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
-from engine.model.loader import tensors_by_file
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below it: ktransformers #1978, vLLM #45829
 CPU_DEFAULT_GIB = 2.0
 WINDOW_STEP_TOKENS = 2048
-SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,41 +225,6 @@ def kv_budget(config: EngineOptions, device: torch.device, free: FreeMemory) -> 
     if free.size // 2 < default:
         return free.size // 2, f"half of the free {max(0, free.size) / GIB:.2f} GiB ({free.limit})"
     return default, f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
-
-
-def cache_dtype(config: EngineOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the KV cache. dtype: dtype of activations. Raises ConfigError if the GPU lacks float8."""
-    if config.kv_cache_dtype == "auto":
-        return dtype
-    if device.type == "cpu":
-        logger.warning("kv cache in FP8 on a CPU: each step converts what it reads, which is slow; meant for tests")
-    elif torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ConfigError(
-            "kv_cache_dtype", config.kv_cache_dtype, f"'auto' on this GPU of compute capability {major}.{minor}: "
-            "float8 needs 8.9 or newer (Ada, Hopper)"
-        )  # fmt: skip
-    return torch.float8_e4m3fn
-
-
-def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
-    """Return the scales of values in an FP8 cache: [layers, 2 (K, V)] float32, 1 where the checkpoint has none.
-
-    Checkpoints name them `self_attn.k_scale`, `self_attn.k_proj.k_scale` or `self_attn.attn.k_scale`, likewise for V.
-    Raises ModelFolderError for a scale that is not above 0.
-    """
-    scales = torch.ones(num_layers, 2)
-    found = 0
-    for file, names in tensors_by_file(folder).items():
-        with open_weights(file) as tensors:
-            for name in names:
-                if match := SCALE.search(name):
-                    scales[int(match[1]), "kv".index(match[2])] = tensors.get_tensor(name).float().item()
-                    found += 1
-    if not (scales > 0).all():
-        raise ModelFolderError(str(folder), "a k_scale or v_scale is not above 0")
-    logger.info("kv cache in FP8: %s", f"{found} scales from the checkpoint" if found else "no scales, all are 1")
-    return scales.to(device)
 
 
 def allocate(

@@ -53,10 +53,8 @@ class ModelRunner:
         #: whether a GPU may have the next step before `collect` of this one
         self.launches_ahead = self.overlap and self.device.asynchronous and stage.is_whole
         self.max_steps = 1 + config.pipeline_parallel_size  #: that may be launched and not collected, with overlap
-        self.kv_scales: list[Tensor | None] = [None] * len(groups)
-        if self.kv_dtype == torch.float8_e4m3fn:
-            scales = kv_cache.read_scales(setup.folder, model_config.num_layers, device)
-            self.kv_scales = [scales[list(group.layers)] for group in groups]
+        scales = setup.kv_scales
+        self.kv_scales = [None if scales is None else scales[list(group.layers)] for group in groups]
         self.model = load_model(setup, parts)
         self.layers = open_layers(setup, self.model)
         for attach in parts.attach:

@@ -13,7 +13,6 @@ from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES, EngineOptions
 from engine.model.config import ModelConfig
 from engine.model.shard import ShardPlan
-from engine.runner import kv_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,8 @@ class RankSetup:
     kv_dtype: torch.dtype
     block_size: int
     overlap: bool
+    kv_scales: torch.Tensor | None = None
+    """[layers, 2 (K, V)] float32, by which numbers of an FP8 cache are multiplied; None for a cache without scales."""
     adapt: Callable[[torch.nn.Module], None] | None = None
     """Changes the layers of the model before its weights are loaded."""
 
@@ -68,7 +69,7 @@ class RankSetup:
             plan=plan or ShardPlan(tp),
             device=device,
             dtype=dtype,
-            kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
+            kv_dtype=dtype,
             block_size=config.block_size or BLOCK_SIZES[device.torch_device.type],
             overlap=(device.asynchronous or not model.stage.is_whole)
             if config.async_scheduling is None

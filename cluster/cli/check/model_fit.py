@@ -34,7 +34,7 @@ from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes
 from engine.parts.stages.rank.pipeline_stage import divide_layers
-from engine.runner import kv_cache
+from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory
 from placement.capacity import Node, can_grow, missing
 
@@ -159,7 +159,7 @@ def check_kv_cache(
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel_size)
     size = engine.known_block_size
     try:
-        kv_dtype = kv_cache.cache_dtype(engine, dtype, device)
+        kv_dtype = fp8_kv_cache.cache_dtype(engine, dtype, device)
         needs = kv_cache.group_needs(engine, size, shape, kv_dtype, tp)
         free = free.less(nixl.reserved_bytes(engine, [need.block_bytes for need in needs], device))
         specs = state_specs(shape.recurrent, str(dtype)[6:], tp.size)

@@ -13,7 +13,7 @@ from engine.errors import ConfigError, OutOfMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.options.handoff import HandoffConfig
-from engine.runner import kv_cache
+from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
 from tests.engine.model.model_configs import tiny_config
 
@@ -194,10 +194,10 @@ def test_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = EngineConfig(kv_cache_dtype="fp8")
     if taken:
-        assert kv_cache.cache_dtype(config, torch.bfloat16, CUDA) == torch.float8_e4m3fn
+        assert fp8_kv_cache.cache_dtype(config, torch.bfloat16, CUDA) == torch.float8_e4m3fn
     else:
         with pytest.raises(ConfigError, match=r"kv_cache_dtype must be 'auto' on this GPU .* 8\.\d.*, got 'fp8'"):
-            kv_cache.cache_dtype(config, torch.bfloat16, CUDA)
+            fp8_kv_cache.cache_dtype(config, torch.bfloat16, CUDA)
 
 
 windows = st.lists(st.one_of(st.none(), st.integers(1, 600)), min_size=1, max_size=3)
