@@ -73,6 +73,9 @@ class ModelConfig:
     head: Head = "lm"
     supported_tasks: SupportedTasks = field(default_factory=SupportedTasks)
     """The tasks that requests may ask for."""
+    longest_span: int = 0
+    """Most tokens of a prompt that one step has to compute together, since they see each other; 0 if all see only
+    earlier ones."""
     max_seq_length: int | None = None
     """Longest text, if it is shorter than the model's own context."""
     transformers: str = ""

@@ -18,6 +18,8 @@ from engine.engine_options import EngineOptions
 from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
+from engine.runner.rank_part import RankParts
+from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
 
@@ -75,29 +77,41 @@ def group_needs(
 def window_step_tokens(config: EngineOptions, model: ModelConfig) -> int:
     """Return how many tokens of one prompt every step has room for in a group with a window. A step may compute more
     tokens if more blocks are free."""
-    image = 0 if model.vision is None else model.vision.mm_tokens_per_image
-    return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
+    return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), model.longest_span)
+
+
+def plan_blocks(setup: RankSetup, free: FreeMemory, parts: RankParts) -> tuple[list[int], int]:
+    """Return (blocks of each KV cache group, longest sequence in tokens).
+
+    Both are the smallest of any rank, so that all ranks agree, and all engines that share experts. Raises OutOfMemory
+    if the configured lengths, or what parts need, do not fit.
+    """
+    config, model, tp = setup.config, setup.model, setup.tp
+    for reserve in parts.reserve:
+        free = reserve(free)
+    needs = group_needs(config, setup.block_size, model, setup.kv_dtype, tp, parts.block_bytes)
+    longest = model.longest_sequence(config.max_model_len)
+    blocks, longest = choose_num_blocks(config, needs, longest, setup.torch_device, free, parts.state_bytes)
+    answers = tp.all_engines.exchange(" ".join(map(str, blocks)))
+    of_ranks = [map(int, answer.split()) for answer in answers]
+    blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
+    return blocks, min(longest, longest_that_fits(needs, longest, blocks))
 
 
 def choose_num_blocks(
     config: EngineOptions,
-    block_size: int,
-    model: ModelConfig,
-    dtype: torch.dtype,
+    needs: list[GroupNeed],
+    longest: int,
     device: torch.device,
-    tp: TPGroup,
     free: FreeMemory,
-    part_bytes: int = 0,
     state_bytes: int = 0,
 ) -> tuple[list[int], int]:
     """Return the number of blocks of each KV cache group, and max_model_len. Log the limit that sets them.
 
-    free: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, this rank's part of the machine's.
-    part_bytes: bytes that parts need for each block of the first group. state_bytes: bytes of snapshots of states.
-    Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
+    longest: tokens of the longest sequence that the model and the options allow. free: on a GPU, memory for the KV
+    cache, measured by a profiling run; on a CPU, this rank's part of the machine's. state_bytes: bytes of snapshots of
+    states. Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
-    needs = group_needs(config, block_size, model, dtype, tp, part_bytes)
-    longest = model.longest_sequence(config.max_model_len)
     desired = [need.most(longest, config.max_num_seqs) for need in needs]
     if not any(need.block_bytes for need in needs):
         logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)

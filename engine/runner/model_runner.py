@@ -18,7 +18,6 @@ from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
 from engine.runner.load import load_model
-from engine.runner.memory import plan_blocks
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import LogitOps, LogprobTable, logprob_table, process_rows
@@ -60,7 +59,7 @@ class ModelRunner:
         for attach in parts.attach:
             attach(self.model)
         free = self.layers.free_memory(parts.dummy_step)
-        self.num_blocks, self.max_model_len = plan_blocks(setup, free, parts)
+        self.num_blocks, self.max_model_len = kv_cache.plan_blocks(setup, free, parts)
         self.kv_caches = [
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)

@@ -165,9 +165,8 @@ def check_kv_cache(
         specs = state_specs(shape.recurrent, str(dtype)[6:], tp.size)
         snapshots = choose_num_snapshots(engine, size, shape, specs, kv_dtype, device, tp, free)
         states = snapshots * snapshot_bytes(specs)
-        blocks, longest = kv_cache.choose_num_blocks(
-            engine, size, shape, kv_dtype, device, tp, free, state_bytes=states
-        )
+        longest = shape.longest_sequence(engine.max_model_len)
+        blocks, longest = kv_cache.choose_num_blocks(engine, needs, longest, device, free, states)
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
     requests = kv_cache.full_requests(needs, blocks, longest)

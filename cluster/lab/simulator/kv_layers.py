@@ -60,8 +60,9 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     buffers = nixl.reserved_bytes(engine, [need.block_bytes for need in needs], gpu)
     free = each.less(engine.max_num_seqs * running + buffers)
     snapshots = snapshot_memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
+    longest = cfg.longest_sequence(engine.max_model_len)
     blocks, longest = kv_cache.choose_num_blocks(
-        engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * snapshot_memory.snapshot_bytes(states)
+        engine, needs, longest, gpu, free, snapshots * snapshot_memory.snapshot_bytes(states)
     )
     sizes = [need.block_bytes for need in needs] + ([snapshot_memory.snapshot_bytes(states)] if snapshots else [])
     return KVLayers(
