@@ -19,10 +19,10 @@ LIMITS = {
     "text": 542,
     "distributed": 789,
     "model": 2_540,
-    "runner": 1_535,
+    "runner": 1_520,
     "core": 2_420,
 }
-MAX_FILES = 108
+MAX_FILES = 106
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation

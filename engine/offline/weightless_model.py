@@ -25,7 +25,7 @@ from engine.model.ops.latent import tiles
 from engine.model.shard import ShardPlan
 from engine.model.state import StateCache, state_specs
 from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, buffer_size
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from engine.wire.parts.states import StateStep
 
 META = torch.device("meta")

@@ -12,9 +12,8 @@ from engine.devices.device import StagedCopy
 from engine.devices.free_memory import FreeMemory
 from engine.model.models.llama import Model
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import FROM_BATCH, DummyStep, Forward, PreparedStep, StepInputs
+from engine.runner.step import FROM_BATCH, DummyStep, Forward, PreparedStep, StepInputs, StepMemory
 from engine.runner.step_layout import BatchRows, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import StepPlan
 
 Run = Callable[[StepPlan], object]

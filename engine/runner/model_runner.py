@@ -6,24 +6,28 @@ for the next step, and are also copied to the host. So step n+1 is in the device
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
+from engine.model.models.registry import add_encoders, build_model
 from engine.model.ops import sampling
 from engine.model.ops.sampling_plain import mark_non_finite
 from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
-from engine.runner.load import load_model
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import LogitOps, LogprobTable, logprob_table, process_rows
-from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs, StepMemory
 from engine.wire.plan import SampledStep, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
@@ -197,3 +201,27 @@ class ModelRunner:
             logits = self.model.logits(hidden[first : first + len(wanted)])
             tables.append(logprob_table(logits, wanted, rows.count).fetched(self.device.fetch))
         return tables
+
+
+def load_model(setup: RankSetup, parts: RankParts) -> Model:
+    """Return this rank's shard of the model, with its weights. Raises StartupError."""
+    started = time.perf_counter()
+    config, device = setup.config, setup.torch_device
+    model = build_model(setup.model, setup.plan, setup.dtype, device)
+    if setup.adapt is not None:
+        setup.adapt(model)
+    add_encoders(model, setup.dtype, device)
+    if config.load_format == "dummy":
+        fill_with_noise(model)
+    else:
+        load_weights(model, setup.folder, setup.tp)
+    parameters = count_parameters(model)
+    pack_weights(model)
+    for extend in parts.extend:
+        extend(model)
+    logger.info(
+        "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
+        setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),
+        device, torch.get_num_threads(), time.perf_counter() - started,
+    )  # fmt: skip
+    return model

@@ -15,9 +15,8 @@ from engine.hooks import ByClass, overriding
 from engine.model.models.llama import Model
 from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
-from engine.runner.step import DummyStep, Forward, LaunchedStep
+from engine.runner.step import DummyStep, Forward, LaunchedStep, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
 

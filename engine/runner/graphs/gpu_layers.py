@@ -25,9 +25,8 @@ from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.graphs.warm_up import run_dummy_step, warm_up_plans
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import DummyStep, Forward, PreparedStep, StepInputs
+from engine.runner.step import DummyStep, Forward, PreparedStep, StepInputs, StepMemory
 from engine.runner.step_layout import BatchRows, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.parts.states import StateStep
 from engine.wire.plan import StepPlan
 

@@ -13,7 +13,7 @@ from engine.runner.kv_cache import group_needs
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 
 
 class KVWorkers(RankPart):

@@ -28,9 +28,8 @@ from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import DummyStep, Forward
+from engine.runner.step import DummyStep, Forward, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.parts.images import NO_IMAGES, ImageStep, SequenceImages
 from engine.wire.plan import NewSequence, StepPlan

@@ -33,9 +33,8 @@ from engine.parts.stages.rank.step_results import ResultReceiver, ResultSender
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import Forward, LaunchedStep
+from engine.runner.step import Forward, LaunchedStep, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.spec_decode.open_drafter import target_layers
 from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
