@@ -18,11 +18,11 @@ LIMITS = {
     "wire": 864,
     "text": 542,
     "distributed": 789,
-    "model": 2_540,
-    "runner": 1_520,
+    "model": 2_514,
+    "runner": 1_522,
     "core": 2_420,
 }
-MAX_FILES = 106
+MAX_FILES = 105
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation

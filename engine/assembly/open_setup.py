@@ -14,7 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.expert_split import ExpertShardPlan
 from engine.model.ops import dispatch
-from engine.model.stage import config_of, nth_stage
+from engine.parts.stages.division import config_of, nth_stage
 from engine.runner.fp8_kv_cache import with_kv_cache_dtype
 from engine.runner.rank_setup import RankSetup
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.checkpoint.weights import open_weights
-from engine.model.loader import tensors_by_file
+from engine.model.loader import open_weights, tensors_by_file
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
+from engine.model.loader import count_parameters, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import add_encoders, build_model
 from engine.model.ops import sampling
@@ -29,6 +30,7 @@ from engine.wire.plan import SampledStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
+NOISE = "..model.noise"  # the module that makes up weights
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 
@@ -212,7 +214,7 @@ def load_model(setup: RankSetup, parts: RankParts) -> Model:
         setup.adapt(model)
     add_encoders(model, setup.dtype, device)
     if config.load_format == "dummy":
-        fill_with_noise(model)
+        import_module(NOISE, __package__).fill_with_noise(model)
     else:
         load_weights(model, setup.folder, setup.tp)
     parameters = count_parameters(model)

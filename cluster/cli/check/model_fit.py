@@ -22,17 +22,16 @@ from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.overlay import engine_folder
-from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
-from engine.model.loader import tensors_by_file
+from engine.model.loader import open_weights, tensors_by_file
 from engine.model.models.images.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.packed_int import PackedInt
-from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes
+from engine.parts.stages.division import config_of, nth_stage
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory

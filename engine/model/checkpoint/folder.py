@@ -14,8 +14,9 @@ from engine.model.checkpoint.fields import Fields, reading
 from engine.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
-OTHER_FORMATS = {"gguf_tensors.json": ".gguf.tensors"}
-"""Files that stand for weights in another format, each with the module whose `open_weights` opens it."""
+OTHER_FORMATS = {"gguf_tensors.json": ".checkpoint.gguf.tensors"}
+"""Files that stand for weights in another format, each with the module below engine/model whose
+`open_weights` opens it."""
 WEIGHTS_FILE = re.compile(r"[\w-][\w. -]*\.safetensors")
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.loader import fill_with_noise, pack_weights
+from engine.model.loader import pack_weights
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
 from engine.model.shard import ShardPlan
 from tests.batches import ByHand, load_by_hand
 from tests.mxfp4_files import make_mxfp4

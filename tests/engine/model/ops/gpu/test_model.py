@@ -17,9 +17,10 @@ from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.config_parts.rope import RopeConfig
 from engine.model.layers.moe import Experts
-from engine.model.loader import fill_with_noise, pack_weights
+from engine.model.loader import pack_weights
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
 from engine.model.ops import dispatch, quantized_linear
 from engine.model.ops.gpu import quantized_linear as gpu_linear
 from engine.model.quantization.mxfp4 import MXFP4
