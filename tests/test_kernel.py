@@ -18,7 +18,7 @@ LIMITS = {
     "wire": 864,
     "text": 542,
     "distributed": 789,
-    "model": 2_495,
+    "model": 2_373,
     "runner": 1_522,
     "core": 2_420,
 }
