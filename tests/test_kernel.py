@@ -14,15 +14,15 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
-    "top": 704,
+    "top": 647,
     "wire": 864,
     "text": 542,
     "distributed": 789,
-    "model": 2_373,
+    "model": 2_359,
     "runner": 1_522,
     "core": 2_420,
 }
-MAX_FILES = 105
+MAX_FILES = 104
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
