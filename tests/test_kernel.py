@@ -14,12 +14,12 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
 LIMITS = {
-    "top": 647,
+    "top": 566,
     "wire": 864,
     "text": 542,
     "distributed": 789,
     "model": 2_359,
-    "runner": 1_522,
+    "runner": 1_506,
     "core": 2_420,
 }
 MAX_FILES = 104
@@ -32,8 +32,8 @@ FEATURES = """
 NAMED = {
     "adapter": 22, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "experts": 8,
     "grammar": 4, "handoff": 10, "hold": 5, "holds": 1, "image": 7, "images": 1, "lora": 14, "moe": 1,
-    "multimodal": 2, "pipeline": 4, "pooled": 13, "pooling": 15, "prediction": 1, "stage": 14, "thinking": 33,
-    "tier": 1, "vision": 1,
+    "multimodal": 2, "pooled": 13, "pooling": 15, "prediction": 1, "stage": 9, "thinking": 33, "tier": 1,
+    "vision": 1,
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+")
 

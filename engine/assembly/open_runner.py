@@ -36,12 +36,11 @@ def load_runner(
     config: EngineConfig, model: ModelConfig, folder: Path, group: TPGroup, host: str = "127.0.0.1"
 ) -> ModelRunner:
     """Load this rank's part of a model. The arguments and errors are those of `open_runner`."""
-    stage_layers: Sequence[int] = ()
     if config.pipeline_parallel_size > 1:
         from engine.parts.stages.rank.pipeline_stage import join_stage  # it needs pyzmq
 
-        group, stage_layers = join_stage(config, model, group)
-    setup = open_setup(config, model, folder, group, stage_layers=stage_layers, host=host)
+        group = join_stage(config, model, group)
+    setup = open_setup(config, model, folder, group, host)
     set_threads(config, setup.tp)
     parts = make_rank_parts(setup)
     with ExitStack() as opened:

@@ -57,7 +57,7 @@ class ModelRunner:
         self.samples = stage.is_last  #: whether this rank samples the tokens itself
         #: whether a GPU may have the next step before `collect` of this one
         self.launches_ahead = self.overlap and self.device.asynchronous and stage.is_whole
-        self.max_steps = 1 + config.pipeline_parallel_size  #: that may be launched and not collected, with overlap
+        self.max_steps = setup.max_steps
         scales = setup.kv_scales
         self.kv_scales = [None if scales is None else scales[list(group.layers)] for group in groups]
         self.model = load_model(setup, parts)

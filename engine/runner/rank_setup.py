@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,52 +21,40 @@ class RankSetup:
 
     config: EngineOptions
     model: ModelConfig
-    """With the layers of this rank's pipeline stage."""
+    """With the layers that this rank has a part of."""
     whole: ModelConfig
-    """With the layers of all stages."""
-    stage_layers: Sequence[int]
-    """Number of layers of each stage; empty without stages."""
+    """With all layers."""
     folder: Path
     tp: TPGroup
-    host: str
-    """IP address at which ranks of other engines reach this one."""
     plan: ShardPlan
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype
     block_size: int
     overlap: bool
+    max_steps: int = 2
+    """Steps that may be launched and not collected, with overlap."""
     kv_scales: torch.Tensor | None = None
     """[layers, 2 (K, V)] float32, by which numbers of an FP8 cache are multiplied; None for a cache without scales."""
+    host: str = "127.0.0.1"
+    """IP address at which ranks of other engines reach this one."""
+    layout: str = ""
+    """Suffix of the fingerprint of KV whose ranks hold other layers than those of most engines."""
     adapt: Callable[[torch.nn.Module], None] | None = None
     """Changes the layers of the model before its weights are loaded."""
 
     @classmethod
-    def of(
-        cls,
-        config: EngineOptions,
-        model: ModelConfig,
-        folder: Path,
-        tp: TPGroup,
-        *,
-        plan: ShardPlan | None = None,
-        whole: ModelConfig | None = None,
-        stage_layers: Sequence[int] = (),
-        host: str = "127.0.0.1",
-    ) -> RankSetup:
-        """Open the device and derive the rest. plan: how the model is divided over the ranks; by default each has a
-        slice of everything. whole: by default, `model`. Raises ConfigError for options that cannot be combined."""
+    def of(cls, config: EngineOptions, model: ModelConfig, folder: Path, tp: TPGroup) -> RankSetup:
+        """Open the device and derive the rest, for a model of which each rank has a slice of everything."""
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(
             config=config,
             model=model,
-            whole=whole or model,
-            stage_layers=stage_layers,
+            whole=model,
             folder=folder,
             tp=tp,
-            host=host,
-            plan=plan or ShardPlan(tp),
+            plan=ShardPlan(tp),
             device=device,
             dtype=dtype,
             kv_dtype=dtype,
@@ -75,11 +63,6 @@ class RankSetup:
             if config.async_scheduling is None
             else config.async_scheduling,
         )
-
-    @property
-    def layout(self) -> str:
-        """Suffix of the fingerprint of KV whose ranks hold other layers than those of engines without stages."""
-        return f" stages={','.join(map(str, self.stage_layers))}" if self.stage_layers else ""
 
     @property
     def torch_device(self) -> torch.device:

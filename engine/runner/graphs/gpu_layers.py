@@ -17,6 +17,7 @@ from engine.devices.free_memory import FreeMemory
 from engine.model.batch import Batch, split_rows
 from engine.model.expert_split import exchange_of
 from engine.model.models.llama import Model
+from engine.options.kernels import KernelOptions
 from engine.runner.graphs.block_tables import BlockTableRows
 from engine.runner.graphs.choice import can_capture, graph_shapes
 from engine.runner.graphs.cuda_graphs import CudaGraphs, NoGraphs, StepShape, UnpaddedStep
@@ -91,7 +92,7 @@ class GPULayers(LayerRunner):
             self._compute,
             self._tables,
             memory,
-            budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
+            budget_bytes=int(config.of(KernelOptions).cuda_graph_memory_gib * 2**30),
             tp=setup.tp.all_engines,
         )
 

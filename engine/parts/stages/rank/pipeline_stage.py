@@ -98,7 +98,7 @@ class PipelineStage(RankPart):
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
         self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
-        self._waited_s = [0.0] * len(setup.stage_layers)
+        self._waited_s = [0.0] * len(setup.tp.layers)
 
     def reserve(self, free: FreeMemory) -> FreeMemory:
         """Leave a GPU room for what the link keeps; the largest step, which was measured, sent and received nothing."""
@@ -162,7 +162,7 @@ class PipelineStage(RankPart):
     def report(self) -> StageReport:
         assert isinstance(self._results, ResultReceiver)
         found = []
-        for i, (layers, busy_s) in enumerate(zip(self._setup.stage_layers, self._results.busy_s, strict=True)):
+        for i, (layers, busy_s) in enumerate(zip(self._group.layers, self._results.busy_s, strict=True)):
             self._waited_s[i] = max(self._waited_s[i], self._working.total_s - busy_s)  # a total never decreases
             found.append(StageStats(layers=layers, ranks=self._group.size, busy_s=busy_s, wait_s=self._waited_s[i]))
         return StageReport(found)
@@ -187,14 +187,15 @@ class PipelineStage(RankPart):
         return result
 
 
-def join_stage(config: EngineConfig, model: ModelConfig, group: TPGroup) -> tuple[StageGroup, list[int]]:
-    """Connect the ranks of a pipeline. Returns those of this rank's stage, and the number of layers of each stage.
-    group: all ranks of the engine. Every rank has to call this within `group.starting()`. Raises StartupError."""
+def join_stage(config: EngineConfig, model: ModelConfig, group: TPGroup) -> StageGroup:
+    """Connect the ranks of a pipeline. Returns those of this rank's stage. group: all ranks of the engine. Every rank
+    has to call this within `group.starting()`. Raises StartupError."""
     check_stages(config, model)
     ranks = group.own if isinstance(group, DataParallelGroup) else group
     assert isinstance(ranks, ConnectedGroup)
     stages = StageGroup(ranks, config.pipeline_parallel_size, group, 1 + len(target_layers(config, model)))
-    return stages, find_layers(config, model, stages)
+    stages.layers = find_layers(config, model, stages)
+    return stages
 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:
