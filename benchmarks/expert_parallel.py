@@ -28,10 +28,10 @@ import torch
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
+from engine.model import noise
 from engine.model.layers.moe import RouterProduct
-from engine.model.loader import fill_with_noise
+from engine.model.noise import fill_with_noise
 from engine.options.experts import EPLBConfig
-from engine.runner import load as loading
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.experts import ExpertReport
 from engine.wire.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ class SkewedPool(RankPool):
 
 
 def skewed(function: Callable[..., None], *args: Any) -> None:
-    loading.fill_with_noise = prefer
+    noise.fill_with_noise = prefer
     function(*args)
 
 
@@ -108,7 +108,7 @@ def prefer(model: Any) -> None:
 
 
 def measure_skew() -> None:
-    loading.fill_with_noise = prefer
+    noise.fill_with_noise = prefer
     pool, folder = SkewedPool(), make_folder()
     layouts: dict[str, dict[str, Any]] = {
         "experts stay": {},

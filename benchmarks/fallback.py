@@ -28,7 +28,7 @@ from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
-from engine.model.families.table import families
+from engine.model.families.family import families
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 

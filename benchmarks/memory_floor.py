@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
 from engine.model.models.registry import build_model
 from engine.model.quantization.format import StoredWeight
+from engine.model.shard import ShardPlan
 from engine.model.state import state_specs
 
 READ_BYTES = 2**29  # far more than caches hold

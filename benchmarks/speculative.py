@@ -24,9 +24,9 @@ from cluster.flags import json_object
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.config_options import parse_section
 from engine.core.engine import EngineCore
 from engine.model.checkpoint.resolve import resolve
+from engine.options.section import parse_section
 from engine.options.speculation import SpeculativeConfig
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest

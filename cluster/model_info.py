@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.resolve import has_image_processor, resolve, resolve_tokenizer
 from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
+from engine.model.config_features import text_only
 from engine.model.expert_parallel import check_experts
-from engine.model.stage import check_stages
+from engine.parts.stages.division import check_stages
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.sampling_params import SamplingParams
 
@@ -128,7 +128,7 @@ def _check_pools(model: ModelSection, config: ModelConfig) -> None:
         config.kv_heads_per_rank(engine.tensor_parallel_size)
         config.longest_sequence(engine.max_model_len)
         if role != "encode":
-            shown = replace(config, vision=None) if engine.language_model_only else config
+            shown = text_only(config) if engine.language_model_only else config
             check_stages(engine, shown)
             check_experts(engine, shown)
 

@@ -14,8 +14,8 @@ from cluster import ray_serve_llm
 from cluster.config.app_config import AppConfig
 from cluster.entry_point import BUILDER, BUILDERS, HOST, PORT
 from cluster.model_info import model_info
+from engine.devices.host_memory import free_host_memory
 from engine.errors import ConfigError, Described
-from engine.free_memory import free_host_memory
 from engine.model.checkpoint.resolve import resolve
 
 WEIGHTS = (".safetensors", ".gguf")

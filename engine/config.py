@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config_options import check_choices
+from engine.options.choices import check_choices
 from engine.options.experts import ExpertOptions
 from engine.options.handoff import HandoffOptions
 from engine.options.holds import HoldOptions
 from engine.options.images import ImageOptions
+from engine.options.kernels import KernelOptions
 from engine.options.kv_events import KVEventOptions
 from engine.options.kv_tiers import TierOptions
 from engine.options.lora import LoRAOptions
 from engine.options.speculation import SpeculationOptions
+from engine.options.stages import StageOptions
 from engine.options.structured_outputs import StructuredOutputOptions
 from engine.options.tape import TapeOptions
 
@@ -29,6 +31,8 @@ class EngineConfig(
     HoldOptions,
     LoRAOptions,
     ImageOptions,
+    StageOptions,
+    KernelOptions,
 ):
     """Options of one engine, named as in vLLM where the meaning is the same."""
 

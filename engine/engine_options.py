@@ -14,9 +14,9 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 LIMITS = {
-    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size pipeline_parallel_size "
-    "block_size num_gpu_blocks_override max_model_len num_threads kv_cache_memory_bytes",
-    "at least 0": "prefix_cache_retention_interval cuda_graph_memory_gib",
+    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size block_size "
+    "num_gpu_blocks_override max_model_len num_threads kv_cache_memory_bytes",
+    "at least 0": "prefix_cache_retention_interval",
     "above 0 and at most 1": "gpu_memory_utilization",
 }
 
@@ -52,34 +52,6 @@ class EngineOptions:
     )
     gpu_memory_utilization: float = option(
         0.9, "Fraction of a GPU's memory for weights, KV cache and activations together."
-    )
-    enforce_eager: bool = option(
-        False,
-        "Launch every kernel separately, without CUDA graphs. Slower, with the same tokens.",
-    )
-    disable_custom_all_reduce: bool = option(
-        False,
-        "Let ranks on one machine use only NCCL or gloo for sums, without shared memory (docs/gpu.md).",
-    )
-    allow_untested_kernels: bool = option(
-        False,
-        "Let a GPU compute recurrent layers, latent attention, adapters and quantized experts by kernels that were not "
-        "run on a GPU yet. Without this option, an engine that needs them does not start (docs/gpu.md).",
-    )
-    determinism: Literal["strict"] | None = option(
-        None,
-        "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks and in any batch "
-        "(docs/determinism.md). Needs CPUs and unquantized weights.",
-    )
-    torch_compile: bool = option(
-        False,
-        "Compile the model's layers, except attention, with torch.compile when the engine starts (docs/gpu.md). "
-        "`enforce_eager` overrides this option.",
-    )
-    cuda_graph_memory_gib: float = option(
-        1.0,
-        "GPU memory kept free for CUDA graphs. A step without a graph of its size is padded to a "
-        "larger one, or runs without a graph.",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "`auto` reads the model's weights; `dummy` uses random ones of the same shapes, for measurements."
@@ -122,20 +94,7 @@ class EngineOptions:
         "divided among the machine's ranks without a GPU. Above eight CPUs, a server leaves one to its ingresses.",
     )
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer, or each stage's layers.")
-    pipeline_parallel_size: int = option(
-        1,
-        "Number of stages, each with some of the layers on `tensor_parallel_size` ranks. For models that are larger "
-        "than one machine (docs/rank_groups.md).",
-    )
-    pipeline_layers: str | None = option(
-        None, "Number of layers of each stage, such as `15,15,16,14`. Default: stages with about equal weights."
-    )
     seed: int = option(0, "Offline `LLM`: seed of requests without one. A server derives such seeds from request ids.")
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def known_block_size(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.util import placement_group_table
 
-from engine.usable_cpus import threads_of_rank, usable_cpus
+from engine.devices.usable_cpus import threads_of_rank, usable_cpus
 
 logger = logging.getLogger(__name__)
 

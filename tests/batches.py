@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch, KVGroup, split
 from engine.model.config import ModelConfig
 from engine.model.fixed_order import pad_layers
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from engine.model.state import StateBatch, state_specs
 from tests.state_batches import garbage
 

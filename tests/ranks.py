@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.distributed.expert_shard_plan import ExpertShardPlan
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
+from engine.model.expert_split import ExpertShardPlan
 from engine.model.fixed_order import in_fixed_order
+from engine.model.shard import ShardPlan
 from tests.batches import load_by_hand
 
 T = TypeVar("T")

@@ -264,7 +264,7 @@ FEATURES = {"lora", "spec_decode", "eplb", "kv_offload", "kv_transfer", "kernel_
 def test_the_runner_names_no_feature_that_is_a_part_of_a_rank():
     runner = ROOT / "engine" / "runner"
     files = [*runner.rglob("*.py")]
-    assert {runner / f"{name}.py" for name in ("model_runner", "inputs", "memory", "worker")} <= {*files}
+    assert {runner / f"{name}.py" for name in ("model_runner", "inputs", "kv_cache", "worker")} <= {*files}
     for file in files:
         for other in imported_files(file):
             room = other.relative_to(ROOT / "engine").parts[0]
@@ -283,7 +283,7 @@ def test_no_file_of_the_engine_names_ray():
             "import torch, engine.offline.llm, engine.serving.server\n"
             "from engine.model.config import ModelConfig\n"
             "from engine.model.models.registry import build_model\n"
-            "from engine.distributed.shard_plan import ShardPlan\n"
+            "from engine.model.shard import ShardPlan\n"
             "from engine.pocket import PATH\n"
             "build_model(ModelConfig.from_folder(PATH), ShardPlan(), torch.float32, 'meta')",
             {"ray", "transformers"},

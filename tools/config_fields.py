@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.model.config_parts.unread import COMMON, DECLARED
 from engine.model.families.encoders import ENCODERS
+from engine.model.families.family import families
 from engine.model.families.multimodal import TEXT_PARTS
-from engine.model.families.table import families
 
 
 def declared() -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from engine.model.checkpoint.folder import read_json, weight_files
-from engine.model.checkpoint.weights import open_weights
+from engine.model.loader import open_weights
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

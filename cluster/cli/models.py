@@ -10,8 +10,8 @@ from typing import Literal
 from engine.model.checkpoint.resolve import resolve_config
 from engine.model.config import ModelConfig
 from engine.model.families.encoders import ENCODERS
+from engine.model.families.family import families
 from engine.model.families.multimodal import TEXT_PARTS
-from engine.model.families.table import families
 from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
@@ -65,8 +65,8 @@ def check_model(model: str, tensor_parallel_size: int) -> str:
     config.kv_heads_per_rank(tensor_parallel_size)
     if not config.transformers:
         return f"{model} runs by Manta's native code for {config.architecture}"
-    from engine.distributed.shard_plan import ShardPlan
     from engine.distributed.tp_group import TPGroup
+    from engine.model.shard import ShardPlan
     from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
 
     find_calls(config, ShardPlan(TPGroup(0, tensor_parallel_size)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config_options import check_choices, check_limits, option
+from engine.config_options import check_limits, option
+from engine.options.choices import check_choices
 
 PolicyName = Literal["prefix_aware", "power_of_two", "round_robin"]
 Role = Literal["decode", "prefill", "encode"]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from engine.assembly.open_setup import open_setup
 from engine.config import EngineConfig
+from engine.devices.usable_cpus import usable_cpus
 from engine.distributed.tp_group import TPGroup
 from engine.kernel_trial.check import check_kernels
 from engine.model.config import ModelConfig
@@ -33,12 +36,12 @@ def load_runner(
     config: EngineConfig, model: ModelConfig, folder: Path, group: TPGroup, host: str = "127.0.0.1"
 ) -> ModelRunner:
     """Load this rank's part of a model. The arguments and errors are those of `open_runner`."""
-    stage_layers: Sequence[int] = ()
     if config.pipeline_parallel_size > 1:
         from engine.parts.stages.rank.pipeline_stage import join_stage  # it needs pyzmq
 
-        group, stage_layers = join_stage(config, model, group)
-    setup = open_setup(config, model, folder, group, stage_layers=stage_layers, host=host)
+        group = join_stage(config, model, group)
+    setup = open_setup(config, model, folder, group, host)
+    set_threads(config, setup.tp)
     parts = make_rank_parts(setup)
     with ExitStack() as opened:
         for close in parts.close[::-1]:
@@ -52,3 +55,9 @@ def make_rank_parts(setup: RankSetup, table: Sequence[str] = RANK_PARTS) -> Rank
     """Return the parts that a rank has. table: their folders, in the order in which they begin a step."""
     made = [importlib.import_module(f"..parts.{name}.rank.make", __package__).make(setup) for name in table]
     return RankParts([part for part in made if part is not None])
+
+
+def set_threads(config: EngineConfig, tp: TPGroup) -> None:
+    """Set torch's number of threads: the configured one, else at most this rank's share of the CPUs that it may use."""
+    share = max(1, int(usable_cpus() / tp.all_engines.local_size))
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
+from engine.model.expert_split import ExpertShardPlan
 from engine.model.ops import dispatch
-from engine.model.stage import config_of, nth_stage
+from engine.parts.stages.division import config_of, nth_stage
+from engine.parts.stages.rank.stage_group import StageGroup
+from engine.runner.fp8_kv_cache import with_kv_cache_dtype
 from engine.runner.rank_setup import RankSetup
 
 
 def open_setup(
-    config: EngineConfig,
-    whole: ModelConfig,
-    folder: Path,
-    group: TPGroup,
-    *,
-    stage_layers: Sequence[int] = (),
-    host: str = "127.0.0.1",
+    config: EngineConfig, whole: ModelConfig, folder: Path, group: TPGroup, host: str = "127.0.0.1"
 ) -> RankSetup:
-    """Open the device of a rank and return its setup. whole: with the layers of all stages. stage_layers, host: as in
-    RankSetup. Raises ConfigError for options that cannot be combined."""
-    model = config_of(nth_stage(group.stage, stage_layers, whole), whole) if stage_layers else whole
+    """Open the device of a rank and return its setup. whole: with the layers of all stages. group: the ranks of one
+    stage. host: as in RankSetup. Raises ConfigError for options that cannot be combined."""
+    layers = group.layers if isinstance(group, StageGroup) else ()
+    model = config_of(nth_stage(group.stage, layers, whole), whole) if layers else whole
     if config.torch_compile and model.transformers:
         limit = f"false for {model.architecture}, which transformers' own code computes"
         raise ConfigError("torch_compile", True, limit)
@@ -38,8 +34,14 @@ def open_setup(
     if model.recurrent is not None or model.latent is not None or model.gemma is not None:
         check_layers(config, model)
     check_experts(config, model)
-    plan = ExpertShardPlan.of(config, group)
-    setup = RankSetup.of(config, model, folder, group, plan=plan, whole=whole, stage_layers=stage_layers, host=host)
+    setup = replace(
+        with_kv_cache_dtype(RankSetup.of(config, model, folder, group)),
+        whole=whole,
+        plan=ExpertShardPlan.of(config, group),
+        max_steps=1 + config.pipeline_parallel_size,
+        host=host,
+        layout=f" stages={','.join(map(str, layers))}" if layers else "",
+    )
     if config.determinism == "strict":
         fixed_order.check(config, model, setup.torch_device)
         setup = replace(setup, plan=fixed_order.in_fixed_order(setup.plan), adapt=fixed_order.pad_layers)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.devices.device import Device, DeviceEvent, Run, StagedCopy, Stopwatch
+from engine.devices.free_memory import FreeMemory
 
 CHUNK_BYTES = 1 << 16
 ALIGNMENT = 16  # bytes: start of every array in a staged copy, so that it can be viewed as any dtype
@@ -134,6 +135,11 @@ class CudaDevice(Device):
             return lambda: start.elapsed_time(end) / 1000
 
         return stop
+
+    def free_memory(self) -> FreeMemory:
+        free, _ = torch.cuda.mem_get_info()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return FreeMemory(free + unused, "the GPU's memory")
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)

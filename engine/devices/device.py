@@ -25,6 +25,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from engine.devices.free_memory import FreeMemory
+
 logger = logging.getLogger(__name__)
 
 NICE = 10  # of threads that work beside the steps
@@ -109,6 +111,11 @@ class Device:
             return lambda: seconds
 
         return stop
+
+    def free_memory(self) -> FreeMemory:
+        """Return what this process can still take of the device's memory."""
+        free: FreeMemory = importlib.import_module(".host_memory", __package__).free_host_memory()
+        return free
 
     def used_bytes(self) -> int:
         """Return how much of the device's memory this process has taken, since others may share the device. What CUDA

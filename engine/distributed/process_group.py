@@ -1,11 +1,11 @@
-"""Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""Collective operations between ranks, and those of torch.distributed: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,26 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from engine.errors import EngineUnavailable
 
 COLLECTIVE_TIMEOUT_S = 120.0  # long, although ranks do equal work: a first step may compile kernels
+
+
+class Collectives(Protocol):
+    """A way to sum and gather tensors across ranks."""
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, stacked: [size, *x.shape]."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of this rank's part of x [size, ...]."""
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Send the rows of x [rows, ...] to ranks, and return those that have come, by sender. counts: numbers of rows,
+        by sender and receiver. x has its rows by receiver."""
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ProcessGroup:

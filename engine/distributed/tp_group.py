@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.devices.device import is_gpu
-from engine.distributed.collectives import Collectives
-from engine.distributed.process_group import ProcessGroup, gloo, nccl
+from engine.distributed.process_group import Collectives, ProcessGroup, gloo, nccl
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
 if TYPE_CHECKING:  # it needs pyzmq, which a single rank does without

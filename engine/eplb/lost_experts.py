@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import ConnectedGroup
 from engine.eplb.layer_slots import LayerSlots, grow
 from engine.eplb.placement import EMPTY, Placement, adopt, most_adopted
 from engine.errors import EngineUnavailable, ModelFolderError
-from engine.free_memory import FreeMemory
-from engine.model.checkpoint.weights import open_weights, slice_for
 from engine.model.expert_split import ExpertSlots, SpreadExperts
 from engine.model.layers.moe import Experts
-from engine.model.loader import checkpoint_shards, fill_with_noise, load_tensor, shorten, tensors_by_file
+from engine.model.loader import checkpoint_shards, load_tensor, open_weights, shorten, slice_for, tensors_by_file
 from engine.model.models.llama import Model
+from engine.model.noise import fill_with_noise
 from engine.model.shard import Shard
 
 logger = logging.getLogger(__name__)

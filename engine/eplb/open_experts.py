@@ -6,11 +6,10 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.devices.device import Device
-from engine.distributed.expert_shard_plan import exchange_of
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import LAYER, NoExperts, RankExperts
 from engine.eplb.shared_rank_experts import SharedRankExperts
-from engine.model.expert_split import SpreadExperts
+from engine.model.expert_split import SpreadExperts, exchange_of
 from engine.model.layers.moe import Experts
 
 

@@ -28,6 +28,7 @@ def reduced(model: ModelConfig) -> ModelConfig:
             model.recurrent, layers=tuple(layer for layer in model.recurrent.layers if layer < count)
         ),
         vision=None,
+        longest_span=0,
     )  # fmt: skip
 
 

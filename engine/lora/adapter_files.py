@@ -12,13 +12,13 @@ from typing import NamedTuple
 from safetensors import SafetensorError, deserialize
 
 from engine import pocket
+from engine.devices.host_memory import free_host_memory
 from engine.errors import AdapterError, AdapterNotFound, Described
-from engine.free_memory import free_host_memory
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
 from engine.lora.module_patterns import MAX_LENGTH
 from engine.model.checkpoint.resolve import HUB_ID
-from engine.safetensors_header import read_header
+from engine.model.checkpoint.safetensors_header import read_header
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
 COPIES = 3  # the file, its tensors, and the part that a rank keeps

@@ -14,8 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedArchitecture
-from engine.model.checkpoint.fields import COUNT, LAYERS, SIZE, Unsupported
+from engine.model.checkpoint.fields import Unsupported
 from engine.model.checkpoint.folder import as_token_ids
+from engine.model.checkpoint.kinds import COUNT, LAYERS, SIZE
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

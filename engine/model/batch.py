@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,27 +168,3 @@ def row_tiles(chunks: ArrayLike, rows: int) -> NDArray[np.int32]:
     row = (np.cumsum(tiles)[chunk] - np.arange(len(chunk), dtype=np.int32) - 1) * rows
     in_tile = np.minimum(rows, count[chunk] - row)
     return np.stack([seq[chunk], first_row[chunk] + row, in_tile, count[chunk] - row - in_tile], axis=1, dtype=np.int32)
-
-
-class StateRows(NamedTuple):
-    """On the host: the rows that a step computes for one sequence with a recurrent state."""
-
-    first: int  #: first row
-    last: int  #: row after the last
-    start: int  #: position of the first row in the sequence
-    slot: int
-    save_at: int
-    save_slot: int
-
-
-def state_rows(batch: Batch) -> list[StateRows]:
-    """Return the rows of each sequence, without padding."""
-    states = batch.states
-    assert states is not None
-    starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
-    slots = zip(states.slots.tolist(), states.save_at.tolist(), states.save_slots.tolist(), strict=True)
-    return [
-        StateRows(first, last, kv_len - last + first, *seq)
-        for first, last, kv_len, seq in zip(starts, starts[1:], kv_lens, slots, strict=False)
-        if kv_len
-    ]

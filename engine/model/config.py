@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, one_of, reading
-from engine.model.checkpoint.folder import eos_token_ids, read_json, stored_dtype
+from engine.model.checkpoint.folder import eos_token_ids, read_json
 from engine.model.config_parts.head import Head
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families.table import find_family
+from engine.model.families.family import find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
@@ -24,6 +24,7 @@ WITH_KV = ("attention", "hybrid")  # the `block_types` that keep KV
 FEATURES = ".config_features"
 """The module whose `read_features` reads what a model has whatever its family."""
 STAGE = ".config_parts.stage"
+STORED_DTYPE = ".checkpoint.stored_dtype"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,9 @@ class ModelConfig:
     head: Head = "lm"
     supported_tasks: Any = None
     """SupportedTasks (wire/parts/pooling.py): the tasks that requests may ask for, which every model's folder gives."""
+    longest_span: int = 0
+    """Most tokens of a prompt that one step has to compute together, since they see each other; 0 if all see only
+    earlier ones."""
     max_seq_length: int | None = None
     """Longest text, if it is shorter than the model's own context."""
     transformers: str = ""
@@ -214,4 +218,6 @@ def _read(whole: Fields, folder: Path, max_model_len: int | None) -> tuple[Model
 def _dtype(raw: Fields, folder: Path) -> str:
     """Return the dtype that config.json names, else the dtype of the stored weights, else float32."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
-    return one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
+    if named == "auto":
+        named = import_module(STORED_DTYPE, __package__).stored_dtype(folder) or "float32"
+    return one_of("dtype", named, tuple(DTYPES))

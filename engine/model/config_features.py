@@ -34,14 +34,16 @@ def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) ->
     if cfg.transformers:
         return cfg
     if vision := VisionConfig.read(whole, int(cfg.head_dim * cfg.rope[0].partial_rotary_factor)):
-        cfg = replace(cfg, vision=vision, mixins=("images.image_input.TakesImages",))
+        cfg = replace(
+            cfg, vision=vision, longest_span=vision.mm_tokens_per_image, mixins=("images.image_input.TakesImages",)
+        )
     check_unread(whole, raw, cfg, folder)
     return cfg
 
 
 def text_only(cfg: ModelConfig) -> ModelConfig:
     """Return the model without its vision encoder."""
-    return replace(cfg, vision=None, mixins=())
+    return replace(cfg, vision=None, longest_span=0, mixins=())
 
 
 def read_quantization(cfg: ModelConfig, raw: Fields) -> scheme.Scheme | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,15 +26,40 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.exchange.members import PER_RANK, AllRanks, Counts
-from engine.distributed.expert_shard_plan import ExpertShardPlan
-from engine.distributed.shard_plan import ShardPlan
+from engine.distributed.part_group import PartGroup
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.expert_parallel import check_count, check_shared, choose_backend
+from engine.model.shard import ShardPlan
 
 logger = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 256
 """Tokens of an exchange of rows. It takes memory for ranks x k rows of each token, twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShardPlan(ShardPlan):
+    """A plan in which ranks may have whole experts, instead of a slice of every expert."""
+
+    expert_parallel: bool = False  #: whether each rank has some whole experts
+    redundant_experts: int | None = None  #: slots of a layer beyond one for each expert; None if experts do not move
+    expert_exchange: ExpertExchange | None = None  #: spreads the experts over the ranks of several engines
+
+    @classmethod
+    def of(cls, config: EngineConfig, ranks: TPGroup) -> ExpertShardPlan:
+        """Return the plan of a rank of an engine with these options."""
+        return cls(
+            ranks,
+            expert_parallel=config.enable_expert_parallel,
+            redundant_experts=config.redundant_experts,
+            expert_exchange=exchange_of(ranks),
+        )
+
+
+def exchange_of(ranks: TPGroup) -> ExpertExchange | None:
+    """Return the exchange of rows with the ranks of other engines that share experts; None if there are none."""
+    return ranks.expert_exchange if isinstance(ranks, PartGroup) else None
 
 
 class Products(Protocol):

@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
-from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import linear
 from engine.model.ops.tree_sum import tree_sum, tree_sum_plain
+from engine.model.shard import ShardPlan
+from engine.options.kernels import KernelOptions
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64
@@ -34,7 +34,7 @@ LEAST_OUTPUTS = 2
 """Fewest outputs of a layer in float32: the products of a single output are summed in another order."""
 
 
-def check(config: EngineOptions, model_config: ModelConfig, device: torch.device) -> None:
+def check(config: KernelOptions, model_config: ModelConfig, device: torch.device) -> None:
     """Raise ConfigError for options that could make bits depend on the batch or on the number of ranks."""
     if device.type != "cpu":
         why = "because libraries choose by the number of rows how they sum a row"

@@ -10,24 +10,24 @@ import itertools
 import logging
 import sys
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
-from engine.model.checkpoint.folder import weight_files
-from engine.model.checkpoint.weights import open_weights, slice_for
+from engine.model.checkpoint.folder import OTHER_FORMATS, weight_files
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.shard import Shard, Sharded, TensorSlice
 
@@ -37,11 +37,21 @@ COMPARED_ROWS = 4096
 LOG_INTERVAL_S = 1.0  # between two log lines of progress
 # Tensors that a checkpoint may hold but that are never used: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and static scales of activations, which are scaled dynamically here. The
-# scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
+# scales of an FP8 KV cache are read by engine/runner/fp8_kv_cache.py.
 UNUSED = (
     ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
 )  # fmt: skip
+
+
+class Tensors(Protocol):
+    """The tensors in a file, by their names in the checkpoint."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> TensorSlice: ...
 
 
 class Loadable(Protocol):
@@ -129,24 +139,6 @@ def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: st
     starts = itertools.accumulate(sizes[:-1], initial=0) if shape == whole else itertools.repeat(0)
     for (shard, target), start in zip(parts, starts, strict=False):
         replace(shard, shape=shape, start=start + shard.start).load(source, target)
-
-
-def fill_with_noise(model: Loadable) -> None:
-    """Fill the model with random weights, for measurements. A tensor that every rank holds is the same on all ranks."""
-    named = [(name, target) for name, parts in checkpoint_shards(model).items() for _, target in parts]
-    for name, target in named:
-        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
-        if not target.dtype.is_floating_point:  # values of a quantized weight, or the group of each column
-            if name.endswith("_scales"):  # exponents of MXFP4: 2 ** -7
-                target.fill_(120)
-            elif target.dim() == 1:
-                target.zero_()
-            else:
-                target.random_(generator=generator)
-            continue
-        noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
-        # like an untrained model: small weights and norms near 1, so that hidden states neither vanish nor overflow
-        target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
 def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
@@ -245,3 +237,19 @@ def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
         except (OSError, SafetensorError) as e:
             raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
     return names
+
+
+def open_weights(file: Path) -> AbstractContextManager[Tensors]:
+    """Map a file from `weight_files`. Raises OSError or SafetensorError."""
+    other = OTHER_FORMATS.get(file.name)
+    tensors: AbstractContextManager[Tensors] = (
+        safe_open(file, framework="pt") if other is None else import_module(other, __package__).open_weights(file)
+    )
+    return tensors
+
+
+def slice_for(tensors: Tensors, name: str, target: Tensor) -> TensorSlice:
+    """Return a tensor in the form that `target` needs: stored blocks if it holds bytes, else numbers."""
+    found = tensors.get_slice(name)
+    blocks: TensorSlice = getattr(found, "blocks", found)
+    return blocks if target.dtype == torch.uint8 else found

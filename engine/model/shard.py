@@ -1,18 +1,37 @@
-"""Defines the slice of each checkpoint tensor that a rank holds, and the layers that own such slices."""
+"""How a model is divided over its ranks: the slice of each checkpoint tensor that a rank holds, and the layers that own
+such slices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """What layers know of the ranks that share them, and of what each rank computes. One rank has everything."""
+
+    ranks: TPGroup = field(default_factory=TPGroup.single)
+    fixed_order: bool = False  #: whether sums have the same bits with any number of ranks
+    parts: int = 1  #: addends of each sum that every rank computes
+    vocab_multiple: int = 1  #: divisor of the number of vocabulary rows on a rank
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
 
 
 class TensorSlice(Protocol):

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.devices.device import StagedCopy
+    from engine.model.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -201,3 +202,27 @@ class DraftBound:
 
     def __call__(self, position: int) -> int:
         return max_drafts(position, self.kernel)
+
+
+class StateRows(NamedTuple):
+    """On the host: the rows that a step computes for one sequence with a recurrent state."""
+
+    first: int  #: first row
+    last: int  #: row after the last
+    start: int  #: position of the first row in the sequence
+    slot: int
+    save_at: int
+    save_slot: int
+
+
+def state_rows(batch: Batch) -> list[StateRows]:
+    """Return the rows of each sequence, without padding."""
+    states = batch.states
+    assert states is not None
+    starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
+    slots = zip(states.slots.tolist(), states.save_at.tolist(), states.save_slots.tolist(), strict=True)
+    return [
+        StateRows(first, last, kv_len - last + first, *seq)
+        for first, last, kv_len, seq in zip(starts, starts[1:], kv_lens, slots, strict=False)
+        if kv_len
+    ]

@@ -24,7 +24,6 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.batch import Batch
@@ -37,6 +36,7 @@ from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import Model
 from engine.model.ops import linear, norm
 from engine.model.ops.elementwise import activations
+from engine.model.shard import ShardPlan
 from engine.user_folder import own_folder, user_folder
 
 logger = logging.getLogger(__name__)

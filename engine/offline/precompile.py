@@ -86,10 +86,9 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         block_size=config.known_block_size,
         adapters=adapters,
     )
-    images = model.vision is not None and model.vision.mm_tokens_per_image > 0
     context = config.max_model_len or model.max_position_embeddings
     with variants(capability[0] * 10 + capability[1]) as found:
-        for step in first_steps(config, context, images=images):
+        for step in first_steps(config, context, images=model.longest_span > 0):
             compute(weightless, step)
     return list(found.values())
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import Device
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.lora.model_adapters import ModelAdapters
 from engine.model import fused_rows
@@ -23,9 +22,10 @@ from engine.model.loader import pack_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch, moe, quantized_linear
 from engine.model.ops.latent import tiles
+from engine.model.shard import ShardPlan
 from engine.model.state import StateCache, state_specs
 from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, buffer_size
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from engine.wire.parts.states import StateStep
 
 META = torch.device("meta")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config_options import check_limits, option, set_section
+from engine.config_options import check_limits, option
 from engine.errors import ConfigError
 from engine.options.kv_events import KVEventOptions
 from engine.options.lora import LoRAOptions
+from engine.options.section import set_section
+from engine.options.stages import StageOptions
 
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall"]
 
@@ -34,7 +36,7 @@ class EPLBConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions(KVEventOptions, LoRAOptions):
+class ExpertOptions(KVEventOptions, LoRAOptions, StageOptions):
     enable_expert_parallel: bool = option(
         False,
         "Give each of the `tensor_parallel_size` x `data_parallel_size` ranks some whole experts of a mixture, instead "

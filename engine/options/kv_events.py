@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config_options import check_choices, check_limits, option, set_section
+from engine.config_options import check_limits, option
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
+from engine.options.choices import check_choices
+from engine.options.section import set_section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

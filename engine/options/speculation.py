@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from engine.config_options import check_choices, option, set_section
+from engine.config_options import option
 from engine.engine_options import EngineOptions
 from engine.errors import ConfigError
+from engine.options.choices import check_choices
+from engine.options.section import set_section
 
 MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never save time
 

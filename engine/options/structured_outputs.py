@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config_options import option, set_section
+from engine.config_options import option
 from engine.engine_options import EngineOptions
+from engine.options.section import set_section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,8 @@ from engine.model.config import ModelConfig
 from engine.runner.layer_runner import LayerRunner
 from engine.runner.rank_part import NO_PARTS, RankParts
 from engine.runner.sampler import SampledRow, SamplingInputs, UniformSource, prepare_sampling
-from engine.runner.step import NewTokens, PromptLogprobRows, StepInputs
+from engine.runner.step import NewTokens, PromptLogprobRows, StepInputs, StepMemory
 from engine.runner.step_layout import BatchRows, SampledTokens, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, SampledStep, StepPlan
 
 NOTHING_SAMPLED: tuple[list[int], SamplingInputs] = ([], SamplingInputs([]))

@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import re
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
-from engine.errors import ConfigError, ModelFolderError, OutOfMemory
-from engine.free_memory import FreeMemory
-from engine.model.checkpoint.weights import open_weights
+from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
-from engine.model.loader import tensors_by_file
+from engine.runner.rank_part import RankParts
+from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below it: ktransformers #1978, vLLM #45829
 CPU_DEFAULT_GIB = 2.0
 WINDOW_STEP_TOKENS = 2048
-SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +77,41 @@ def group_needs(
 def window_step_tokens(config: EngineOptions, model: ModelConfig) -> int:
     """Return how many tokens of one prompt every step has room for in a group with a window. A step may compute more
     tokens if more blocks are free."""
-    image = 0 if model.vision is None else model.vision.mm_tokens_per_image
-    return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), image)
+    return max(min(config.max_num_batched_tokens, WINDOW_STEP_TOKENS), model.longest_span)
+
+
+def plan_blocks(setup: RankSetup, free: FreeMemory, parts: RankParts) -> tuple[list[int], int]:
+    """Return (blocks of each KV cache group, longest sequence in tokens).
+
+    Both are the smallest of any rank, so that all ranks agree, and all engines that share experts. Raises OutOfMemory
+    if the configured lengths, or what parts need, do not fit.
+    """
+    config, model, tp = setup.config, setup.model, setup.tp
+    for reserve in parts.reserve:
+        free = reserve(free)
+    needs = group_needs(config, setup.block_size, model, setup.kv_dtype, tp, parts.block_bytes)
+    longest = model.longest_sequence(config.max_model_len)
+    blocks, longest = choose_num_blocks(config, needs, longest, setup.torch_device, free, parts.state_bytes)
+    answers = tp.all_engines.exchange(" ".join(map(str, blocks)))
+    of_ranks = [map(int, answer.split()) for answer in answers]
+    blocks = [min(counts) for counts in zip(*of_ranks, strict=True)]
+    return blocks, min(longest, longest_that_fits(needs, longest, blocks))
 
 
 def choose_num_blocks(
     config: EngineOptions,
-    block_size: int,
-    model: ModelConfig,
-    dtype: torch.dtype,
+    needs: list[GroupNeed],
+    longest: int,
     device: torch.device,
-    tp: TPGroup,
     free: FreeMemory,
-    part_bytes: int = 0,
     state_bytes: int = 0,
 ) -> tuple[list[int], int]:
     """Return the number of blocks of each KV cache group, and max_model_len. Log the limit that sets them.
 
-    free: on a GPU, memory for the KV cache, measured by a profiling run; on a CPU, this rank's part of the machine's.
-    part_bytes: bytes that parts need for each block of the first group. state_bytes: bytes of snapshots of states.
-    Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
+    longest: tokens of the longest sequence that the model and the options allow. free: on a GPU, memory for the KV
+    cache, measured by a profiling run; on a CPU, this rank's part of the machine's. state_bytes: bytes of snapshots of
+    states. Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
-    needs = group_needs(config, block_size, model, dtype, tp, part_bytes)
-    longest = model.longest_sequence(config.max_model_len)
     desired = [need.most(longest, config.max_num_seqs) for need in needs]
     if not any(need.block_bytes for need in needs):
         logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)
@@ -231,41 +239,6 @@ def kv_budget(config: EngineOptions, device: torch.device, free: FreeMemory) -> 
     if free.size // 2 < default:
         return free.size // 2, f"half of the free {max(0, free.size) / GIB:.2f} GiB ({free.limit})"
     return default, f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
-
-
-def cache_dtype(config: EngineOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the KV cache. dtype: dtype of activations. Raises ConfigError if the GPU lacks float8."""
-    if config.kv_cache_dtype == "auto":
-        return dtype
-    if device.type == "cpu":
-        logger.warning("kv cache in FP8 on a CPU: each step converts what it reads, which is slow; meant for tests")
-    elif torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ConfigError(
-            "kv_cache_dtype", config.kv_cache_dtype, f"'auto' on this GPU of compute capability {major}.{minor}: "
-            "float8 needs 8.9 or newer (Ada, Hopper)"
-        )  # fmt: skip
-    return torch.float8_e4m3fn
-
-
-def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
-    """Return the scales of values in an FP8 cache: [layers, 2 (K, V)] float32, 1 where the checkpoint has none.
-
-    Checkpoints name them `self_attn.k_scale`, `self_attn.k_proj.k_scale` or `self_attn.attn.k_scale`, likewise for V.
-    Raises ModelFolderError for a scale that is not above 0.
-    """
-    scales = torch.ones(num_layers, 2)
-    found = 0
-    for file, names in tensors_by_file(folder).items():
-        with open_weights(file) as tensors:
-            for name in names:
-                if match := SCALE.search(name):
-                    scales[int(match[1]), "kv".index(match[2])] = tensors.get_tensor(name).float().item()
-                    found += 1
-    if not (scales > 0).all():
-        raise ModelFolderError(str(folder), "a k_scale or v_scale is not above 0")
-    logger.info("kv cache in FP8: %s", f"{found} scales from the checkpoint" if found else "no scales, all are 1")
-    return scales.to(device)
 
 
 def allocate(

@@ -9,12 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
-from engine.free_memory import FreeMemory, free_host_memory
+from engine.devices.free_memory import FreeMemory
 from engine.model.models.llama import Model
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import FROM_BATCH, DummyStep, Forward, PreparedStep, StepInputs
+from engine.runner.step import FROM_BATCH, DummyStep, Forward, PreparedStep, StepInputs, StepMemory
 from engine.runner.step_layout import BatchRows, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import StepPlan
 
 Run = Callable[[StepPlan], object]
@@ -37,7 +36,7 @@ class LayerRunner:
     def free_memory(self, dummy_steps: Sequence[Callable[[DummyStep], None]]) -> FreeMemory:
         """Return the memory that is free for what a rank keeps of sequences. dummy_steps: compute what parts add to the
         largest step, where memory has to be measured."""
-        return free_host_memory().shared_by(self._setup.tp.all_engines.local_size)
+        return self._setup.device.free_memory().shared_by(self._setup.tp.all_engines.local_size)
 
     def open(self, memory: StepMemory) -> None:
         """The memory of steps is there, and empty."""

@@ -6,26 +6,31 @@ for the next step, and are also copied to the host. So step n+1 is in the device
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from engine.model.loader import count_parameters, load_weights, pack_weights
 from engine.model.models.llama import Model
+from engine.model.models.registry import add_encoders, build_model
 from engine.model.ops import sampling
 from engine.model.ops.sampling import mark_non_finite
 from engine.runner import kv_cache
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
-from engine.runner.load import load_model
-from engine.runner.memory import plan_blocks
 from engine.runner.rank_part import NO_PARTS, RankParts
-from engine.runner.rank_setup import RankSetup, set_threads
+from engine.runner.rank_setup import RankSetup
 from engine.runner.sampler import LogprobTable, logprob_table
-from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import Forward, LaunchedStep, PromptLogprobRows, StepInputs, StepMemory
 from engine.wire.plan import SampledStep, StepPlan, StepResult
 
+logger = logging.getLogger(__name__)
+
+NOISE = "..model.noise"  # the module that makes up weights
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 
@@ -52,18 +57,15 @@ class ModelRunner:
         self.samples = stage.is_last  #: whether this rank samples the tokens itself
         #: whether a GPU may have the next step before `collect` of this one
         self.launches_ahead = self.overlap and self.device.asynchronous and stage.is_whole
-        self.max_steps = 1 + config.pipeline_parallel_size  #: that may be launched and not collected, with overlap
-        set_threads(config, tp)
-        self.kv_scales: list[Tensor | None] = [None] * len(groups)
-        if self.kv_dtype == torch.float8_e4m3fn:
-            scales = kv_cache.read_scales(setup.folder, model_config.num_layers, device)
-            self.kv_scales = [scales[list(group.layers)] for group in groups]
+        self.max_steps = setup.max_steps
+        scales = setup.kv_scales
+        self.kv_scales = [None if scales is None else scales[list(group.layers)] for group in groups]
         self.model = load_model(setup, parts)
         self.layers = open_layers(setup, self.model)
         for attach in parts.attach:
             attach(self.model)
         free = self.layers.free_memory(parts.dummy_step)
-        self.num_blocks, self.max_model_len = plan_blocks(setup, free, parts)
+        self.num_blocks, self.max_model_len = kv_cache.plan_blocks(setup, free, parts)
         self.kv_caches = [
             kv_cache.allocate(count, group, self.block_size, dtype=self.kv_dtype, device=device, tp=tp)
             for count, group in zip(self.num_blocks, groups, strict=True)
@@ -202,3 +204,27 @@ class ModelRunner:
             logits = self.model.logits(hidden[first : first + len(wanted)])
             tables.append(logprob_table(logits, wanted, rows.count).fetched(self.device.fetch))
         return tables
+
+
+def load_model(setup: RankSetup, parts: RankParts) -> Model:
+    """Return this rank's shard of the model, with its weights. Raises StartupError."""
+    started = time.perf_counter()
+    config, device = setup.config, setup.torch_device
+    model = build_model(setup.model, setup.plan, setup.dtype, device)
+    if setup.adapt is not None:
+        setup.adapt(model)
+    add_encoders(model, setup.dtype, device)
+    if config.load_format == "dummy":
+        import_module(NOISE, __package__).fill_with_noise(model)
+    else:
+        load_weights(model, setup.folder, setup.tp)
+    parameters = count_parameters(model)
+    pack_weights(model)
+    for extend in parts.extend:
+        extend(model)
+    logger.info(
+        "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
+        setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),
+        device, torch.get_num_threads(), time.perf_counter() - started,
+    )  # fmt: skip
+    return model

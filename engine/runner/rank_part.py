@@ -9,15 +9,14 @@ import msgspec
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
-from engine.free_memory import FreeMemory
 from engine.hooks import ByClass, overriding
 from engine.model.models.llama import Model
 from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
-from engine.runner.step import DummyStep, EditLogits, Forward, LaunchedStep
+from engine.runner.step import DummyStep, EditLogits, Forward, LaunchedStep, StepMemory
 from engine.runner.step_layout import SampledTokens, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.part_record import PartRecord
 from engine.wire.plan import StepPlan, StepResult
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.devices.device import Device, open_device
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import BLOCK_SIZES, EngineOptions
 from engine.model.config import ModelConfig
-from engine.runner import kv_cache
-from engine.usable_cpus import usable_cpus
+from engine.model.shard import ShardPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,53 +21,43 @@ class RankSetup:
 
     config: EngineOptions
     model: ModelConfig
-    """With the layers of this rank's pipeline stage."""
+    """With the layers that this rank has a part of."""
     whole: ModelConfig
-    """With the layers of all stages."""
-    stage_layers: Sequence[int]
-    """Number of layers of each stage; empty without stages."""
+    """With all layers."""
     folder: Path
     tp: TPGroup
-    host: str
-    """IP address at which ranks of other engines reach this one."""
     plan: ShardPlan
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype
     block_size: int
     overlap: bool
+    max_steps: int = 2
+    """Steps that may be launched and not collected, with overlap."""
+    kv_scales: torch.Tensor | None = None
+    """[layers, 2 (K, V)] float32, by which numbers of an FP8 cache are multiplied; None for a cache without scales."""
+    host: str = "127.0.0.1"
+    """IP address at which ranks of other engines reach this one."""
+    layout: str = ""
+    """Suffix of the fingerprint of KV whose ranks hold other layers than those of most engines."""
     adapt: Callable[[torch.nn.Module], None] | None = None
     """Changes the layers of the model before its weights are loaded."""
 
     @classmethod
-    def of(
-        cls,
-        config: EngineOptions,
-        model: ModelConfig,
-        folder: Path,
-        tp: TPGroup,
-        *,
-        plan: ShardPlan | None = None,
-        whole: ModelConfig | None = None,
-        stage_layers: Sequence[int] = (),
-        host: str = "127.0.0.1",
-    ) -> RankSetup:
-        """Open the device and derive the rest. plan: how the model is divided over the ranks; by default each has a
-        slice of everything. whole: by default, `model`. Raises ConfigError for options that cannot be combined."""
+    def of(cls, config: EngineOptions, model: ModelConfig, folder: Path, tp: TPGroup) -> RankSetup:
+        """Open the device and derive the rest, for a model of which each rank has a slice of everything."""
         device = open_device(config.device)
         dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         return cls(
             config=config,
             model=model,
-            whole=whole or model,
-            stage_layers=stage_layers,
+            whole=model,
             folder=folder,
             tp=tp,
-            host=host,
-            plan=plan or ShardPlan(tp),
+            plan=ShardPlan(tp),
             device=device,
             dtype=dtype,
-            kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
+            kv_dtype=dtype,
             block_size=config.block_size or BLOCK_SIZES[device.torch_device.type],
             overlap=(device.asynchronous or not model.stage.is_whole)
             if config.async_scheduling is None
@@ -77,16 +65,5 @@ class RankSetup:
         )
 
     @property
-    def layout(self) -> str:
-        """Suffix of the fingerprint of KV whose ranks hold other layers than those of engines without stages."""
-        return f" stages={','.join(map(str, self.stage_layers))}" if self.stage_layers else ""
-
-    @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
-
-
-def set_threads(config: EngineOptions, tp: TPGroup) -> None:
-    """Set torch's number of threads: the configured one, else at most this rank's share of the CPUs that it may use."""
-    share = max(1, int(usable_cpus() / tp.all_engines.local_size))
-    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from engine.devices.device import copy_to
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from engine.spec_decode.draft_cache import CachedDrafter
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target, check_fits

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.checkpoint.fields import Fields, reading
@@ -25,7 +24,7 @@ from engine.model.layers.norm import RMSNorm
 from engine.model.loader import tensors_by_file
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaLayer
 from engine.model.models.registry import build
-from engine.model.shard import Sharded, Shards, replicated
+from engine.model.shard import Sharded, ShardPlan, Shards, replicated
 from engine.model.tensor_names import NativeNames
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.head_drafter import HeadDrafter

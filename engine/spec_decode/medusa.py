@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, reading
 from engine.model.checkpoint.folder import read_json
@@ -18,6 +17,7 @@ from engine.model.layers.embedding import LMHead
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.loader import tensors_by_file
 from engine.model.models.registry import build
+from engine.model.shard import ShardPlan
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.target import Target, check_fits
 

@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -24,6 +23,7 @@ from engine.model.models.gemma3 import GemmaRMSNorm
 from engine.model.models.glm4_moe import Glm4MoeForCausalLM
 from engine.model.models.hybrid.qwen3_next import Qwen3NextForCausalLM
 from engine.model.models.registry import build
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.head_drafter import HeadDrafter

@@ -9,14 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
-from engine.model.loader import Loadable, fill_with_noise, load_weights, pack_weights
+from engine.model.loader import Loadable, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build
+from engine.model.noise import fill_with_noise
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

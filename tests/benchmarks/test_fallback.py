@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import command, fallback
-from engine.model.families.table import families
+from engine.model.families.family import families
 from tests.models import make_model
 from tests.transformers_models import make_transformers_model
 

@@ -15,13 +15,13 @@ from cluster.config.model_section import ModelSection
 from cluster.serve_config import ours
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
-from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import AdapterError, StartupError
 from engine.lora.adapter_files import open_adapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.expert_split import ExpertShardPlan
 from engine.model.models.registry import build_model
 
 

@@ -16,25 +16,24 @@ from cluster.config.model_section import ModelSection
 from deployments.routing.config import Role
 from engine.assembly.open_setup import check_tested
 from engine.config import EngineConfig
+from engine.devices.host_memory import free_host_memory
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
-from engine.free_memory import free_host_memory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.overlay import engine_folder
-from engine.model.checkpoint.weights import open_weights
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
-from engine.model.loader import tensors_by_file
+from engine.model.loader import open_weights, tensors_by_file
 from engine.model.models.images.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.packed_int import PackedInt
-from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes
+from engine.parts.stages.division import config_of, nth_stage
 from engine.parts.stages.rank.pipeline_stage import divide_layers
-from engine.runner import kv_cache
+from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory
 from placement.capacity import Node, can_grow, missing
 
@@ -159,15 +158,14 @@ def check_kv_cache(
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel_size)
     size = engine.known_block_size
     try:
-        kv_dtype = kv_cache.cache_dtype(engine, dtype, device)
+        kv_dtype = fp8_kv_cache.cache_dtype(engine, dtype, device)
         needs = kv_cache.group_needs(engine, size, shape, kv_dtype, tp)
         free = free.less(nixl.reserved_bytes(engine, [need.block_bytes for need in needs], device))
         specs = state_specs(shape.recurrent, str(dtype)[6:], tp.size)
         snapshots = choose_num_snapshots(engine, size, shape, specs, kv_dtype, device, tp, free)
         states = snapshots * snapshot_bytes(specs)
-        blocks, longest = kv_cache.choose_num_blocks(
-            engine, size, shape, kv_dtype, device, tp, free, state_bytes=states
-        )
+        longest = shape.longest_sequence(engine.max_model_len)
+        blocks, longest = kv_cache.choose_num_blocks(engine, needs, longest, device, free, states)
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
     requests = kv_cache.full_requests(needs, blocks, longest)

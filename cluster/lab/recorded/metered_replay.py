@@ -10,6 +10,7 @@ from cluster.lab.tape.replay import Moment, Replay
 from deployments.billing.prices import Prices
 from engine.core.output import Event
 from engine.costs.step_cost import StepTimes, StepWork
+from engine.options.stages import StageOptions
 from engine.parts.tape.ring import EngineTape
 from engine.wire.token_delta import TokenDelta
 
@@ -20,7 +21,7 @@ class MeteredReplay(Replay):
     def __init__(self, tape: EngineTape):
         """Raises UnknownState."""
         super().__init__(tape)
-        kv_cache, ranks = self.scheduler.kv_cache, self.scheduler.config.num_ranks
+        kv_cache, ranks = self.scheduler.kv_cache, self.scheduler.config.of(StageOptions).num_ranks
         sizes = [manager.pool.block_bytes * ranks for manager in kv_cache.groups]
         self._times = StepTimes()  # those of the scheduler know no seconds, unless its decisions depend on them
         self.meter = EngineMeter(self._times, kv_cache, sizes, tape.segments[0].started_at)

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.kv_groups import KVCacheSpec
 from engine.model.state import state_specs
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
@@ -60,8 +60,9 @@ def divide(model: ModelShape, card: Card, ranks: int, engine: EngineConfig) -> t
     buffers = nixl.reserved_bytes(engine, [need.block_bytes for need in needs], gpu)
     free = each.less(engine.max_num_seqs * running + buffers)
     snapshots = snapshot_memory.choose_num_snapshots(engine, size, cfg, states, dtype, gpu, tp, free)
+    longest = cfg.longest_sequence(engine.max_model_len)
     blocks, longest = kv_cache.choose_num_blocks(
-        engine, size, cfg, dtype, gpu, tp, free, state_bytes=snapshots * snapshot_memory.snapshot_bytes(states)
+        engine, needs, longest, gpu, free, snapshots * snapshot_memory.snapshot_bytes(states)
     )
     sizes = [need.block_bytes for need in needs] + ([snapshot_memory.snapshot_bytes(states)] if snapshots else [])
     return KVLayers(

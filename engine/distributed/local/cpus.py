@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.devices.device import numba_found
-from engine.distributed.collectives import Collectives
 from engine.distributed.local.agreement import all_can
-from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
+from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S, Collectives
 from engine.distributed.tp_group import ConnectedGroup
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 
-from engine.distributed.collectives import Collectives
 from engine.distributed.local.agreement import all_can
 from engine.distributed.local.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
-from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S, ProcessGroup
+from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S, Collectives, ProcessGroup
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import StartupError
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from engine.distributed.collectives import Collectives
-from engine.distributed.process_group import ProcessGroup
+from engine.distributed.process_group import Collectives, ProcessGroup
 
 #: Numbers of ranks for which NVLink's switch makes larger sums, by major compute capability; with fewer ranks it saves
 #: no traffic. From vLLM's measurements (device_communicators/symm_mem.py), without 6 ranks, which SIZES lacks.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelFolderError
 from engine.json_file import MAX_INDEX_BYTES, read_object
 from engine.model.checkpoint.fields import Fields, reading
-from engine.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
-OTHER_FORMATS = {"gguf_tensors.json": ".gguf.tensors"}
-"""Files that stand for weights in another format, each with the module whose `open_weights` opens it."""
+OTHER_FORMATS = {"gguf_tensors.json": ".checkpoint.gguf.tensors"}
+"""Files that stand for weights in another format, each with the module below engine/model whose
+`open_weights` opens it."""
 WEIGHTS_FILE = re.compile(r"[\w-][\w. -]*\.safetensors")
-STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -35,21 +32,6 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     return sorted(folder.glob("*.safetensors"))
-
-
-def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype in which most unquantized numbers are stored; None if there are no such numbers. Reads headers
-    only, without torch."""
-    counts: Counter[str] = Counter()
-    for file in weight_files(folder):
-        try:
-            header = read_header(file)
-        except (OSError, ValueError) as e:
-            raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
-        for tensor in header.values():
-            if tensor.dtype in STORED_DTYPES:
-                counts[STORED_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def _indexed_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelFolderError
-from engine.safetensors_header import header_length
+from engine.model.checkpoint.safetensors_header import header_length
 from engine.text.tokenizer_files import VOCABULARY_FILES
 from engine.wire.generate_request import ModelIdentity
 

@@ -1,14 +1,20 @@
-"""A model family: which class computes an architecture, and which fields of config.json matter to it."""
+"""Model families: which class computes an architecture, and which fields of config.json matter to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 from engine.model.checkpoint.folder import as_token_ids
 from engine.model.config_parts.rope import check_factors, max_positions, read_ropes
 
+TABLES = ("llama_like", "experts", "gemma", "latent", "hybrid")
+"""Files beside this one that have FAMILIES too."""
+OTHERS = ".other_architectures"
+"""The file whose `family_of` computes any other architecture, or refuses it."""
 # Fields of config.json that some families read and others ignore.
 OPTIONAL = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "output_bias", "hidden_activation", "partial_rotary_factor",
@@ -115,3 +121,35 @@ def read_windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
     else:
         sliding = [i >= raw.get("max_window_layers", 0) for i in range(num_layers)]
     return tuple(window if s else None for s in sliding)
+
+
+QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+FAMILIES = {
+    # Llama 2 and 3: arXiv:2307.09288, arXiv:2407.21783
+    "LlamaForCausalLM": Family("llama.LlamaForCausalLM", ("attention_bias", "mlp_bias"), {"eos_token_id": 2}),
+    # Qwen 3, arXiv:2505.09388: Llama with norms on queries and keys
+    "Qwen3ForCausalLM": Family(
+        "qwen3.Qwen3ForCausalLM",
+        (*QWEN_WINDOW, "attention_bias"),
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+}  # fmt: skip
+"""Families by the architecture that config.json names."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return the families of generative models that have code here, by architecture."""
+    found = dict(FAMILIES)
+    for table in TABLES:
+        found |= import_module(f".{table}", __package__).FAMILIES
+    return found
+
+
+def find_family(architecture: str) -> Family:
+    """Return the family of an architecture. Raises UnsupportedArchitecture."""
+    family = families().get(architecture)
+    if family is None:
+        family = import_module(OTHERS, __package__).family_of(architecture)
+    return family

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.model.families.family import Family
-from engine.model.families.qwen3 import QWEN_WINDOW
+from engine.model.families.family import QWEN_WINDOW, Family
 
 FAMILIES: dict[str, Family] = {
     # Mistral, arXiv:2310.06825: Llama with a sliding attention window in all layers

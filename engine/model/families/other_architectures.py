@@ -10,9 +10,8 @@ from engine.errors import UnsupportedArchitecture
 from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.config_parts.head import HEADS, Head
 from engine.model.families.encoders import ENCODERS
-from engine.model.families.family import Family
+from engine.model.families.family import Family, families
 from engine.model.families.multimodal import MULTIMODAL
-from engine.model.families.table import families
 from engine.model.families.transformers_family import TRANSFORMERS_FAMILY, TransformersFamily
 
 IMAGE_ENCODER = TransformersFamily("images.image_encoder.ImageEncoder")

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.layers.linear import packed, quantized
 from engine.model.ops import argmax, linear
-from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
+from engine.model.shard import OUTPUTS, Shard, Sharded, ShardPlan, Shards
 
 
 class VocabParallel(Sharded):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -25,7 +24,7 @@ from engine.model.ops import linear
 from engine.model.ops.latent import attention
 from engine.model.ops.rope import rotate_plain
 from engine.model.quantization.format import StoredWeight, WeightFormat
-from engine.model.shard import OUTPUTS, Shard
+from engine.model.shard import OUTPUTS, Shard, ShardPlan
 
 NORM_EPS = 1e-6  # for the norms of latents
 

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.ops import linear
-from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, ShardPlan, Shards, replicated
 
 Order = Tensor | slice
 AS_STORED = slice(None)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.ops import activation
-from engine.model.shard import Shard
+from engine.model.shard import Shard, ShardPlan
 
 
 class GatedMLP(nn.Module):

@@ -10,7 +10,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_split import split_experts
@@ -24,7 +23,7 @@ from engine.model.ops.elementwise.gates import select_scaled
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.online import Online
 from engine.model.quantization.weight import QuantizedWeight
-from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, ShardPlan, Shards, replicated
 
 
 class RouterProduct(Product):

@@ -12,14 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.latent_attention import NORM_EPS, LatentAttention, projection, rotate
 from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.ops.sparse import sparse_attention
-from engine.model.shard import Shard
+from engine.model.shard import Shard, ShardPlan
 
 
 class Indexer(nn.Module):

@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -16,6 +15,7 @@ from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.ops import encoder_attention
 from engine.model.ops.linear import linear_gelu
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.models.gemma3 import Gemma3ForCausalLM, Gemma3Layer
 from engine.model.models.llama import LlamaAttention
+from engine.model.shard import ShardPlan
 
 
 class Gemma2Layer(Gemma3Layer):

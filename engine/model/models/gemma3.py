@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.encoder_attention import EncoderAttention
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from engine.model.models.qwen3 import Qwen3Attention
+from engine.model.shard import ShardPlan
 
 
 class GemmaRMSNorm(RMSNorm):

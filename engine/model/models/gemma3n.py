@@ -12,7 +12,6 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
@@ -21,7 +20,7 @@ from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.gemma3 import Gemma3Layer
 from engine.model.models.gemma4 import Gemma4Attention, Gemma4ForCausalLM, LayerInput, of_layer
-from engine.model.shard import Sharded, Shards, replicated
+from engine.model.shard import Sharded, ShardPlan, Shards, replicated
 
 LEAST_MEAN_SQUARE = 1e-5
 

@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.config_parts.gemma import GemmaConfig
@@ -28,7 +27,7 @@ from engine.model.models.gemma2 import Gemma2ForCausalLM
 from engine.model.models.gemma3 import Gemma3Layer
 from engine.model.models.llama import LlamaAttention
 from engine.model.ops import activation, encoder_attention, norm
-from engine.model.shard import Sharded, Shards, replicated
+from engine.model.shard import Sharded, ShardPlan, Shards, replicated
 
 PADDING = 0
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
 from engine.model.models.moe import MoELayer
+from engine.model.shard import ShardPlan
 
 
 class Glm4MoeAttention(LlamaAttention):

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.expert_split import split_experts
@@ -20,7 +19,7 @@ from engine.model.ops import dispatch, moe
 from engine.model.ops.elementwise import activations
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
-from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, ShardPlan, Shards
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
@@ -16,6 +15,7 @@ from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.norm import RMSNorm
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames
 
 # Modules have the checkpoint's names, except merged layers: merged layer and part -> name in the checkpoint.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
@@ -14,6 +13,7 @@ from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.models.bert import Encoder
 from engine.model.ops.linear import linear_gelu
+from engine.model.shard import ShardPlan
 
 
 def layer_norm(cfg: ModelConfig) -> LayerNorm:

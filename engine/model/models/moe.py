@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
 from engine.model.models.qwen3 import Qwen3Attention
+from engine.model.shard import ShardPlan
 
 
 class MoELayer(LlamaLayer):

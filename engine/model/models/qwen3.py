@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.model.shard import ShardPlan
 
 
 class Qwen3Attention(LlamaAttention):

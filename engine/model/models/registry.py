@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from engine.model.families.table import find_family
+from engine.model.families.family import find_family
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
-    from engine.distributed.shard_plan import ShardPlan
     from engine.model.config import ModelConfig
     from engine.model.models.llama import Model
+    from engine.model.shard import ShardPlan
 
 Module = TypeVar("Module", bound=nn.Module)
 

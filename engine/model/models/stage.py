@@ -1,14 +1,14 @@
-"""A pipeline stage's part of a model (model/stage.py)."""
+"""A pipeline stage's part of a model (parts/stages/division.py)."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.other_stage import NoEmbedding, OtherLayer, StageOutput
 from engine.model.models.llama import LlamaForCausalLM
+from engine.model.shard import ShardPlan
 
 
 class StageModel(LlamaForCausalLM):

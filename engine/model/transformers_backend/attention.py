@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import attention
+from engine.model.shard import ShardPlan
 from engine.model.transformers_backend.rope import Rotate, is_plain
 
 NAME, TRIAL = "manta", "manta_trial"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.integrations.moe import _default_apply_gate
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
@@ -30,7 +29,7 @@ from engine.model.ops.elementwise import activations
 from engine.model.ops.norm import rms_norm_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.quantization.online import Online
-from engine.model.shard import Shard, Shards, replicated
+from engine.model.shard import Shard, ShardPlan, Shards, replicated
 
 GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # a gated MLP, as transformers writes it
 COLUMNS, ROWS = ("colwise",), ("rowwise", "rowwise_rep", "rowwise_split_input")

@@ -17,14 +17,13 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, UnsupportedArchitecture
 from engine.model.auto_config import read_config
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
-from engine.model.shard import Shard, Sharded, Shards
+from engine.model.shard import Shard, Sharded, ShardPlan, Shards
 from engine.model.tensor_names import is_of_text
 from engine.model.transformers_backend.attention import (
     NAME,

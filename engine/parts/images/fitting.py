@@ -13,7 +13,7 @@ from engine.model.models.images.image_encoder import encoder_config
 def fit(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
     """Leave out the language model of an engine that only encodes images. Raises ConfigError if an image could wait
     forever because all of its tokens must be in one step."""
-    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
+    size = model.longest_span
     needed = size + config.max_num_seqs - 1
     if size and config.max_num_batched_tokens < needed:
         limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"

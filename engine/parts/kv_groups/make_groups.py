@@ -27,7 +27,7 @@ def make_groups(loaded: Loaded, prefix_caching: bool) -> tuple[KVCacheManager, l
             for count, group, kv in zip(runner.num_blocks, model.kv_groups, runner.kv_caches, strict=True)
         ],
         step_tokens=window_step_tokens(config, model),
-        least_chunk=1 if model.vision is None else max(1, model.vision.mm_tokens_per_image),
+        least_chunk=max(1, model.longest_span),
         snapshots=snapshots,
         snapshot_interval=interval,
     )

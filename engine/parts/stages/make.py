@@ -7,7 +7,7 @@ from engine.parts.stages.micro_batches import MicroBatches
 
 
 def make(setup: PartSetup) -> Made:
-    stages, vision = setup.loaded.config.pipeline_parallel_size, setup.loaded.model.vision
+    stages = setup.loaded.config.pipeline_parallel_size
     if stages == 1:
         return Made()
-    return Made([MicroBatches(stages, 0 if vision is None else vision.mm_tokens_per_image)])
+    return Made([MicroBatches(stages, setup.loaded.model.longest_span)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import exchange_of
+from engine.model.expert_split import exchange_of
 from engine.model.ops import dispatch
 from engine.model.ops.latent import tiles
 from engine.runner.graphs.cuda_graphs import MAX_DECODE_SIZE, StepShape, decode_sizes, mixed_sizes

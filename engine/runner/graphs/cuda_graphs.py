@@ -36,7 +36,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.batch import Batch, Chunk, KVGroup, row_tiles
 from engine.model.state import StateBatch, StateCache
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from engine.wire.parts.states import StateStep
 
 logger = logging.getLogger(__name__)

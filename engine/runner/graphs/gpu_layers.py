@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
-from engine.distributed.expert_shard_plan import exchange_of
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.batch import Batch, split_rows
+from engine.model.expert_split import exchange_of
 from engine.model.models.llama import Model
+from engine.options.kernels import KernelOptions
 from engine.runner.graphs.block_tables import BlockTableRows
 from engine.runner.graphs.choice import can_capture, graph_shapes
 from engine.runner.graphs.cuda_graphs import CudaGraphs, NoGraphs, StepShape, UnpaddedStep
@@ -25,9 +26,8 @@ from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.graphs.warm_up import run_dummy_step, warm_up_plans
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import DummyStep, Forward, PreparedStep, StepInputs
+from engine.runner.step import DummyStep, Forward, PreparedStep, StepInputs, StepMemory
 from engine.runner.step_layout import BatchRows, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.parts.states import StateStep
 from engine.wire.plan import StepPlan
 
@@ -92,7 +92,7 @@ class GPULayers(LayerRunner):
             self._compute,
             self._tables,
             memory,
-            budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
+            budget_bytes=int(config.of(KernelOptions).cuda_graph_memory_gib * 2**30),
             tp=setup.tp.all_engines,
         )
 

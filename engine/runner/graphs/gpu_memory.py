@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from engine.devices.free_memory import FreeMemory
 from engine.engine_options import EngineOptions
-from engine.free_memory import FreeMemory
+from engine.options.kernels import KernelOptions
 from engine.runner.rank_setup import RankSetup
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ def free_gpu_memory(setup: RankSetup, run_dummy_step: Callable[[int, int], None]
     """Return the memory that `gpu_memory_utilization` leaves for the KV cache and snapshots. Runs the largest step to
     measure its activations; subtracts these, weights, graphs, token history and block tables. run_dummy_step: computes
     a step of (tokens, sequences)."""
-    config = setup.config
+    config = setup.config.of(KernelOptions)
 
     def run_largest() -> None:
         run_dummy_step(config.max_num_batched_tokens, config.max_num_seqs)

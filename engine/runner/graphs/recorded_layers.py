@@ -12,8 +12,7 @@ from engine.model.ops import dispatch
 from engine.runner.graphs.choice import can_capture
 from engine.runner.layer_runner import LayerRunner
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import Forward
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import Forward, StepMemory
 from engine.wire.parts.states import StateStep
 
 if TYPE_CHECKING:

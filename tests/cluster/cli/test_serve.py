@@ -25,8 +25,8 @@ from cluster.config.app_config import AppConfig
 from cluster.flags import WITHOUT, engine_flags
 from cluster.serve_config import memory_may_be_short
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.errors import ServingError, StartupError
-from engine.free_memory import FreeMemory
 
 ROOT = Path(__file__).parents[3]
 

@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if chunk and self.hands_over:
             windows = (None,)  # states and windows are not handed over together
         if self.hands_over:
-            num_snapshots = max(num_snapshots, 2)  # StateCacheManager.least; no engine has fewer (runner/memory.py)
+            num_snapshots = max(num_snapshots, 2)  # StateCacheManager.least; no engine has fewer (kv_groups/rank/)
         blocks = -(-MAX_MODEL_LEN // block_size)
         least = [  # for one sequence: its window, which may begin inside a block, and what a step computes
             blocks if window is None else min(blocks, -(-(window + step_tokens) // block_size) + 1)

@@ -13,10 +13,9 @@ from torch._C import _distributed_c10d as c10d
 
 from engine.config import EngineConfig
 from engine.distributed import tp_group
-from engine.distributed.collectives import Collectives
 from engine.distributed.local import gpus
 from engine.distributed.local.symmetric_memory import ONE_SHOT_BYTES, SymmetricMemory, open_symmetric_memory
-from engine.distributed.process_group import ProcessGroup
+from engine.distributed.process_group import Collectives, ProcessGroup
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import StartupError
 from engine.offline.llm import LLM

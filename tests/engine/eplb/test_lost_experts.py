@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange
-from engine.distributed.expert_shard_plan import ExpertShardPlan
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.eplb.layer_slots import LayerSlots, add_slots
 from engine.eplb.lost_experts import ExpertsDoNotFit, LostExperts, slots_of, spare_bytes
 from engine.errors import StartupError
-from engine.free_memory import FreeMemory
+from engine.model.expert_split import ExpertShardPlan
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.engine.model.test_data_parallel import STEPS, take

@@ -11,11 +11,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.devices.device import Device
-from engine.distributed.expert_shard_plan import ExpertShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts, RankExperts
-from engine.model.expert_split import SpreadExperts
+from engine.model.expert_split import ExpertShardPlan, SpreadExperts
 from engine.wire.parts.experts import ExpertOrder, ExpertStats
 
 EXPERTS, LAYER = 6, 3

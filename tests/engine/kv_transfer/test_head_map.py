@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
 from engine.model.layers.linear import QKVLinear
+from engine.model.shard import ShardPlan
 from tests.engine.model.model_configs import tiny_config
 
 SIZES = (1, 2, 4, 8)

@@ -15,7 +15,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, LoRARequest
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
 from engine.lora.model_adapters import ModelAdapters
@@ -23,6 +22,7 @@ from engine.model.checkpoint import cache
 from engine.model.checkpoint.resolve import resolve
 from engine.model.fixed_order import in_fixed_order
 from engine.model.low_rank import row_table
+from engine.model.shard import ShardPlan
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import PromptImages
 from tests.batches import ByHand, load_by_hand

@@ -13,7 +13,7 @@ from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model.checkpoint.folder import read_json
 from engine.model.config import ModelConfig
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families.table import families
+from engine.model.families.family import families
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
 from engine.model.quantization.mxfp4 import MXFP4

@@ -17,16 +17,15 @@ from engine.distributed.exchange.all_gather import AllGather
 from engine.distributed.exchange.all_to_all import AllToAll
 from engine.distributed.exchange.expert_exchange import ExpertExchange, StepSize
 from engine.distributed.exchange.members import PER_RANK
-from engine.distributed.expert_shard_plan import ExpertShardPlan
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts, choose_backend
-from engine.model.expert_split import split_experts
+from engine.model.expert_split import ExpertShardPlan, split_experts
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.test_expert_parallel import MIXTURES, QUICK
 from tests.late_device import LateDevice

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import ExpertShardPlan
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import expert_split, loader
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_parallel import check_experts
-from engine.model.expert_split import ExpertLoad, row_bytes, split_experts
+from engine.model.expert_split import ExpertLoad, ExpertShardPlan, row_bytes, split_experts
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.moe import Experts
+from engine.model.shard import ShardPlan
 from engine.model.transformers_backend.layers import Llama4Experts
 from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder

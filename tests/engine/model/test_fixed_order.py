@@ -14,14 +14,13 @@ from torch import Tensor
 
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.fixed_order import PARTS, in_fixed_order
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.models.registry import build
-from engine.model.shard import INPUTS, OUTPUTS, Shard
+from engine.model.shard import INPUTS, OUTPUTS, Shard, ShardPlan
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.model_configs import tiny_config
 from tests.models import COMMON

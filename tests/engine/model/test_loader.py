@@ -11,14 +11,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model import loader
 from engine.model.config import ModelConfig
-from engine.model.loader import fill_with_noise, load_weights
+from engine.model.loader import load_weights
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
+from engine.model.shard import ShardPlan
 from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model
 

@@ -21,13 +21,13 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.model.ops.cpu.quantized_linear import Integers
+from engine.model.shard import ShardPlan
 from engine.model.torch_compile import compile_layers
 from tests.batches import ByHand
 from tests.engine.model.quantization.checkpoints import W8A8, quantize_folder

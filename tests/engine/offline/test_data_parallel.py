@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from engine import SamplingParams
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.errors import ConfigError, EngineUnavailable, StartupError
-from engine.free_memory import FreeMemory
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.experts.rank.experts import Experts
@@ -261,7 +261,7 @@ def test_engines_whose_layers_are_compiled_give_the_tokens_of_one_that_is_not(
 
 
 def run_with_little_memory(*args: Any) -> None:
-    with mock.patch("engine.runner.layer_runner.free_host_memory", return_value=FreeMemory(2**20, "")):
+    with mock.patch("engine.devices.host_memory.free_host_memory", return_value=FreeMemory(2**20, "")):
         run_rank(*args)
 
 

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 
 from engine import SamplingParams
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.errors import ConfigError, EngineUnavailable
-from engine.free_memory import FreeMemory
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
-from engine.parts.experts.rank import recovery
 from engine.parts.experts.rank.experts import Experts
 from engine.wire.parts.experts import ExpertReport, SharedSteps
 from engine.wire.parts.speculation import SpecDecodeStats
@@ -210,7 +209,7 @@ def test_an_engine_that_dies_while_none_has_requests_is_not_missed(folder_of):
 def test_without_memory_for_the_experts_the_group_ends_as_without_the_option(folder_of, monkeypatch):
     options = {**OPTIONS, "data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True}
     with LLM(folder_of("qwen3_moe"), **options) as llm:
-        monkeypatch.setattr(recovery, "free_host_memory", lambda: FreeMemory(100, "the box"))
+        monkeypatch.setattr("engine.devices.host_memory.free_host_memory", lambda: FreeMemory(100, "the box"))
         with pytest.raises(EngineUnavailable, match=r"do not fit: rank 0 needs .* GiB are free"):
             answers_with_kills(llm, GREEDY, [1])
 

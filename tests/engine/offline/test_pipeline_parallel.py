@@ -13,16 +13,16 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
-from engine.model.stage import config_of, divide, nth_stage
+from engine.model.shard import ShardPlan
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
+from engine.parts.stages.division import config_of, divide, nth_stage
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import PromptImages

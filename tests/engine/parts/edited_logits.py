@@ -9,9 +9,8 @@ from torch import Tensor
 from engine.parts.logits_processors.rank.logits_processors import LogitsProcessors
 from engine.parts.thinking_budget.rank.forced_ends import ForcedEnds
 from engine.runner.rank_part import RankParts
-from engine.runner.step import EditLogits
+from engine.runner.step import EditLogits, StepMemory
 from engine.runner.step_layout import SampledTokens
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.runner.sampling_cases import EOS, LOGITS, VOCAB, Sequence, history_of

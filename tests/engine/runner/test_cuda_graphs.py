@@ -31,7 +31,7 @@ from engine.runner.graphs.cuda_graphs import (
 )
 from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from tests.engine.distributed.test_tp_group import LIMIT_S, connect, on_all
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests

@@ -20,8 +20,8 @@ from engine.runner.graphs.gpu_layers import GPULayers, GPUStep
 from engine.runner.inputs import InputBuilder
 from engine.runner.layer_runner import LayerRunner
 from engine.runner.sampler import prepare_sampling
+from engine.runner.step import StepMemory
 from engine.runner.step_layout import Sequences
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import LateDevice

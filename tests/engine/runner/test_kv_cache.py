@@ -7,13 +7,14 @@ import torch
 from hypothesis import given
 
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
-from engine.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
+from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec
 from engine.options.handoff import HandoffConfig
-from engine.runner import kv_cache
+from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.kv_cache import GIB, GroupNeed, divide, total_bytes
 from tests.engine.model.model_configs import tiny_config
 
@@ -29,8 +30,22 @@ def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.fl
     """The blocks of the only group, and max_model_len."""
     limit = f"gpu_memory_utilization ({EngineConfig().gpu_memory_utilization})" if device == CUDA else "the box"
     room = FreeMemory(int(free), limit)
-    (blocks,), longest = kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, room)
+    config = EngineConfig(**options)
+    (blocks,), longest = num_blocks(config, model, dtype, device, ONE, room)
     return blocks, longest
+
+
+def num_blocks(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TPGroup,
+    free: FreeMemory,
+) -> tuple[list[int], int]:
+    """The blocks of each group, and max_model_len."""
+    needs = kv_cache.group_needs(config, 16, model, dtype, tp)
+    return kv_cache.choose_num_blocks(config, needs, model.longest_sequence(config.max_model_len), device, free)
 
 
 def test_num_blocks_is_taken_as_it_is():
@@ -54,7 +69,7 @@ def test_half_the_width_of_a_number_is_twice_the_blocks():
 def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
     config = EngineConfig(kv_cache_memory_bytes=100 * BLOCK_BYTES)
     tp = TPGroup(rank=0, size=ranks)
-    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, PLENTY)[0] == [blocks]
+    assert num_blocks(config, MODEL, torch.float32, CPU, tp, PLENTY)[0] == [blocks]
 
 
 def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
@@ -74,7 +89,7 @@ def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
 def test_a_gpu_gives_all_that_was_measured_as_free(option):
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     config = EngineConfig(device=option)
-    (blocks,), _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, FreeMemory(40 * GIB, ""))
+    (blocks,), _ = num_blocks(config, large, torch.bfloat16, CUDA, ONE, FreeMemory(40 * GIB, ""))
     assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
 
 
@@ -194,10 +209,10 @@ def test_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = EngineConfig(kv_cache_dtype="fp8")
     if taken:
-        assert kv_cache.cache_dtype(config, torch.bfloat16, CUDA) == torch.float8_e4m3fn
+        assert fp8_kv_cache.cache_dtype(config, torch.bfloat16, CUDA) == torch.float8_e4m3fn
     else:
         with pytest.raises(ConfigError, match=r"kv_cache_dtype must be 'auto' on this GPU .* 8\.\d.*, got 'fp8'"):
-            kv_cache.cache_dtype(config, torch.bfloat16, CUDA)
+            fp8_kv_cache.cache_dtype(config, torch.bfloat16, CUDA)
 
 
 windows = st.lists(st.one_of(st.none(), st.integers(1, 600)), min_size=1, max_size=3)

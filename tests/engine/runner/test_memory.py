@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.errors import OutOfMemory
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec
 from engine.parts.experts.rank.experts import keep_free
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes, snapshot_interval
-from engine.runner import kv_cache
-from engine.runner.kv_cache import choose_num_blocks
-from engine.runner.memory import plan_blocks
+from engine.runner.kv_cache import choose_num_blocks, group_needs, plan_blocks
 from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
 from tests.engine.model.model_configs import tiny_config
@@ -41,7 +39,8 @@ def test_a_quarter_of_the_kv_cache_is_for_snapshots():
     assert snapshots(kv_cache_memory_bytes=GIB) == GIB // 4 // size
     config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=GIB)
     reserved = snapshots(kv_cache_memory_bytes=GIB) * size
-    (blocks,), _ = choose_num_blocks(config, 16, MODEL, torch.float32, CPU, ONE, PLENTY, state_bytes=reserved)
+    needs = group_needs(config, 16, MODEL, torch.float32, ONE)
+    (blocks,), _ = choose_num_blocks(config, needs, MODEL.max_position_embeddings, CPU, PLENTY, reserved)
     assert blocks == (GIB - reserved) // (16 * TOKEN_BYTES)
 
 
@@ -74,7 +73,7 @@ def test_blocks_leave_room_for_the_experts_of_a_lost_engine(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="engine.parts.experts.rank.experts")
     config = EngineConfig(model=str(make_model(tmp_path, "qwen3_moe")), dtype="float32", device="cpu", max_num_seqs=64)
     setup = RankSetup.of(config, ModelConfig.from_folder(tmp_path), tmp_path, ONE)
-    block_bytes = sum(need.block_bytes for need in kv_cache.group_needs(config, 16, setup.model, torch.float32, ONE))
+    block_bytes = sum(need.block_bytes for need in group_needs(config, 16, setup.model, torch.float32, ONE))
     spare = GIB - 80 * block_bytes
 
     class Spare(RankPart):

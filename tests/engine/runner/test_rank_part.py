@@ -23,9 +23,8 @@ from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rank_part import RankPart, RankParts
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import EditLogits, Forward, LaunchedStep
+from engine.runner.step import EditLogits, Forward, LaunchedStep, StepMemory
 from engine.runner.step_layout import SampledTokens, StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from tests.imports import ROOT
 from tests.models import make_model

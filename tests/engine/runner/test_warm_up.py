@@ -18,7 +18,7 @@ from engine.parts.images.rank.images import Images
 from engine.parts.speculation.rank.drafting import Drafting
 from engine.runner.graphs.gpu_memory import free_gpu_memory
 from engine.runner.graphs.warm_up import run_dummy_step
-from engine.runner.load import load_model
+from engine.runner.model_runner import load_model
 from engine.runner.rank_part import NO_PARTS
 from engine.runner.rank_setup import RankSetup
 from tests.engine.spec_decode.draft_checkpoints import DRAFT_VOCAB, VOCAB, PlainEagle3, write_authors

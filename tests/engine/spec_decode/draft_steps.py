@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.target import Target
 from engine.wire.plan import BlockChange, NewSequence, StepPlan

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -16,7 +15,7 @@ from engine.model.layers.recurrent.causal_conv import CausalConv
 from engine.model.layers.recurrent.gated_norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
 from engine.model.quantization.format import WeightFormat
-from engine.model.shard import Shard, Sharded, Shards
+from engine.model.shard import Shard, Sharded, ShardPlan, Shards
 
 NORM_EPS = 1e-6  # for the L2 norm of queries and keys
 

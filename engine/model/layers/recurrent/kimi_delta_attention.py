@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear, PaddedLinear, ReplicatedLinear, RowParallelLinear
@@ -13,7 +12,7 @@ from engine.model.layers.recurrent.causal_conv import CausalConv
 from engine.model.layers.recurrent.gated_delta_net import NORM_EPS, head_shard
 from engine.model.layers.recurrent.gated_norm import GatedRMSNorm
 from engine.model.ops.recurrent import gates, linear_attention
-from engine.model.shard import Shard, Sharded, Shards
+from engine.model.shard import Shard, Sharded, ShardPlan, Shards
 
 # Our names -> names in the checkpoint.
 KIMI_DELTA_ATTENTION = {

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -17,7 +16,7 @@ from engine.model.layers.recurrent.gated_delta_net import head_shard
 from engine.model.ops.elementwise.norms import GroupNorm
 from engine.model.ops.recurrent import linear_attention
 from engine.model.ops.recurrent import mamba2 as ops
-from engine.model.shard import Shard, Sharded, Shards
+from engine.model.shard import Shard, Sharded, ShardPlan, Shards
 
 # Outputs of `in_proj`, in the checkpoint's order.
 MAMBA2 = {f"in_proj.{name}": "in_proj" for name in ("z", "x", "B", "C", "dt")}

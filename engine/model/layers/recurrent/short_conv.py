@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.layers.recurrent.causal_conv import CausalConv
 from engine.model.ops.elementwise import gates
-from engine.model.shard import Shard
+from engine.model.shard import Shard, ShardPlan
 
 # Outputs of `in_proj`, in the checkpoint's order.
 SHORT_CONV = {f"in_proj.{name}": "in_proj" for name in ("B", "C", "x")}

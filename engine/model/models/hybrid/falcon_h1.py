@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.mlp import GatedMLP
@@ -14,6 +13,7 @@ from engine.model.layers.recurrent.mamba2 import Mamba2
 from engine.model.models.hybrid.bamba import BAMBA
 from engine.model.models.hybrid.layer import ScaledForCausalLM
 from engine.model.models.llama import LlamaAttention, LlamaLayer
+from engine.model.shard import ShardPlan
 
 
 class FalconH1Attention(LlamaAttention):

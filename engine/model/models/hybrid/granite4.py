@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.layers.recurrent.mamba2 import MAMBA2, Mamba2
 from engine.model.models.hybrid.layer import HybridLayer, ScaledForCausalLM, ScaledLayer
 from engine.model.models.llama import PACKED
+from engine.model.shard import ShardPlan
 
 SHARED = {
     "shared_mlp.gate_up_proj.gate": "shared_mlp.input_linear",

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
 from engine.model.models.moe import MoELayer
 from engine.model.ops.elementwise import gates
+from engine.model.shard import ShardPlan
 
 
 class HybridLayer(MoELayer):

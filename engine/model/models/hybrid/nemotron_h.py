@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -17,7 +16,7 @@ from engine.model.layers.recurrent.mamba2 import MAMBA2, Mamba2
 from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM
 from engine.model.ops import moe as ops
 from engine.model.ops.elementwise import activations
-from engine.model.shard import Shard
+from engine.model.shard import Shard, ShardPlan
 
 
 class MLP(nn.Module):

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import QKVLinear
@@ -17,6 +16,7 @@ from engine.model.models.hybrid.layer import HybridLayer
 from engine.model.models.llama import PACKED, LlamaForCausalLM
 from engine.model.models.qwen3 import Qwen3Attention
 from engine.model.ops.elementwise import gates
+from engine.model.shard import ShardPlan
 
 GATED_DELTA_NET = {
     "in_proj.qkv_q": "in_proj_qkv", "in_proj.qkv_k": "in_proj_qkv", "in_proj.qkv_v": "in_proj_qkv",

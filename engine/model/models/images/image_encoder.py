@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames, is_of_text
 from engine.model.transformers_backend.vision import VisionEncoder
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.models.llama import LlamaForCausalLM, Model
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import is_of_text
 from engine.model.transformers_backend.vision import VisionEncoder
 

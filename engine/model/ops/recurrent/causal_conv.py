@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.batch import Batch, StateRows, state_rows
+from engine.model.batch import Batch
 from engine.model.ops import dispatch
 from engine.model.ops.elementwise import gates
-from engine.model.state import RING, States
+from engine.model.state import RING, StateRows, States, state_rows
 
 
 class CausalConv(Protocol):

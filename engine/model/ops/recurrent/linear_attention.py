@@ -26,10 +26,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch, state_rows
+from engine.model.batch import Batch
 from engine.model.ops import dispatch
 from engine.model.ops.elementwise.norms import unit_q_and_k
-from engine.model.state import CHUNK, States
+from engine.model.state import CHUNK, States, state_rows
 
 
 class LinearAttention(Protocol):

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import exchange_of
+from engine.devices.free_memory import FreeMemory
 from engine.eplb.layer_slots import add_slots
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import ConfigError, OutOfMemory
-from engine.free_memory import FreeMemory
-from engine.model.expert_split import choose_exchange
+from engine.model.expert_split import choose_exchange, exchange_of
 from engine.model.layers import moe
 from engine.model.models.llama import Model
 from engine.runner.layer_runner import LayerRunner, Run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.distributed.expert_shard_plan import exchange_of
+from engine.model.expert_split import exchange_of
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 

@@ -7,12 +7,12 @@ import time
 
 import torch
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.data_parallel.roster import Lost, Message
 from engine.distributed.data_parallel.survivors import Survivors
 from engine.eplb.lost_experts import LostExperts
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
-from engine.free_memory import FreeMemory, free_host_memory
 from engine.model.state import KeptStates
 from engine.parts.experts.rank.shared_rank import SharedRank
 from engine.runner.step import LaunchedStep, StepInputs
@@ -149,8 +149,6 @@ class Recovery(NoRecovery):
 
     def _free_memory(self) -> FreeMemory:
         """Return the memory that this engine can take for more experts."""
-        if not self._rank.setup.device.asynchronous:
-            return free_host_memory().shared_by(self._group.all_engines.local_size)
-        free, _ = torch.cuda.mem_get_info()
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return FreeMemory(free + unused, "the GPU's memory")
+        device = self._rank.setup.device
+        free = device.free_memory()
+        return free if device.asynchronous else free.shared_by(self._group.all_engines.local_size)

@@ -15,7 +15,7 @@ from engine.runner.graphs.gpu_layers import GPULayers
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from engine.wire.parts.experts import ExpertReport
 from engine.wire.parts.states import StateStep
 

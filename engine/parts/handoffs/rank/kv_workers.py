@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import EngineConfig
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.kv_transfer.transport import nixl
 from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker
@@ -13,7 +13,7 @@ from engine.runner.kv_cache import group_needs
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 
 
 class KVWorkers(RankPart):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
-from engine.free_memory import FreeMemory
 from engine.model.batch import Batch, DeepStack
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
@@ -28,9 +28,8 @@ from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import DummyStep, Forward
+from engine.runner.step import DummyStep, Forward, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.parts.images import NO_IMAGES, ImageStep, MultiModalFeatureSpec, PromptImages
 from engine.wire.plan import NewSequence, StepPlan
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.tp_group import TPGroup
 from engine.engine_options import EngineOptions
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.state import CHUNK, StateSpec, state_specs
 from engine.options.handoff import HandoffOptions

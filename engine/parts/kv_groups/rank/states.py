@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from engine.devices.device import StagedCopy
-from engine.free_memory import FreeMemory
+from engine.devices.free_memory import FreeMemory
 from engine.model.state import StateBatch, StateCache
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes, specs_of
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import Forward
+from engine.runner.step import Forward, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.wire.parts.states import NO_STATES, StateStep
 from engine.wire.plan import StepPlan
 

@@ -15,7 +15,7 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step_memory import StepMemory
+from engine.runner.step import StepMemory
 from engine.wire.parts.kv_offload import TierAnswer, TierCommand
 
 KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ

@@ -13,9 +13,8 @@ from engine.model.ops.logits import penalties
 from engine.parts.logits_processors.rank.batch_edits import COUNTERS, RowEdits, apply, prepare
 from engine.parts.logits_processors.rank.logits_edits import LogitsEdits
 from engine.runner.rank_part import RankPart
-from engine.runner.step import EditLogits
+from engine.runner.step import EditLogits, StepMemory
 from engine.runner.step_layout import SampledTokens
-from engine.runner.step_memory import StepMemory
 from engine.wire.plan import StepPlan
 
 

@@ -28,9 +28,8 @@ from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import DummyStep, Forward, LaunchedStep, StepInputs
+from engine.runner.step import DummyStep, Forward, LaunchedStep, StepInputs, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.spec_decode.drafter import DraftInputs, ModelDrafter
 from engine.spec_decode.open_drafter import open_drafter, target_layers
 from engine.spec_decode.target import Target

@@ -15,27 +15,26 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.devices.device import DeviceEvent, StagedCopy, copy_to
+from engine.devices.free_memory import FreeMemory
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import ConfigError, EngineUnavailable, StartupError
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
-from engine.model.stage import check_stages, divide, parse_layers
+from engine.model.shard import ShardPlan
 from engine.model.tensor_names import HEADS
+from engine.parts.stages.division import check_stages, divide, parse_layers
 from engine.parts.stages.rank.stage_group import StageGroup
 from engine.parts.stages.rank.stage_times import BusyTime, Seconds, WorkingTime
 from engine.parts.stages.rank.step_results import ResultReceiver, ResultSender
 from engine.runner.layer_runner import LayerRunner, Run
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
-from engine.runner.step import Forward, LaunchedStep
+from engine.runner.step import Forward, LaunchedStep, StepMemory
 from engine.runner.step_layout import StepLayout
-from engine.runner.step_memory import StepMemory
 from engine.spec_decode.open_drafter import target_layers
 from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.plan import SampledStep, StepPlan, StepResult
@@ -99,7 +98,7 @@ class PipelineStage(RankPart):
         self._learned: deque[SampledStep] = deque()
         self._unknown: dict[int, UnknownTokens] = {}
         self._busy, self._working, self._waits = BusyTime(), WorkingTime(), list[Seconds]()
-        self._waited_s = [0.0] * len(setup.stage_layers)
+        self._waited_s = [0.0] * len(setup.tp.layers)
 
     def reserve(self, free: FreeMemory) -> FreeMemory:
         """Leave a GPU room for what the link keeps; the largest step, which was measured, sent and received nothing."""
@@ -163,7 +162,7 @@ class PipelineStage(RankPart):
     def report(self) -> StageReport:
         assert isinstance(self._results, ResultReceiver)
         found = []
-        for i, (layers, busy_s) in enumerate(zip(self._setup.stage_layers, self._results.busy_s, strict=True)):
+        for i, (layers, busy_s) in enumerate(zip(self._group.layers, self._results.busy_s, strict=True)):
             self._waited_s[i] = max(self._waited_s[i], self._working.total_s - busy_s)  # a total never decreases
             found.append(StageStats(layers=layers, ranks=self._group.size, busy_s=busy_s, wait_s=self._waited_s[i]))
         return StageReport(found)
@@ -188,14 +187,15 @@ class PipelineStage(RankPart):
         return result
 
 
-def join_stage(config: EngineConfig, model: ModelConfig, group: TPGroup) -> tuple[StageGroup, list[int]]:
-    """Connect the ranks of a pipeline. Returns those of this rank's stage, and the number of layers of each stage.
-    group: all ranks of the engine. Every rank has to call this within `group.starting()`. Raises StartupError."""
+def join_stage(config: EngineConfig, model: ModelConfig, group: TPGroup) -> StageGroup:
+    """Connect the ranks of a pipeline. Returns those of this rank's stage. group: all ranks of the engine. Every rank
+    has to call this within `group.starting()`. Raises StartupError."""
     check_stages(config, model)
     ranks = group.own if isinstance(group, DataParallelGroup) else group
     assert isinstance(ranks, ConnectedGroup)
     stages = StageGroup(ranks, config.pipeline_parallel_size, group, 1 + len(target_layers(config, model)))
-    return stages, find_layers(config, model, stages)
+    stages.layers = find_layers(config, model, stages)
+    return stages
 
 
 def find_layers(config: EngineConfig, model: ModelConfig, group: StageGroup) -> list[int]:

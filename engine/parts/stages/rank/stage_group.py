@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class StageGroup(PartGroup):
     """The ranks of this rank's stage, for layers. Calls that concern all ranks (`exchange`, `starting`, `abort`) go to
     the group of all ranks."""
+
+    layers: Sequence[int] = ()  #: number of layers of each stage, once the ranks agree on them
 
     def __init__(self, all_ranks: ConnectedGroup, stages: int, engine: TPGroup | None = None, states: int = 1):
         """Connect the ranks of each stage, and neighbouring stages. engine: the same ranks as one of several engines

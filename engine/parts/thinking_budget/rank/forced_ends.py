@@ -10,9 +10,8 @@ from torch import Tensor
 
 from engine.devices.device import StagedCopy
 from engine.runner.rank_part import RankPart
-from engine.runner.step import EditLogits
+from engine.runner.step import EditLogits, StepMemory
 from engine.runner.step_layout import SampledTokens
-from engine.runner.step_memory import StepMemory
 from engine.wire.parts.thinking_budget import ThinkingBudget
 from engine.wire.plan import StepPlan
 

@@ -20,10 +20,10 @@ from cluster.cli.check.model_fit import check_models, weight_bytes
 from cluster.cli.check.ports import check_port
 from cluster.cli.main import app
 from cluster.config.app_config import AppConfig
+from engine.devices.free_memory import FreeMemory
 from engine.errors import StartupError
-from engine.free_memory import FreeMemory
 from engine.model.config import ModelConfig
-from engine.model.stage import nth_stage
+from engine.parts.stages.division import nth_stage
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
 from tests.adapter_folders import write_adapter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelFolderError, UnsupportedArchitecture
-from engine.model.checkpoint.fields import KINDS
+from engine.model.checkpoint.kinds import KINDS
 from engine.model.config import ModelConfig
 from tests.models import FAMILIES, make_model
 from tests.transformers_models import make_transformers_model

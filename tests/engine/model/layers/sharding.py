@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.shard_plan import ShardPlan
-from engine.model.shard import Sharded
+from engine.model.shard import Sharded, ShardPlan
 from tests.ranks import make_plans, on_all
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.fixed_order import in_fixed_order
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.models.registry import build
+from engine.model.shard import ShardPlan
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
 

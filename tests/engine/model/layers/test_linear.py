@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
-from engine.model.shard import Shard
+from engine.model.shard import Shard, ShardPlan
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
 from tests.engine.model.model_configs import tiny_config
 

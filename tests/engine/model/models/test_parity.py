@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand
 from tests.models import FAMILIES, make_model, with_slow
 

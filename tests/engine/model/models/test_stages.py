@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
-from engine.model.stage import check_stages, config_of, nth_stage
+from engine.model.shard import ShardPlan
 from engine.options.handoff import HandoffConfig
+from engine.parts.stages.division import check_stages, config_of, nth_stage
 from tests.batches import ByHand, load_by_hand
 from tests.models import FAMILIES, HYBRIDS, make_model
 

@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.models.registry import build_model
 from engine.model.ops import activation, attention, dispatch, moe, norm
 from engine.model.ops.elementwise.gates import select_open_gate
 from engine.model.ops.elementwise.norms import select_gated
 from engine.model.ops.recurrent import gates
+from engine.model.shard import ShardPlan
 from tests.engine.model.model_configs import tiny_config
 
 ON_GPU = (torch.bfloat16, torch.device("cuda:0"))

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from tests.batches import load_by_hand
 from tests.engine.model.quantization.checkpoints import (
     BLOCKS,

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.batch import Batch, split
@@ -23,8 +22,9 @@ from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import attention
 from engine.model.ops.cpu import attention as cpu_attention
+from engine.model.shard import ShardPlan
 from engine.options.handoff import HandoffConfig
-from engine.runner import kv_cache
+from engine.runner import fp8_kv_cache
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.batches import ByHand
@@ -125,7 +125,7 @@ def test_scales_are_read_under_the_names_that_tools_give_them(tmp_path, between)
     folder = make_model(tmp_path, "llama")
     v = between.replace("k_", "v_")
     names = {f"model.layers.1.self_attn.{between}k_scale": 0.5, f"model.layers.2.self_attn.{v}v_scale": 0.25}
-    found = kv_cache.read_scales(with_scales(folder, names), 3, torch.device("cpu"))
+    found = fp8_kv_cache.read_scales(with_scales(folder, names), 3, torch.device("cpu"))
     assert found.tolist() == [[1.0, 1.0], [0.5, 1.0], [1.0, 0.25]]
     load_weights(build_model(ModelConfig.from_folder(folder), ShardPlan(), torch.float32, "cpu"), folder,
                  TPGroup.single())  # fmt: skip
@@ -134,7 +134,7 @@ def test_scales_are_read_under_the_names_that_tools_give_them(tmp_path, between)
 def test_a_scale_that_is_no_scale_is_refused(tmp_path):
     folder = with_scales(make_model(tmp_path, "llama"), {"model.layers.1.self_attn.k_scale": 0.0})
     with pytest.raises(ModelFolderError, match="a k_scale or v_scale is not above 0"):
-        kv_cache.read_scales(folder, 3, torch.device("cpu"))
+        fp8_kv_cache.read_scales(folder, 3, torch.device("cpu"))
 
 
 def test_unknown_options_are_refused_by_their_key():
@@ -170,7 +170,7 @@ def answer(core: EngineCore, tokens: list[int]) -> list[int]:
 
 
 def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(caplog):
-    with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
+    with caplog.at_level(logging.INFO, logger="engine.runner.fp8_kv_cache"):
         core = build_engine(make_config())
     assert core.ranks.runner.kv_caches[0].dtype == FP8
     said = [record.getMessage() for record in caplog.records]

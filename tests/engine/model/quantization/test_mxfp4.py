@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.loader import fill_with_noise, pack_weights
+from engine.model.loader import pack_weights
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand, load_by_hand
 from tests.mxfp4_files import make_mxfp4
 from tests.ranks import make_plans, on_all

@@ -12,9 +12,9 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.smollm3 import modeling_smollm3
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.model.config import ModelConfig
 from engine.model.ops.rope import rotate_plain
+from engine.model.shard import ShardPlan
 from engine.model.transformers_backend.attention import CurrentStep
 from engine.model.transformers_backend.model import find_calls
 from engine.model.transformers_backend.rope import is_plain, replace_rotation

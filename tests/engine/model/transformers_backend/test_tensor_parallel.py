@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 from engine.model.models.registry import build_model
+from engine.model.shard import ShardPlan
 from tests.models import with_slow
 from tests.ranks import check_ranks
 from tests.transformers_models import TEXT_PARTS, make_transformers_model

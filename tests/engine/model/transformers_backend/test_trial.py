@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from benchmarks.fallback import without_native_code
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.errors import UnsupportedArchitecture
 from engine.model.config import ModelConfig
-from engine.model.loader import fill_with_noise
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
+from engine.model.shard import ShardPlan
 from engine.model.transformers_backend.attention import Mask
 from engine.model.transformers_backend.layers import MergedPart, Norm, OurExperts, RowLinear
 from engine.model.transformers_backend.model import find_calls

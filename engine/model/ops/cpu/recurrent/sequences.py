@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch, state_rows
+from engine.model.batch import Batch
+from engine.model.state import state_rows
 
 SEQUENCE_NUMBERS = 6
 SEQUENCE_BYTES = 8 * SEQUENCE_NUMBERS

@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from engine.distributed.shard_plan import ShardPlan
 from engine.distributed.tp_group import TPGroup
 from engine.model import fused_rows
 from engine.model.config_parts.latent import LatentConfig
@@ -18,15 +17,17 @@ from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.recurrent import RecurrentConfig
 from engine.model.config_parts.rope import RopeConfig
 from engine.model.layers.moe import Experts
-from engine.model.loader import fill_with_noise, pack_weights
+from engine.model.loader import pack_weights
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
+from engine.model.noise import fill_with_noise
 from engine.model.ops import dispatch, quantized_linear
 from engine.model.ops.gpu import quantized_linear as gpu_linear
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.scheme import online
+from engine.model.shard import ShardPlan
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
 from tests.models import with_slow

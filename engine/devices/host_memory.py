@@ -1,4 +1,4 @@
-"""How much memory can still be taken, and what limits it.
+"""How much of the machine's memory can still be taken, and what limits it.
 
 A machine's free memory says little: Linux fills it with the files that were read last, weights among them, and gives it
 back when a process asks. In a container, or below a systemd unit with a limit, the control group counts too.
@@ -8,31 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine.control_groups import group_folders, read_text
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class FreeMemory:
-    """Memory that can be taken. limit: what ends it, in words for messages."""
-
-    size: int
-    limit: str
-
-    def __str__(self) -> str:
-        return f"{max(0, self.size) / GIB:.2f} GiB are free ({self.limit})"
-
-    def less(self, size: int) -> FreeMemory:
-        """Return what is left beside `size` bytes; below 0 if these do not fit."""
-        return replace(self, size=self.size - size)
-
-    def shared_by(self, count: int) -> FreeMemory:
-        """Return the part of one of `count` processes that share it."""
-        return self if count == 1 else FreeMemory(self.size // count, f"{self.limit}, shared by {count} ranks")
+from engine.devices.control_groups import group_folders, read_text
+from engine.devices.free_memory import GIB, FreeMemory
 
 
 @dataclass(frozen=True, slots=True)

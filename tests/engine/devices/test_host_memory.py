@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.free_memory import FreeMemory, free_host_memory
+from engine.devices.free_memory import FreeMemory
+from engine.devices.host_memory import free_host_memory
 
 GIB = 2**30
 MEMINFO = {"MemTotal": 16.0, "MemFree": 1.6, "MemAvailable": 8.4, "Cached": 7.0}

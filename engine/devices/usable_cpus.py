@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.control_groups import group_folders, read_text
+from engine.devices.control_groups import group_folders, read_text
 
 FREE_ABOVE = 8  # CPUs above which one is left to ingresses and proxies
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import weight_files
 from engine.model.checkpoint.identity import identity_of
-from engine.safetensors_header import TensorHeader, read_header
+from engine.model.checkpoint.safetensors_header import TensorHeader, read_header
 
 
 def write(file: Path, header: Any, data: int = 0, length: int | None = None) -> Path:

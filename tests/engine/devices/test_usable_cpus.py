@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.usable_cpus import threads_of_rank, usable_cpus
-from tests.engine.test_free_memory import V2, group, machine
+from engine.devices.usable_cpus import threads_of_rank, usable_cpus
+from tests.engine.devices.test_host_memory import V2, group, machine
 
 V1_CPU = "33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct"
 
