@@ -10,6 +10,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.wire.handoff import OpenHandoff
+from engine.wire.parts.costs import CostStats
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, RemoteRequestFailed
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ def test_time_in_which_requests_wait_for_kv_is_not_idle_although_another_request
     assert engine.core.idle and engine.core.has_work
     engine.clock.now += 100.0
     engine.add("b")
-    spent = engine.core.stats().cost_s
+    spent = engine.core.stats().record(CostStats).seconds
     assert (spent["idle"], spent["stalled"]) == (10.0, 100.0)
 
 

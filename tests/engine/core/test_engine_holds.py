@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
 from tests.deltas import deltas_of
@@ -47,7 +47,7 @@ def test_held_conversation_is_cached_after_a_flood_and_another_is_not(family, tm
         draw = random.Random(1)
         held, other = draw.choices(range(3, 97), k=150), draw.choices(range(3, 97), k=150)
         (first, *_) = answer(core, "held", held, [HoldMark(150, 60.0)])
-        (outcome,) = first.holds
+        (outcome,) = first.records(HoldOutcome)
         assert outcome.refusal is None and outcome.tokens > 0
         answer(core, "other", other)
         for number in range(8):

@@ -17,6 +17,7 @@ from engine.errors import ConfigError, EngineUnavailable
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
 from engine.parts.experts.rank.experts import Experts
+from engine.wire.parts.costs import CostStats
 from engine.wire.parts.experts import ExpertReport, SharedSteps
 from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.offline.test_rank_processes import wait_until
@@ -115,7 +116,8 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
         shared = stats.record(SharedSteps)
         assert shared is not None and shared.pause_s > 0
         assert (shared.generation, shared.engines) == (1, 2)
-        assert 0 < stats.cost_s["recovery"] < sum(stats.cost_s.values())
+        spent = stats.record(CostStats).seconds
+        assert 0 < spent["recovery"] < sum(spent.values())
         moved = [load.moved for load in stats.record(ExpertReport).stages]
         again = answers(llm, params)
         for load, before in zip(group_of(llm).stats().record(ExpertReport).stages, moved, strict=True):
