@@ -20,7 +20,7 @@ LIMITS = {
     "distributed": 812,
     "model": 2_533,
     "runner": 1_598,
-    "core": 2_422,
+    "core": 2_420,
 }
 MAX_FILES = 113
 FEATURES = """
