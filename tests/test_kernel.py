@@ -20,7 +20,7 @@ LIMITS = {
     "distributed": 789,
     "model": 2_350,
     "runner": 1_227,
-    "core": 2_426,
+    "core": 2_424,
 }
 MAX_FILES = 98
 FEATURES = """

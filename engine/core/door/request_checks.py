@@ -20,12 +20,10 @@ class RequestChecks:
     def check(self, message: GenerateRequest) -> None:
         params = message.params
         self._check_tokens(message.prompt, message.num_prompt, answer=self._parts.generates(message))
-        params.check_vocabulary(self._limits.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if params.max_tokens is not None and given >= params.max_tokens:
-            raise InvalidParameter(
-                "max_tokens", params.max_tokens, f"above {given}, the number of output tokens that already exist"
-            )
+            limit = f"above {given}, the number of output tokens that already exist"
+            raise InvalidParameter("max_tokens", params.max_tokens, limit)
         if message.prefill == "remote" and not self._parts.takes("prefill"):
             raise not_elsewhere(message.prefill)
         self._check_parts(message, message.prompt[: message.num_prompt])
@@ -33,9 +31,9 @@ class RequestChecks:
     def check_prompt(self, request: Request, asked: Any) -> None:
         self._check_tokens(request.tokens, request.num_prompt)
         self._check_parts(asked, request.tokens[: request.num_prompt])
-        request.params.check_vocabulary(self._limits.vocab_size)
 
     def _check_parts(self, asked: Any, prompt: list[int]) -> None:
+        asked.params.check_vocabulary(self._limits.vocab_size)
         if lacking := sorted(asked.needs.keys() - {kind.part for kind in self._parts.asked}):
             raise InvalidParameter("needs", lacking[0], "left out: this engine lacks that part")
         for kind in self._parts.asked:
