@@ -120,18 +120,6 @@ def test_an_abort_of_everything_leaves_no_work_and_an_engine_that_still_works(en
     assert engine.answer("c") == expected
 
 
-def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_on(engine):
-    expected = engine.answer("good")
-    engine.add("hopeless", allowed_token_ids=[2], min_tokens=3)
-    engine.add("good too")
-    engine.go()
-    assert engine.last("hopeless").finish_reason == "error"
-    assert engine.last("hopeless").error.code == "request_error"
-    assert engine.last("hopeless").error.status == 400
-    assert engine.tokens("hopeless") == []
-    assert engine.tokens("good too") == expected
-
-
 def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(engine):
     engine.add("good")
     engine.go()
