@@ -16,13 +16,13 @@ PAGE = ROOT / "docs" / "reading_path.md"
 LIMITS = {
     "top": 566,
     "wire": 864,
-    "text": 542,
+    "text": 408,
     "distributed": 789,
     "model": 2_359,
     "runner": 1_506,
     "core": 2_420,
 }
-MAX_FILES = 104
+MAX_FILES = 103
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
