@@ -18,11 +18,11 @@ LIMITS = {
     "wire": 864,
     "text": 408,
     "distributed": 789,
-    "model": 2_359,
+    "model": 2_356,
     "runner": 1_506,
     "core": 2_420,
 }
-MAX_FILES = 103
+MAX_FILES = 102
 FEATURES = """
     adapter adapters bill bills cost costs draft drafts expert experts grammar grammars handoff handoffs hold
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
@@ -30,10 +30,9 @@ FEATURES = """
 """
 # How often the kernel's names have such a word although it is to name no feature. It may only shrink.
 NAMED = {
-    "adapter": 22, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "experts": 8,
-    "grammar": 4, "handoff": 10, "hold": 5, "holds": 1, "image": 7, "images": 1, "lora": 14, "moe": 1,
-    "multimodal": 2, "pooled": 13, "pooling": 15, "prediction": 1, "stage": 9, "thinking": 33, "tier": 1,
-    "vision": 1,
+    "adapter": 22, "adapters": 1, "cost": 9, "costs": 2, "draft": 3, "drafts": 40, "expert": 1, "grammar": 4,
+    "handoff": 10, "hold": 5, "holds": 1, "image": 7, "images": 1, "lora": 14, "moe": 1, "multimodal": 2,
+    "pooled": 13, "pooling": 15, "prediction": 1, "stage": 9, "thinking": 33, "tier": 1, "vision": 1,
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+")
 
