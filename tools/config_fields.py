@@ -1,4 +1,4 @@
-"""Writes engine/model/config_parts/declared_fields.json: the fields that transformers' configuration classes of the
+"""Writes engine/model/families/declared_fields.json: the fields that transformers' configuration classes of the
 native families declare, with their defaults. An update of transformers needs it: `python -m tools.config_fields`.
 """
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from engine.model.config_parts.unread import COMMON, DECLARED
 from engine.model.families.encoders import ENCODERS
 from engine.model.families.family import families
 from engine.model.families.multimodal import TEXT_PARTS
+from engine.model.families.unread import COMMON, DECLARED
 
 
 def declared() -> dict[str, dict[str, Any]]:

@@ -14,9 +14,8 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, one_of, reading
 from engine.model.checkpoint.folder import eos_token_ids, read_json
-from engine.model.config_parts.head import Head
 from engine.model.config_parts.rope import RopeConfig
-from engine.model.families.family import find_family
+from engine.model.families.family import Head, find_family
 from engine.model.kv_groups import KVCacheGroup, KVCacheSpec, LayerSpecs, all_kept, group_layers, place_of
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number

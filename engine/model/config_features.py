@@ -8,10 +8,10 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.config import ModelConfig
-from engine.model.config_parts.head import Head
 from engine.model.config_parts.pooling import PoolingConfig, PoolingType
-from engine.model.config_parts.unread import check_unread
 from engine.model.config_parts.vision import VisionConfig
+from engine.model.families.family import Head
+from engine.model.families.unread import check_unread
 from engine.model.quantization import scheme
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme

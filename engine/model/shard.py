@@ -53,7 +53,7 @@ class Shard:
     dim: int
     start: int
     size: int
-    experts: range | None = None
+    held: range | None = None
     """Of the first dimension, the part that this rank holds; None for all of it."""
 
     @classmethod
@@ -68,10 +68,10 @@ class Shard:
             raise ConfigError("determinism", "strict", limit)
         return cls(shape, dim, tp.rank * size, size)
 
-    def stacked(self, count: int, experts: range | None = None) -> Shard:
-        """Return this slice for `count` tensors of the same shape that are stored as one. experts: the tensors of which
+    def stacked(self, count: int, held: range | None = None) -> Shard:
+        """Return this slice for `count` tensors of the same shape that are stored as one. held: the tensors of which
         this rank holds a slice; None for all."""
-        return Shard((count, *self.shape), self.dim + 1, self.start, self.size, experts)
+        return Shard((count, *self.shape), self.dim + 1, self.start, self.size, held)
 
     def transposed(self) -> Shard:
         """Return this slice for stacked tensors that are stored with their last two dimensions exchanged."""
@@ -81,7 +81,7 @@ class Shard:
     @property
     def local_shape(self) -> tuple[int, ...]:
         sizes = [*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :]]
-        return tuple(sizes) if self.experts is None else (len(self.experts), *sizes[1:])
+        return tuple(sizes) if self.held is None else (len(self.held), *sizes[1:])
 
     def load(self, source: TensorSlice, target: Tensor) -> None:
         """Copy the slice into `target`, and convert it to the target's dtype and device."""
@@ -92,8 +92,8 @@ class Shard:
             return
         index = [slice(None)] * len(self.shape)
         index[self.dim] = slice(self.start, self.start + self.size)
-        if self.experts is not None:
-            index[0] = slice(self.experts.start, self.experts.stop)
+        if self.held is not None:
+            index[0] = slice(self.held.start, self.held.stop)
         target.copy_(source[tuple(index)])
 
 

@@ -33,13 +33,10 @@ class ChatTokenizer(Tokenizer):
     @classmethod
     def from_folder(cls, folder: Path, decodes: bool = True, template: str | None = None) -> Self:
         """Read a model folder. Raises ModelFolderError. template: chat template to use instead of the folder's."""
-        backend, config = read_tokenizer(folder), read_config(folder)
+        backend, config = read_tokenizer(folder, decodes), read_config(folder)
         named = chat_templates(folder, config) if template is None else {"default": template}
         tool_template = named.get("tool_use")
-        tokenizer = cls(backend, special_tokens(config), named.get("default", tool_template), tool_template)
-        if decodes:
-            tokenizer.check_decoder(folder)
-        return tokenizer
+        return cls(backend, special_tokens(config), named.get("default", tool_template), tool_template)
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any

@@ -14,9 +14,8 @@ from typing import Any, Literal, Self
 
 import tokenizers
 
-from engine.errors import ModelFolderError, PromptTooLong, RequestError
-from engine.text.tokenizer_bounds import is_of_tokenizers
-from engine.text.tokenizer_files import decoder_steps, read_tokenizer
+from engine.errors import PromptTooLong, RequestError
+from engine.text.tokenizer_files import decoder_steps, is_of_tokenizers, read_tokenizer
 
 NFC_SHRINKS = 3  # at most this many bytes become one when characters are composed
 CUT_TOKENS = 64  # extra tokens kept when a text is cut before tokenizing, since tokens near the cut may differ
@@ -32,14 +31,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, decodes: bool = True) -> Self:
-        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer.
-
-        decodes: whether tokens will be decoded to text one by one, which a few decoders do not support.
-        """
-        tokenizer = cls(read_tokenizer(folder))
-        if decodes:
-            tokenizer.check_decoder(folder)
-        return tokenizer
+        """Read a model folder. decodes: as in `read_tokenizer`. Raises ModelFolderError."""
+        return cls(read_tokenizer(folder, decodes))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, add_special_tokens).ids
@@ -146,15 +139,6 @@ class Tokenizer:
     @cached_property
     def _decoder_steps(self) -> list[str]:
         return decoder_steps(self.backend)
-
-    def check_decoder(self, folder: Path) -> None:
-        """Raise ModelFolderError if a token's text depends on its neighbours, other than at the start or end of
-        a text."""
-        steps = self._decoder_steps
-        after_fuse = steps[steps.index("Fuse") + 1 :] if "Fuse" in steps else []
-        if "CTC" in steps or any(step not in ("Fuse", "Strip") for step in after_fuse):
-            problem = f"the text of its tokens depends on their neighbours (decoder: {', '.join(steps)})"
-            raise ModelFolderError(str(folder), problem)
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)

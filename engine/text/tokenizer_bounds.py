@@ -17,6 +17,7 @@ import msgspec
 import tokenizers
 
 from engine.errors import ModelFolderError
+from engine.text.tokenizer_files import is_of_tokenizers
 
 MAX_BYTES = 128 << 20  # the largest published files have 34 MB
 MAX_STEPS = 32  # of a normalizer, pre-tokenizer, post-processor or decoder
@@ -84,11 +85,6 @@ def _readable(folder: Path, name: str) -> Iterator[None]:
     else:
         return
     raise ModelFolderError(str(folder), f"{name} cannot be read: {problem}")
-
-
-def is_of_tokenizers(error: BaseException) -> bool:
-    """Return whether `tokenizers` itself has failed. Its panics derive from BaseException alone."""
-    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def _check(file: _File) -> None:

@@ -12,30 +12,43 @@ from tokenizers import AddedToken, decoders
 
 from engine.errors import ModelFolderError
 from engine.json_file import read_object
-from engine.text.tokenizer_bounds import read_bounded, try_out
 
 # of tokenizers that have no tokenizer.json: Mistral's, tiktoken's, sentencepiece's, GPT-2's and BERT's
 VOCABULARY_FILES = ("tekken.json", "*.tiktoken", "*.model", "vocab.json", "merges.txt", "vocab.txt")
+BOUNDS = ".tokenizer_bounds"  # reads a tokenizer.json that anybody may have written, and tries tokenizers out
 CONVERTED = ".converted_tokenizer"  # reads formats other than tokenizer.json
 
 
-def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read the tokenizer of a model folder, without truncation and padding. Raises ModelFolderError."""
-    config = read_config(folder)
+def read_tokenizer(folder: Path, decodes: bool = False) -> tokenizers.Tokenizer:
+    """Read the tokenizer of a model folder, without truncation and padding. decodes: whether tokens will be decoded to
+    text one by one, which a few decoders do not support. Raises ModelFolderError."""
+    config, bounds = read_config(folder), import_module(BOUNDS, __package__)
+    tokenizer: tokenizers.Tokenizer
     if (folder / "tokenizer.json").is_file():
-        tokenizer = read_bounded(folder / "tokenizer.json")
+        tokenizer = bounds.read_bounded(folder / "tokenizer.json")
         _add_tokens(folder, tokenizer, config)
     else:
         tokenizer = import_module(CONVERTED, __package__).convert(folder, config)
     # files of embedding models enable both, to bring all texts to one length
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    try_out(tokenizer, folder)
+    bounds.try_out(tokenizer, folder)
     if decoder_steps(tokenizer)[-1:] == ["ByteLevel"]:
         # when transformers saves a tokenizer from llama.cpp it puts steps of sentencepiece before this one. With a
         # byte-level vocabulary they do nothing, unless one token outside it turns all the others into text.
         tokenizer.decoder = decoders.ByteLevel()
+    if decodes:
+        check_decoder(tokenizer, folder)
     return tokenizer
+
+
+def check_decoder(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
+    """Raise ModelFolderError if a token's text depends on its neighbours, other than at the start or end of a text."""
+    steps = decoder_steps(tokenizer)
+    after_fuse = steps[steps.index("Fuse") + 1 :] if "Fuse" in steps else []
+    if "CTC" in steps or any(step not in ("Fuse", "Strip") for step in after_fuse):
+        problem = f"the text of its tokens depends on their neighbours (decoder: {', '.join(steps)})"
+        raise ModelFolderError(str(folder), problem)
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[str]:
@@ -48,6 +61,11 @@ def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[str]:
 def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
     parts = state.get("decoders")
     return [state] if parts is None else [step for part in parts for step in _decoder_steps(part)]
+
+
+def is_of_tokenizers(error: BaseException) -> bool:
+    """Return whether `tokenizers` itself has failed. Its panics derive from BaseException alone."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

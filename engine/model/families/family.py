@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 from engine.model.checkpoint.folder import as_token_ids
 from engine.model.config_parts.rope import check_factors, max_positions, read_ropes
 
+Head = Literal["lm", "score", "none"]
+"""What a model computes from its hidden states: next tokens, a score, or nothing."""
+HEADS: dict[str, Head] = {
+    "LMHeadModel": "lm",
+    "ForSequenceClassification": "score",
+    "ForMaskedLM": "none",
+    "TextModel": "none",
+    "Model": "none",
+}
+"""By the end of an architecture's name; `lm` for all others."""
 TABLES = ("llama_like", "experts", "gemma", "latent", "hybrid")
 """Files beside this one that have FAMILIES too."""
 OTHERS = ".other_architectures"

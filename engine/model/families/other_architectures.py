@@ -8,9 +8,8 @@ from typing import Any
 
 from engine.errors import UnsupportedArchitecture
 from engine.model.checkpoint.fields import Fields, Unsupported
-from engine.model.config_parts.head import HEADS, Head
 from engine.model.families.encoders import ENCODERS
-from engine.model.families.family import Family, families
+from engine.model.families.family import HEADS, Family, Head, families
 from engine.model.families.multimodal import MULTIMODAL
 from engine.model.families.transformers_family import TRANSFORMERS_FAMILY, TransformersFamily
 

@@ -30,8 +30,8 @@ class QuantAxis:
         """Return (first, stop, total): entries [first, stop) cover the shard of the weight, out of `total` entries."""
         total = weight.shape[self.dim]
         start, size = (weight.start, weight.size) if self.dim == weight.dim else (0, total)
-        if self.dim == 0 and weight.experts is not None:
-            start, size = weight.experts.start, len(weight.experts)
+        if self.dim == 0 and weight.held is not None:
+            start, size = weight.held.start, len(weight.held)
         return start // self.unit, -(-(start + size) // self.unit), -(-total // self.unit)
 
 
@@ -51,7 +51,7 @@ class StoredTensor:
         axes = enumerate(self.axes)
         dim = next((i for i, axis in axes if isinstance(axis, QuantAxis) and axis.dim == weight.dim), 0)
         first, stop, _ = spans[dim]
-        return Shard(tuple(total for _, _, total in spans), dim, first, stop - first, weight.experts), target
+        return Shard(tuple(total for _, _, total in spans), dim, first, stop - first, weight.held), target
 
 
 class WeightFormat(Protocol):

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import read_json
 from engine.model.config import ModelConfig
-from engine.model.config_parts.unread import DECLARED, HARMLESS, UNUSED, declared_fields
+from engine.model.families.unread import DECLARED, HARMLESS, UNUSED, declared_fields
 from tests.models import FAMILIES, HYBRIDS, make_config
 from tools.config_fields import as_text, declared
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.model.checkpoint.fields import Fields, Unsupported
-from engine.model.config_parts.head import HEADS
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.rope import RopeConfig
+from engine.model.families.family import HEADS
 
 logger = logging.getLogger(__name__)
 DECLARED = Path(__file__).with_name("declared_fields.json")
