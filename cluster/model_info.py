@@ -15,8 +15,9 @@ from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served.served_model import ModelInfo
 from deployments.parts.adapters.places import place_of
-from engine.errors import AdapterError, ConfigError, Described, InvalidParameter, StartupError
+from engine.errors import ConfigError, Described, InvalidParameter, StartupError
 from engine.lora.bucket import SCHEMES, is_bucket
+from engine.lora.errors import AdapterError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.resolve import has_image_processor, resolve, resolve_tokenizer

@@ -1,10 +1,9 @@
-"""Errors that a user or another process may see, in one tree. Those of the HTTP server are in deployments/errors.py.
+"""Errors that a user or another process may see, in one tree. Those of the HTTP server are in deployments/errors.py,
+those of adapters in engine/lora/errors.py.
 
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
-│   │   └── AdapterError         400  a LoRA adapter cannot be used: names it, what was wrong, and the limit
-│   │       └── AdapterNotFound     404  its folder or one of its files is not there
 │   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
 │   └── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 ├── Overloaded                429  queues are full; nothing was started
@@ -81,25 +80,6 @@ class InvalidParameter(RequestError):
         Exception.__init__(self, field, shown if not isinstance(value, (int, float, str)) else value, limit)
         self.message, self.param = f"{field} must be {limit}, got {shown}", field
         self.field, self.value, self.limit = field, value, limit
-
-
-class AdapterError(InvalidParameter):
-    """A LoRA adapter cannot be used with this model. `field` is a key of its configuration, or one of its files."""
-
-    def __init__(self, adapter: str, field: str, value: object, limit: str):
-        super().__init__(field, value, limit)
-        self.args = (adapter, *self.args)
-        self.message, self.param = f"adapter {adapter!r}: {self.message}", "model"
-        self.adapter = adapter
-
-    @classmethod
-    def without_slots(cls, adapter: str) -> AdapterError:
-        """Return the error of an engine that takes no adapters at all."""
-        return cls(adapter, "lora", adapter, "left out: this engine has no adapters")
-
-
-class AdapterNotFound(AdapterError):
-    status, type = 404, "not_found_error"
 
 
 def _head(value: object) -> object:

@@ -172,7 +172,7 @@ class FakeEngine:
                 self._send(request, failed)
                 continue
             if request.record(PoolingParams) is not None:
-                delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")
+                delta = TokenDelta(request_id=request.request_id, answer=pooled(request), finish_reason="stop")
                 self._send(request, delta)
                 continue
             token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1

@@ -236,7 +236,7 @@ class FakeRunner:
                 continue
             assert start + count == len(tokens)
             if PoolingParams.part in sequence.parts:
-                result.pooled[entry] = pooled_of(tokens)
+                result.answers[entry] = pooled_of(tokens)
                 continue
             known = tokens[: len(tokens) - len(drafts)]
             wrong = False
@@ -584,7 +584,7 @@ class Harness:
             reason = self.finished[name].delta.finish_reason
             if name in self.pooled:
                 assert self.outputs[name] == []
-                assert reason == "abort" or self.finished[name].delta.pooled == pooled_of(prompt)
+                assert reason == "abort" or self.finished[name].delta.answer == pooled_of(prompt)
                 continue
             expected = expected_output(prompt, self.params[name], self.scheduler.limits.max_model_len)
             if reason == "abort":

@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
-from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError
 from engine.wire.parts.lora import LoRARequest
 
 

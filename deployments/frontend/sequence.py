@@ -247,7 +247,8 @@ class Sequence:
                 return None
         self._arrived(delta)
         if delta.finish_reason in ("error", "abort"):
-            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, delta.kv_source)
+            sources = delta.records(KVSource)
+            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, *sources)
         delta = self.retry.add(delta)
         for received in self._observers.received:
             delta = received(delta)

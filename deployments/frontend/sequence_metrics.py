@@ -95,7 +95,7 @@ class SequenceMetrics(SequenceObserver):
             self._answered, timeline.state = True, "running"
             timeline.engines.append(self._sequence.engine)
             self._note(f"first token from {timeline.engines[-1]}")
-        if timeline.first_token_s is None and (delta.token_ids or delta.pooled):
+        if timeline.first_token_s is None and (delta.token_ids or delta.answer):
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
             self._handoffs = delta.records(HandoffTimes)
             timeline.first_token_s = time.monotonic() - self._http.started_at

@@ -136,7 +136,7 @@ def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
     num_apart = len(tokens) - hides_last if delta.finish_reason is not None else len(tokens)
     verified = delta.records(Verified)
     whole = Verified(sum(each.accepted for each in verified), sum(each.rejected for each in verified))
-    others = [(name, raw) for name, raw in delta.parts if name != Verified.part]
+    others = [(name, raw) for name, raw in delta.parts if name != Verified.__name__]
     for i in range(max(num_apart, 0)):
         yield replace(
             delta,

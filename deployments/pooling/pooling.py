@@ -47,7 +47,7 @@ class Pooling:
         """Of all prompts that were computed."""
 
     async def run(self, prompts: Sequence[PackedPrompt]) -> list[bytes]:
-        """Return TokenDelta.pooled of each prompt. Cancelling this aborts the prompts that are still running.
+        """Return TokenDelta.answer of each prompt. Cancelling this aborts the prompts that are still running.
 
         Raises the first error of any prompt, and drops the others.
         """
@@ -74,7 +74,7 @@ class Pooling:
     async def _collect(self, generation: LiveGeneration, part: Sequence[int], results: list[bytes]) -> None:
         async with aclosing(generation.chunks()) as chunks:
             async for chunk in chunks:
-                results[part[chunk.index]] = chunk.pooled
+                results[part[chunk.index]] = chunk.answer
         self.usage.costs |= generation.usage.costs
 
     def _request_of(self, index: int, prompt: PackedPrompt) -> GenerateRequest:

@@ -349,8 +349,8 @@ class Scheduler:
                     progressed(request, computed, tokens, logprobs, error)
             elif tokens:
                 self.append_tokens(request, tokens, logprobs, now)
-            elif i in result.pooled:
-                self._finish_pooling(request, result.pooled[i], now)
+            elif i in result.answers:
+                self._answer(request, result.answers[i], now)
         self.metrics.observe_tokens([e.request for e in self.out.events[before:] if e.delta.token_ids], now)
 
     def _passed(self, request: Request, computed: int, now: float) -> None:
@@ -407,12 +407,13 @@ class Scheduler:
         banned = token == ALL_TOKENS_BANNED
         return RequestError(ALL_BANNED) if banned else EngineError(request.request_id, LOGITS_NOT_FINITE)
 
-    def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> None:
-        if not pooled:
+    def _answer(self, request: Request, answer: bytes, now: float) -> None:
+        """End a request that asks a part for something else than tokens."""
+        if not answer:
             self._invalidate(request)
             self.finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
             return
-        delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.prefix.num_cached)
+        delta = TokenDelta(request_id=request.request_id, answer=answer, num_cached_tokens=request.prefix.num_cached)
         self.finish(request, "stop", now, delta)
 
     def _invalidate(self, request: Request) -> None:

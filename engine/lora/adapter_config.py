@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import AdapterError, AdapterNotFound, Described
+from engine.errors import Described
+from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.lora.module_patterns import MAX_LENGTH, ModulePatterns
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from safetensors import SafetensorError, deserialize
 
 from engine import pocket
 from engine.devices.host_memory import free_host_memory
-from engine.errors import AdapterError, AdapterNotFound, Described
+from engine.errors import Described
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
+from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.lora.module_patterns import MAX_LENGTH
 from engine.model.checkpoint.resolve import HUB_ID
 from engine.model.checkpoint.safetensors_header import read_header

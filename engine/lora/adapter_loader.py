@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.black_box import BLACK_BOX, read_key
 from engine.devices.device import Device
-from engine.errors import AdapterError, ServingError
+from engine.errors import ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
+from engine.lora.errors import AdapterError
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import Factors
 from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, LoRARequest

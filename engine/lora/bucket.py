@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from engine.errors import AdapterError, AdapterNotFound
 from engine.lora.adapter_config import CONFIG_FILE
+from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.user_folder import user_folder
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.errors import AdapterError, Described
+from engine.errors import Described
+from engine.lora.errors import AdapterError
 
 
 class ExpertSizes(NamedTuple):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.errors import AdapterError, Described
+from engine.errors import Described
 from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, AdapterFiles, TensorEntry
+from engine.lora.errors import AdapterError
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.layers.latent_attention import HeadProjections

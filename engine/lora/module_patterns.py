@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.errors import AdapterError, Described
+from engine.errors import Described
 from engine.linear_pattern import LinearPattern, PatternError
+from engine.lora.errors import AdapterError
 
 MAX_PATTERNS = 100_000
 MAX_REGEXES = 64

@@ -145,7 +145,7 @@ class OfflinePooling:
 
 
 def _floats(delta: TokenDelta) -> np.ndarray:
-    return np.frombuffer(delta.pooled, dtype="<f4")
+    return np.frombuffer(delta.answer, dtype="<f4")
 
 
 def _texts(argument: str, given: str | Sequence[str]) -> list[str]:

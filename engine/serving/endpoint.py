@@ -29,6 +29,7 @@ from engine.wire.messages import (
     ResetPrefixCache,
     Subscribe,
 )
+from engine.wire.remote_request import KVSource
 from engine.wire.stats.handoff_stats import HandoffInfo
 from engine.wire.token_delta import ErrorInfo, TokenBatch, TokenDelta
 
@@ -144,7 +145,7 @@ class EngineEndpoint:
     def _reply(self, address: str, delta: TokenDelta) -> None:
         self._deltas.setdefault(address, []).append(delta)
         self._trials.answered(delta.request_id, len(delta.token_ids), bool(delta.finish_reason))
-        if delta.finish_reason and delta.kv_source is None:  # else it ends once its KV is read
+        if delta.finish_reason and not delta.records(KVSource):  # else it ends once its KV is read
             self.ended(delta.request_id)
 
     def ended(self, request_id: str) -> None:
@@ -171,7 +172,7 @@ class EngineEndpoint:
             self._kv_events.prefilled(event)
             for seen in self._seen:
                 seen(event)
-            if event.request.asked_by is None or event.delta.kv_source is not None:
+            if event.request.asked_by is None or event.delta.records(KVSource):
                 self._reply(event.request.reply_to, event.delta)
             else:  # the other engine knows of its end
                 self.ended(event.request.request_id)

@@ -21,7 +21,7 @@ class TextChunk(msgspec.Struct):
     prompt_logprobs: list[TokenLogprob | None] | None
     finish_reason: Literal["stop", "length"] | None = None  #: set in the last chunk of a sequence
     stop_reason: str | int | None = None  #: the stop string or stop token id that ended it
-    pooled: bytes = b""  #: see TokenDelta
+    answer: bytes = b""  #: see TokenDelta
     index: int = 0  #: index of the sequence in its HTTP request
 
 
@@ -61,7 +61,7 @@ class TextStream:
             chunk.text += detokenizer.finish()  # the text held back may contain a stop string
             assert delta.finish_reason in ("stop", "length")
             chunk.finish_reason, chunk.stop_reason = delta.finish_reason, delta.stop_reason
-            chunk.pooled = delta.pooled
+            chunk.answer = delta.answer
         if detokenizer.stopped_by is not None:
             chunk.finish_reason, chunk.stop_reason = "stop", detokenizer.stopped_by
         return chunk

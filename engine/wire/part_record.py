@@ -36,7 +36,7 @@ class PartRecord(msgspec.Struct, frozen=True):
 
 R = TypeVar("R", bound=PartRecord)
 Told = list[tuple[str, msgspec.Raw]]
-"""Records in msgpack, each with the name of its part, of which some may have several."""
+"""Records in msgpack, each with the name of its class."""
 
 
 def encoded(*records: PartRecord | None) -> Records:
@@ -51,7 +51,7 @@ def record_in(records: Records, kind: type[R]) -> R | None:
 
 
 def told(records: Iterable[PartRecord]) -> Told:
-    return [(each.part, msgspec.Raw(msgspec.msgpack.encode(each))) for each in records]
+    return [(type(each).__name__, msgspec.Raw(msgspec.msgpack.encode(each))) for each in records]
 
 
 def attached(records: Attached, kind: type[R]) -> R | None:

@@ -94,8 +94,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One per sampled token, for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]
     """Log-probabilities of the prompt tokens that follow the tokens computed in this step, if asked for."""
-    pooled: dict[int, bytes] = {}
-    """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
+    answers: dict[int, bytes] = {}
+    """Answers of parts by entry, as in TokenDelta; empty bytes where numbers were not finite."""
     drafts: dict[int, list[int]] = {}
     """Tokens proposed to come next, by entry, by a drafter with weights. ON_DEVICE for tokens that stay on the
     device."""

@@ -8,7 +8,6 @@ import msgspec
 
 from engine.errors import ServingError
 from engine.wire.part_record import PartRecord, R, Told, decoded, told
-from engine.wire.remote_request import KVSource
 from engine.wire.timeline import TimelineEvent
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -66,16 +65,14 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """One entry per prompt token, of which the first is None; given with the first token if requested."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
-    pooled: bytes = b""
-    """Vector or score of a request with `pooling`: float32, little endian. Such a request has only one delta."""
+    answer: bytes = b""
+    """What a part answers instead of tokens: a vector or score in float32, little endian. There is then one delta."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """Stop token id that ended the sequence, if it is one of `stop_token_ids`."""
     text_complete: bool = False
     """True if the grammar ended the sequence (`stop`): its last token is then text, not a stop token."""
     error: ErrorInfo | None = None
-    kv_source: KVSource | None = None
-    """Engine that holds the KV of a request that moves (error `moved`); None if it cannot be handed over."""
     times: RequestTimes | None = None
     """Given with the first token, and with the last delta of a request that was scheduled."""
     num_preemptions: int = 0
@@ -85,8 +82,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """What parts of the engine tell of the request."""
 
     def records(self, kind: type[R]) -> list[R]:
-        """Return the records of one part in their order. kind: the only one that this part has in deltas."""
-        return [decoded(raw, kind) for name, raw in self.parts if name == kind.part]
+        """Return the records of this kind, in their order."""
+        return [decoded(raw, kind) for name, raw in self.parts if name == kind.__name__]
 
     def telling(self, *records: PartRecord) -> TokenDelta:
         """Return the delta with these records too, after the others."""

@@ -72,7 +72,7 @@ class Stream:
             return None
         answer = self.answer
         answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
-        answer.pooled, answer.error = delta.pooled, delta.error
+        answer.pooled, answer.error = delta.answer, delta.error
         self.costs += [cost.compute_s for cost in delta.records(SequenceCost)]
         if self._text is None or delta.error is not None:
             answer.tokens += delta.token_ids

@@ -29,7 +29,7 @@ ROWS = [
     ("a release is not repeated", DECODE, "            self._send(Release(self.remote_request.handoff_id, self.lease))\n        elif self.state is DecodeHandoffState.STOPPING:", "            pass\n        elif self.state is DecodeHandoffState.STOPPING:"),
     ("a claim is not repeated", DECODE, "        elif self.state is DecodeHandoffState.WAITING:\n            self._claim()\n", "        elif self.state is DecodeHandoffState.WAITING:\n            pass\n"),
     ("a request that moves hands over blocks that the other engine has", PREFILL, "            skip = message.skip // self._block_size\n", "            skip = 0\n"),
-    ("calls stay after their requests", "engine/serving/endpoint.py", "        if delta.finish_reason and delta.kv_source is None:", "        if False:"),
+    ("calls stay after their requests", "engine/serving/endpoint.py", "        if delta.finish_reason and not delta.records(KVSource):", "        if False:"),
     ("blocks are freed twice", "engine/core/single_type_kv_cache_manager.py", "        self.pool.release(request.tables[self._group].held, request)\n\n", "        self.pool.release(request.tables[self._group].held, request)\n        self.pool.release(request.tables[self._group].held[:1], request)\n\n"),
     ("a reservation is reported while steps still write there", "engine/core/door/outputs.py", "(self.planned if after_steps else 0, message)", "(0, message)"),
     ("an answer has one token more than max_tokens", "engine/core/output.py", "return \"length\" if num_output >= request.max_tokens else None", "return \"length\" if num_output > request.max_tokens else None"),

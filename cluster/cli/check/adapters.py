@@ -16,8 +16,9 @@ from cluster.serve_config import ours
 from deployments.routing.config import Role
 from engine.distributed.exchange.expert_exchange import ExpertExchange
 from engine.distributed.tp_group import TPGroup
-from engine.errors import AdapterError, StartupError
+from engine.errors import StartupError
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig

@@ -23,7 +23,7 @@ from engine.core.engine_stats import load_of
 from engine.core.output import Event
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import Closed, HoldRequest, OpenHandoff, Received
-from engine.wire.remote_request import RemoteRequest
+from engine.wire.remote_request import KVSource, RemoteRequest
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class MoveTraffic:
             self._trace.request(int(request.request_id)),
             prompt=list(request.tokens),
             num_prompt=request.num_prompt,
-        ).asking(event.delta.kv_source)
+        ).asking(*event.delta.records(KVSource))
         self._loop.at(self._loop.now + self._spec.token_s + self._spec.call_s, self._add, message)
 
     def _add(self, message: GenerateRequest) -> None:

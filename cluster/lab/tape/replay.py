@@ -230,8 +230,8 @@ class Replay:
         for row, token in details.errors.items():
             tokens[row] = [token]
         nothing = [None] * len(tokens)
-        pooled = {row: b"finite" if finite else b"" for row, finite in details.pooled.items()}
-        result = StepResult(plan.step, tokens, [*nothing], [*nothing], pooled=pooled, drafts=details.proposed)
+        answers = {row: b"finite" if finite else b"" for row, finite in details.pooled.items()}
+        result = StepResult(plan.step, tokens, [*nothing], [*nothing], answers=answers, drafts=details.proposed)
         self.times.observe_step(StepWork.of(plan), moment.step_s, details.draft_s)
         self.scheduler.commit(result, moment.at, moment.step_s)
         self.on_step(plan, moment.step_s)

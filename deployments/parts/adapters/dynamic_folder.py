@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from deployments.adapters.adapter import Adapter
 from deployments.parts.adapters.places import Version, place_of
-from engine.errors import AdapterError
+from engine.lora.errors import AdapterError
 
 MISSING_S = 5.0
 """Seconds after which the folder is searched again for a name that was missing, or whose adapter could not be used."""

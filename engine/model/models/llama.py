@@ -159,10 +159,10 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         assert self.lm_head is not None
         return self.lm_head.best(hidden)
 
-    def scores(self, pooled: Tensor) -> Tensor:
-        """Return scores [rows, 1] for pooled [rows, hidden], in a model with a score head."""
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return scores [rows, 1] for hidden states [rows, hidden], in a model with a score head."""
         assert self.score is not None
-        return self.score(pooled)
+        return self.score(hidden)
 
 
 Model = LlamaForCausalLM  # the interface of every family's class

@@ -200,7 +200,7 @@ class Handoffs(Part):
             return False
         kernel.totals.generation_tokens -= 1  # the other engine counts the token that this one has not sent
         error = Moved(request.request_id)
-        if last.kv_source is None:
+        if not last.records(KVSource):
             kernel.finish(request, "error", now, last, error=error)
         else:
             self.for_others.lease(request, kernel.queue)

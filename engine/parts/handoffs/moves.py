@@ -60,13 +60,10 @@ def stop(request: Request, delta: TokenDelta, kv_cache: KVCacheManager, held: Pr
     request.note(f"stopped after {request.num_output} output tokens, to continue in another engine: {how}")
     logger.info("request moves request_id=%s output_tokens=%d held=%s",
                 request.request_id, request.num_output, source is not None)  # fmt: skip
-    return msgspec.structs.replace(
-        delta,
-        token_ids=[],
-        logprobs=None,
-        kv_source=source,
-        timeline=[*delta.timeline, *request.take_timeline()],
+    last = msgspec.structs.replace(
+        delta, token_ids=[], logprobs=None, timeline=[*delta.timeline, *request.take_timeline()]
     )
+    return last.telling(source) if source else last
 
 
 def blocks_to_continue(kv_cache: KVCacheManager, request: Request) -> list[HeldBlocks]:

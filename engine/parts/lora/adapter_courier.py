@@ -8,7 +8,8 @@ import msgspec
 
 from engine.core.door.inputs import Input
 from engine.core.mail.courier import Courier, Server, TakeMessages
-from engine.errors import AdapterError, ServingError
+from engine.errors import ServingError
+from engine.lora.errors import AdapterError
 from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead

@@ -12,7 +12,7 @@ from engine.core.door.part import Part
 from engine.core.request import Request
 from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
-from engine.errors import AdapterError
+from engine.lora.errors import AdapterError
 from engine.parts.kept import LORA, lora_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.lora import AdapterLoad, AdapterStats, LoRARequest, SequenceAdapter, digest_of, extra_keys

@@ -247,7 +247,7 @@ class Tape(Journal):
         step_s: float,
         events: list[Event],
     ) -> None:
-        if self._has_details or result.pooled:
+        if self._has_details or result.answers:
             self._ring.pending.append((self._detailed, step, result, now, step_s))
         else:
             self._ring.pending.append((COMMIT.pack, COMMITTED, now, step_s))
@@ -260,13 +260,13 @@ class Tape(Journal):
     def _detailed(self, step: tuple[StepPlan, list[Request]], result: StepResult, now: float, step_s: float) -> bytes:
         """Return the entries of a committed step that has details."""
         plan, requests = step
-        counts = bytes(map(len, result.tokens)) if plan.drafts or result.pooled else b""
+        counts = bytes(map(len, result.tokens)) if plan.drafts or result.answers else b""
         mine = [i for i, request in enumerate(requests) if request.asked_by and result.tokens[i]]
         details = CommitDetails(
             draft_s=result.draft_s,
             counts=counts,
             errors={i: result.tokens[i][0] for i in mine if result.tokens[i][0] < 0},
-            pooled={i: bool(pooled) for i, pooled in result.pooled.items()},
+            pooled={i: bool(answer) for i, answer in result.answers.items()},
             proposed={i: [self._kind(token) for token in tokens] for i, tokens in result.drafts.items()},
         )
         return COMMIT.pack(COMMITTED, now, step_s) + detail_entry(details)

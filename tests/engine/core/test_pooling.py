@@ -78,7 +78,7 @@ class Outputs:
         assert self.core.stats().blocks_used == 0
 
     def numbers(self, name: str) -> np.ndarray:
-        return np.frombuffer(self.last[name].pooled, dtype="<f4")
+        return np.frombuffer(self.last[name].answer, dtype="<f4")
 
 
 def alone(core: EngineCore) -> Outputs:
@@ -112,7 +112,7 @@ def test_an_abort_of_either_kind_leaves_the_others_as_they_were(core):
     for name in ("e", "c"):
         (event,) = core.abort(name)
         assert event.delta.finish_reason == "abort"
-        assert event.delta.pooled == b""
+        assert event.delta.answer == b""
         core.scheduler.check()
         together.step()
     together.go()
@@ -137,7 +137,7 @@ def test_sampling_parameters_of_a_pooled_request_have_no_effect_not_even_a_form(
     form = StructuredOutputsParams(regex="a{3}")
     for name, params in (("plain", SamplingParams()), ("form", SamplingParams(structured_outputs=form, logprobs=1))):
         core.add(GenerateRequest(request_id=name, prompt=PROMPTS["e"], params=params).asking(PoolingParams()))
-    vectors = [delta.pooled for delta in deltas_of(core)]
+    vectors = [delta.answer for delta in deltas_of(core)]
     core.close()
     assert len(vectors) == 2 and vectors[0] == vectors[1] != b""
 

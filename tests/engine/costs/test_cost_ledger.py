@@ -22,7 +22,7 @@ from engine.parts.kv_tiers.prefix_pins import pin, unpin
 from engine.wire.handoff import AcceptPrefill, PromptCost, Spent
 from engine.wire.parts.costs import SequenceCost
 from engine.wire.plan import StepPlan
-from engine.wire.remote_request import Peer
+from engine.wire.remote_request import KVSource, Peer
 from tests.engine.core.test_stats import finished_request
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
@@ -239,7 +239,7 @@ def test_what_a_request_has_cost_before_it_moves_is_not_wasted():
     harness.scheduler.apply(MovesAsked(1), harness.now)
     while "moves" not in harness.finished:
         harness.step()
-    assert harness.finished["moves"].delta.kv_source is not None
+    assert harness.finished["moves"].delta.records(KVSource)
     (request,) = harness.seen
     cost = costs(harness)["moves"]
     assert cost.wasted_s == harness.ledger.ns["handoff"] == 0

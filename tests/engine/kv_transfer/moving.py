@@ -13,6 +13,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add
 from engine.wire.part_record import PartRecord
 from engine.wire.parts.handoffs import MoveRequests
+from engine.wire.remote_request import KVSource
 from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.token_delta import TokenDelta, TokenLogprob
 from tests.engine.kv_transfer.pair import Engine, Pair
@@ -145,5 +146,5 @@ class Movers(Pair):
                 params=SamplingParams(**{f: getattr(params, f) for f in params.__struct_fields__} | {"seed": seed}),
                 reply_to=self.ingresses[where].address,
                 **fields,
-            ).asking(last.kv_source if keep_source else None)
+            ).asking(*(last.records(KVSource) if keep_source else ()))
             self.ingresses[where].send(Add(again))

@@ -22,6 +22,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import PromptImages
 from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import Prediction
+from engine.wire.remote_request import KVSource
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import TokenLogprob
 from tests.deltas import deltas_of
@@ -106,7 +107,7 @@ def test_requests_go_on_with_the_same_bits_and_no_token_is_computed_twice(tmp_pa
         computed = movers.prefill.scheduler.metrics.histograms["iteration_tokens_total"]
         for there, here in ((0, 1), (1, 0), (0, 1)):
             movers.leave(there, tokens=9)
-            assert all(stream.last.kv_source for stream in movers.streams.values()), "none comes without its KV"
+            assert all(stream.last.records(KVSource) for stream in movers.streams.values()), "none comes without its KV"
             before, tokens = computed.sum, sum(len(stream.tokens) for stream in movers.streams.values())
             movers.arrive(here)
         movers.listen(1, movers.ended)
@@ -226,7 +227,7 @@ def test_what_waits_is_given_back_at_once_and_what_is_not_found_is_computed_agai
     with Movers(config, config, ranks) as movers:
         start_all(movers, lengths=LENGTHS[:4])
         movers.leave(0, running=2)
-        assert [stream.last.kv_source is None for stream in movers.streams.values()] == [False, False, True, True]
+        assert [not stream.last.records(KVSource) for stream in movers.streams.values()] == [False, False, True, True]
         movers.arrive(1, keep_source=False)
         movers.listen(1, movers.ended)
         check(movers, make_config("pocket", moves=False))

@@ -17,9 +17,9 @@ from huggingface_hub import constants
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from engine.errors import AdapterError, AdapterNotFound
 from engine.lora.adapter_config import HARMLESS, READ, UNSUPPORTED
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError, AdapterNotFound
 
 Q = "model.layers.0.self_attn.q_proj"
 NAME = "base_model.model.{}.lora_{}.weight"

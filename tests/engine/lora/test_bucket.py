@@ -9,9 +9,9 @@ import pytest
 
 from deployments.parts.adapters import dynamic_folder, places
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
-from engine.errors import AdapterError, AdapterNotFound
 from engine.lora import bucket
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError, AdapterNotFound
 from tests.adapter_folders import write_adapter
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.errors import AdapterError, ConfigError
+from engine.errors import ConfigError
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.lora.adapter_courier import AdapterCourier
 from engine.text.chat_tokenizer import ChatTokenizer

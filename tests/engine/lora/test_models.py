@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, LoRARequest
-from engine.errors import AdapterError
 from engine.lora.adapter_files import open_adapter
+from engine.lora.errors import AdapterError
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.checkpoint import cache
 from engine.model.checkpoint.resolve import resolve

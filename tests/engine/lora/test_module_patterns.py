@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from peft.utils.other import get_pattern_key
 
-from engine.errors import AdapterError
+from engine.lora.errors import AdapterError
 from engine.lora.module_patterns import ModulePatterns
 
 MODULES = [

@@ -222,6 +222,6 @@ def test_two_ranks_pool_like_one(pool, folder_of, variant):
                 core.add(GenerateRequest(request_id=str(length), prompt=prompt).asking(PoolingParams()))
             pooled: dict[str, bytes] = {}
             while core.has_work:
-                pooled |= {event.delta.request_id: event.delta.pooled for event in core.step()}
+                pooled |= {event.delta.request_id: event.delta.answer for event in core.step()}
             vectors.append(np.stack([np.frombuffer(pooled[name], dtype="<f4") for name in sorted(pooled)]))
     np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-5)

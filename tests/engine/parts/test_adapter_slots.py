@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from engine.errors import AdapterError, RequestError
+from engine.errors import RequestError
+from engine.lora.errors import AdapterError
 from engine.parts.kept import lora_of
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead

@@ -113,7 +113,7 @@ class Pooling(RankPart):
 
     def collected(self, step: LaunchedStep, result: StepResult) -> StepResult:
         for pooled in step.of.get(self.name, ()):
-            result.pooled.update(self.finish(pooled))
+            result.answers.update(self.finish(pooled))
         return result
 
     def launch(self, hidden: Tensor, rows: list[PooledRows]) -> list[Pooled]:

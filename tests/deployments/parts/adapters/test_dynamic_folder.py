@@ -8,7 +8,7 @@ import pytest
 from deployments.adapters.adapter import Adapter
 from deployments.parts.adapters import dynamic_folder
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
-from engine.errors import AdapterError
+from engine.lora.errors import AdapterError
 from tests.adapter_folders import write_adapter
 
 

@@ -17,7 +17,8 @@ from deployments.parts.adapters.registry import AdapterRegistry
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import ended_key, read_key
-from engine.errors import AdapterError, AdapterNotFound, EngineUnavailable, InvalidParameter
+from engine.errors import EngineUnavailable, InvalidParameter
+from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.wire.parts.lora import LoRARequest
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter

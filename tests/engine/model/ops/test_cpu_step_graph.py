@@ -286,7 +286,7 @@ def test_what_a_prompt_in_parts_is_pooled_from_outlasts_its_step(tmp_path):
     for prompt in ([5, 6], [5, *range(20, 31)]):  # the first token, which is pooled, sees none but itself
         core.add(GenerateRequest(request_id="", prompt=prompt, params=SamplingParams()).asking(PoolingParams()))
         while core.has_work:
-            embeddings += [event.delta.pooled for event in core.step() if event.delta.finish_reason]
+            embeddings += [event.delta.answer for event in core.step() if event.delta.finish_reason]
     assert embeddings[0] == embeddings[1]
 
 
