@@ -122,7 +122,7 @@ class SingleTypeKVCacheManager:
         table = request.tables[self._group]
         self.pool.invalidate(table.blocks[max(first, table.num_released) :])
 
-    def hold(self, request: Request) -> tuple[int, list[int]] | None:
+    def to_continue(self, request: Request) -> tuple[int, list[int]] | None:
         """Return the blocks with which another engine can continue after the known tokens, and how many blocks come
         before them. Returns None if some are gone."""
         table = request.tables[self._group]

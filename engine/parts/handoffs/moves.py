@@ -69,5 +69,5 @@ def stop(request: Request, delta: TokenDelta, kv_cache: KVCacheManager, held: Pr
 def blocks_to_continue(kv_cache: KVCacheManager, request: Request) -> list[HeldBlocks]:
     """Return the blocks that another engine needs to continue after the known tokens, all of which must be computed:
     one entry for each KV cache group. Empty if no engine could continue from these blocks."""
-    held = [group.hold(request) for group in kv_cache.groups]
+    held = [group.to_continue(request) for group in kv_cache.groups]
     return [] if None in held else [HeldBlocks(*blocks) for blocks in held if blocks is not None]

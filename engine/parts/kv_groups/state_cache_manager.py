@@ -155,7 +155,7 @@ class StateCacheManager(SingleTypeKVCacheManager):
         for border in range(first * self._kv_size // size + 1, known + 1):
             self.pool.discard(self._hash(request, border * size))
 
-    def hold(self, request: Request) -> tuple[int, list[int]] | None:
+    def to_continue(self, request: Request) -> tuple[int, list[int]] | None:
         position = self._last_border(request)
         found = self.pool.match([self._hash(request, position)]) if position else []
         if position and not found:
