@@ -96,7 +96,7 @@ class SampledAnswer:
             reply_to=reply_to,
             cache_salt=secrets.token_hex(8),
             session_id="",
-            parts={},
+            hints={},
             when_idle=True,
             **changes,
         )

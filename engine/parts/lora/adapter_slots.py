@@ -119,8 +119,8 @@ class AdapterSlots(Part):
 
     def planned(self, plan: StepPlanBuilder, step: int) -> None:
         for request in plan.requests:
-            if lora_of(request) is not None:
-                self._running[request].last_step = step
+            if (slot := self._running.get(request)) is not None:
+                slot.last_step = step
 
     def step_ended(self, plan: StepPlan) -> None:
         self._committed = plan.step
