@@ -222,6 +222,33 @@ def test_ray_pods_of_an_overlay_share_an_image_the_front_and_the_mounts_of_the_c
             assert not path or mounts & {Path(path), *Path(path).parents}, (group.where, path)
 
 
+# As KubeRay 1.7.0 makes it for workers of a RayService that have none (initLivenessAndReadinessProbe in pod.go).
+KUBERAY_PROBE = {
+    "exec": {
+        "command": [
+            "bash",
+            "-c",
+            "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"
+            " && wget --tries 1 -T 10 -q -O- http://localhost:8000/-/healthz | grep success",
+        ]
+    },
+    "initialDelaySeconds": 10,
+    "timeoutSeconds": 2,
+    "periodSeconds": 5,
+    "failureThreshold": 1,
+}
+
+
+@needs_kustomize
+@every_overlay
+def test_workers_of_an_overlay_are_asked_each_second_what_kuberay_would_ask_every_five(overlay):
+    """KubeRay moves the Service to a new cluster without a look at its pods: until they are Ready, clients are
+    refused."""
+    for group in ray_service(rendered(overlay))["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        probe = group["template"]["spec"]["containers"][0]["readinessProbe"]
+        assert probe == KUBERAY_PROBE | {"periodSeconds": 1, "failureThreshold": 3}
+
+
 @needs_kustomize
 @every_overlay
 def test_ray_service_of_an_overlay_is_of_the_installed_ray_and_closed_to_those_without_its_token(overlay):
