@@ -94,6 +94,7 @@ VARIANTS = [
     Variant("shared-volume", "PersistentVolumeClaim/manta-models", "accessModes", ["ReadWriteOnce"], "up to 11 pods"),
     Variant("disruption-budget", "PodDisruptionBudget/manta-decode", "minAvailable", 5, "at most the 4 pods"),
     Variant("disruption-budget", "PodDisruptionBudget/manta-decode", "minAvailable", "50%", "a number: pods of"),
+    Variant("disruption-budget", "PodDisruptionBudget/manta-head", "minAvailable", 1, "must be 100, so that no pod is"),
 ]  # fmt: skip
 
 
