@@ -31,7 +31,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"kubectl (-n manta )?create": HERE,
     r"helm install manta k8s/chart|helm upgrade manta k8s/chart": HERE,
     r"kubeconform": "is not packaged; tests/k8s validates by the same schemas",
-    r"kubectl|kind|helm (install|upgrade|repo)|openssl|head=": CLUSTER,
+    r"kubectl|kind|helm (install|upgrade|uninstall|repo)|openssl|head=": CLUSTER,
     r"docker|mmdebstrap|buildah|k8s/docker/start.sh": BUILDER,
     r"mkdir -p /etc|printf": HERE,
     r"systemctl": "changes a node",
