@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tarfile
 from functools import cache
@@ -211,6 +212,21 @@ def test_serve_configuration_can_be_another_text_or_a_mapping(as_text):
     manifests = template(overlay="cpu-demo", serveConfig=yaml.safe_dump(config) if as_text else config)
     assert yaml.safe_load(ray_service(manifests)["spec"]["serveConfigV2"]) == config
     assert violations(manifests) == []
+
+
+def test_helm_takes_a_serve_configuration_as_a_mapping_without_a_warning():
+    values = {"serveConfig": yaml.safe_load((OVERLAYS[0] / "serve_config.yaml").read_text())}
+    done = helm("template", "manta", str(CHART), values=values)
+    assert done.returncode == 0
+    assert "warning" not in done.stderr.lower()
+
+
+def test_the_page_has_helms_users_label_the_namespace_as_kustomize_does():
+    labels = yaml.safe_load((ROOT / "k8s" / "base" / "namespace.yaml").read_text())["metadata"]["labels"]
+    (command,) = re.findall(
+        "^kubectl label namespace manta pod-.*", (ROOT / "k8s" / "README.md").read_text(), re.MULTILINE
+    )
+    assert command.split()[4:] == [f"{name}={value}" for name, value in labels.items()]
 
 
 def test_components_replace_those_of_the_overlay_and_patches_change_them():
