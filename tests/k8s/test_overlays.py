@@ -15,6 +15,7 @@ from cluster import ray_environment
 from cluster.cli.lint.manifests import Manifest, Service, quantity
 from cluster.config.app_config import AppConfig
 from cluster.entry_point import BUILDER
+from deployments.drain import orphaned_node
 from tests.k8s import crds
 from tests.k8s.overlays import (
     GONE,
@@ -247,6 +248,18 @@ def test_workers_of_an_overlay_are_asked_each_second_what_kuberay_would_ask_ever
     for group in ray_service(rendered(overlay))["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         probe = group["template"]["spec"]["containers"][0]["readinessProbe"]
         assert probe == KUBERAY_PROBE | {"periodSeconds": 1, "failureThreshold": 3}
+
+
+@needs_kustomize
+@every_overlay
+def test_workers_of_an_overlay_are_told_that_their_pod_ends(overlay):
+    manifests = rendered(overlay)
+    for group in Service(ray_service(manifests), manifests).groups[1:]:
+        assert group.main["lifecycle"]["preStop"]["exec"]["command"] == [
+            "mkdir",
+            "-p",
+            group.env[orphaned_node.VARIABLE],
+        ]
 
 
 @needs_kustomize
