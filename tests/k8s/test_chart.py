@@ -152,6 +152,12 @@ def test_pod_of_an_uninstall_reaches_the_api_server_and_is_not_among_those_it_wa
         assert group["template"]["metadata"]["labels"][label] == value
 
 
+def test_the_page_has_kustomizes_users_take_the_steps_of_the_job():
+    wait = f"kubectl -n manta wait --for=delete pod -l {delete.LABELS} --timeout=15m"
+    steps = ("kubectl -n manta delete rayservice manta", wait, "kubectl delete -k k8s/overlays/")
+    assert "\n".join(steps) in (ROOT / "k8s" / "README.md").read_text()
+
+
 def test_packaged_chart_renders_the_same(tmp_path):
     """It has copies of what its folder only links to."""
     assert helm("package", str(CHART), "--destination", str(tmp_path)).returncode == 0
