@@ -32,9 +32,15 @@ WRITTEN = {
     f"{CLAIM}.metadata": "{}",
     f"{CLAIM}.spec.resources": "{}",
 }
+# What they leave out, because of `omitempty`: empty lists and texts, and of these fields empty mappings and `false`.
+# Texts in the first mappings stay.
+STRING_MAPS = ("annotations", "labels", "matchLabels", "nodeSelector", "rayStartParams")
+EMPTY_MAPS = (*(name for name in STRING_MAPS if name != "rayStartParams"), "limits", "requests")
+FALSE = ("hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty")
+POINTERS = ("storageClassName",)  # whose empty text stays
 QUANTITIES, QUANTITY_MAPS = ("divisor", "sizeLimit"), ("limits", "requests")
 DECIMAL, BINARY = ("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
-WHY = f"as KubeRay {KUBERAY} writes it; else the next apply conflicts with the operator"
+KUBERAYS, ELSE = f"as KubeRay {KUBERAY}", "else the next apply conflicts with the operator"
 
 
 def next_apply(service: Service) -> Iterator[Violation]:
@@ -42,10 +48,16 @@ def next_apply(service: Service) -> Iterator[Violation]:
     for group in service.groups[1:]:
         for field, written in WRITTEN.items():
             for path in _missing(group.spec, field.split(".")):
-                yield Violation("apply-conflict", group.where, f"{path} must be {written}, {WHY}")
+                yield Violation(
+                    "apply-conflict", group.where, f"{path} must be {written}, {KUBERAYS} writes it; {ELSE}"
+                )
+        for path, value in _left_out(group.spec):
+            message = f"{path} must be left out, {KUBERAYS} does; {ELSE}, got {value!r}"
+            yield Violation("apply-conflict", group.where, message)
     for path, quantity in _quantities(service.cluster):
         if quantity != (written := canonical(quantity)):
-            yield Violation("apply-conflict", service.name, f'{path} must be "{written}", {WHY}, got {quantity!r}')
+            message = f'{path} must be "{written}", {KUBERAYS} writes it; {ELSE}, got {quantity!r}'
+            yield Violation("apply-conflict", service.name, message)
 
 
 def canonical(quantity: Any) -> str:
@@ -79,6 +91,20 @@ def _missing(place: Any, steps: Sequence[str], above: str = "") -> Iterator[str]
             yield path
     elif place.get(step) is not None:
         yield from _missing(place[step], rest, path)
+
+
+def _left_out(place: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each field that the types leave out."""
+    for key, value in place.items() if isinstance(place, dict) else enumerate(place):
+        path = f"{above}.{key}".lstrip(".")
+        if (
+            (value in ([], "") and key not in POINTERS)
+            or (value == {} and key in EMPTY_MAPS)
+            or (value is False and key in FALSE)
+        ):
+            yield path, value
+        elif isinstance(value, dict | list) and key not in STRING_MAPS:
+            yield from _left_out(value, path)
 
 
 def _quantities(place: Any, path: str = "rayClusterConfig") -> Iterator[tuple[str, Any]]:

@@ -114,7 +114,6 @@ def template(pool: str, *, cpu: int = 2, gpu: int = 0, ports: dict[str, int] | N
         "name": "ray",
         "image": "registry.example.com/manta:1",
         "envFrom": [{"configMapRef": {"name": "ray-env"}}],
-        "env": [],
         "ports": [
             {"name": n, "containerPort": port} for n, port in (ports or {"serve": 8000, "metrics": 8080}).items()
         ],

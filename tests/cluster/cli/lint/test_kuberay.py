@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -20,8 +21,8 @@ EVERYTHING: Manifest = {  # a group that has each field of the table
     "template": {
         "metadata": {},
         "spec": {
-            "initContainers": [CONTAINER],
-            "containers": [CONTAINER],
+            "initContainers": [copy.deepcopy(CONTAINER)],
+            "containers": [copy.deepcopy(CONTAINER)],
             "volumes": [
                 {"name": "a", "downwardAPI": ITEMS},
                 {"name": "b", "projected": {"sources": [{"downwardAPI": ITEMS}]}},
@@ -44,6 +45,13 @@ def without(place: Any, steps: list[str]) -> Any:
     return place | {step: without(place[step], rest)}
 
 
+def put(place: Any, path: str, value: Any) -> None:
+    *middle, last = path.split(".")
+    for step in middle:
+        place = place[int(step) if isinstance(place, list) else step]
+    place[last] = value
+
+
 def found(group: Manifest) -> list[str]:
     deployed = Deployed()
     deployed.put("cluster.workerGroupSpecs.0", {"groupName": "ingress", **group})
@@ -61,6 +69,38 @@ def test_each_field_that_the_operator_writes_where_it_is_missing_is_named(field)
     (violation,) = found(group)
     path = re.escape(field).replace(r"\*", r"\d")
     assert re.match(rf"RayService manta, group ingress: {path} must be {WRITTEN[field]}, as KubeRay", violation)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("template.spec.tolerations", []),
+        ("template.spec.nodeSelector", {}),
+        ("template.spec.hostNetwork", False),
+        ("template.spec.containers.0.env.0.value", ""),
+        ("labels", {}),
+    ],
+)
+def test_field_that_the_operator_leaves_out_is_named(path, value):
+    group = copy.deepcopy(EVERYTHING)
+    put(group, path, value)
+    (violation,) = found(group)
+    assert f"group ingress: {path} must be left out, as KubeRay" in violation
+    assert violation.endswith(f"got {value!r} (apply-conflict)")
+
+
+def test_empty_values_that_the_operator_keeps_are_no_mistake():
+    kept = {
+        "rayStartParams": {},
+        "labels": {"zone": ""},
+        "template.spec.automountServiceAccountToken": False,
+        "template.spec.containers.0.securityContext": {"allowPrivilegeEscalation": False},
+        "template.spec.volumes.0.emptyDir": {},
+    }
+    group = copy.deepcopy(EVERYTHING)
+    for path, value in kept.items():
+        put(group, path, value)
+    assert found(group) == []
 
 
 @pytest.mark.parametrize(
