@@ -28,6 +28,7 @@ from deployments.adapters.gcs_table import GcsTable
 from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.billing.usage_files import UsageConfig, UsageFiles
+from deployments.drain.orphaned_node import end_orphaned_node
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
 from deployments.http.middleware import AuthConfig
@@ -146,7 +147,8 @@ class Ingress:
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
-        self._tasks = [asyncio.create_task(self._channel.run()), asyncio.create_task(self._log_state())]
+        tasks = self._channel.run(), self._log_state(), end_orphaned_node()
+        self._tasks = [asyncio.create_task(task) for task in tasks]
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor

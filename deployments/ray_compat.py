@@ -133,6 +133,11 @@ def is_on_loopback() -> bool:
     return host is not None and bool(is_localhost(host))
 
 
+def http_port() -> int:
+    """Return the port of Serve's HTTP proxies. Blocks for a call to Serve's controller."""
+    return int(serve.context._get_global_client().http_config.port)
+
+
 def http_endpoint(application: str) -> HttpEndpoint:
     """Return the address of an application. Blocks for calls to Serve's controller. Raises RayError or
     RayServeException."""
@@ -235,10 +240,14 @@ async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *ar
 
 def is_stopping() -> bool:
     """Return whether Serve has told this replica to stop. It then waits for the replica's open calls."""
-    actor_id = ray.get_runtime_context().get_actor_id()
-    actors = {actor.hex(): instance for actor, instance in ray._private.worker.global_worker.actors.items()}
-    replica = getattr(actors.get(actor_id), "_replica_impl", None)
+    replica = _replica()
     return replica is not None and replica._shutting_down
+
+
+def open_calls() -> int:
+    """Return the number of calls and HTTP requests that this replica has not answered yet."""
+    replica = _replica()
+    return 0 if replica is None else int(replica.get_num_ongoing_requests())
 
 
 def pipe_of_sigterm() -> int:
@@ -261,6 +270,13 @@ def haproxy_binary() -> str:
 
     path: str = get_haproxy_binary()
     return path
+
+
+def _replica() -> Any:
+    """Return Serve's object of this replica; None outside a replica."""
+    actor_id = ray.get_runtime_context().get_actor_id()
+    actors = {actor.hex(): instance for actor, instance in ray._private.worker.global_worker.actors.items()}
+    return getattr(actors.get(actor_id), "_replica_impl", None)
 
 
 def _serve_run_pid() -> int | None:

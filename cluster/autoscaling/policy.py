@@ -28,6 +28,7 @@ logger = logging.getLogger("ray.serve.manta.autoscaling")  # a child of Serve's 
 
 DECISION_INTERVAL_S = 1.0  # Serve calls ten times as often
 COMPLAINT_INTERVAL_S = 60.0
+STEADY_LOG_INTERVAL_S = 60.0  # between two lines about a pool that has work and keeps its number of replicas
 NUM_SHARED_CHANGES = 50  # newest changes, for the console
 MIN_WINDOW_S = 0.5  # minimum time between the two reports from which a rate is computed
 POOL_TAGS = ("model_name", "pool")
@@ -81,7 +82,7 @@ class Policy:
             decisions = self._scaler(model, list(ours.values())).decide(loads, now)
             for name, pool in ours.items():
                 decision = decisions[pool.role]
-                self._metrics.record(pool, decided[name], decision)
+                self._metrics.record(pool, decided[name], decision, now)
                 decided[name] = decision.replicas
         return decided
 
@@ -121,7 +122,7 @@ class RoleSwitch:
             ray_compat.share(self._table, msgspec.msgpack.encode(decision.roles))
             self._roles = decision.roles  # not before: if the GCS does not answer, the next decision tries again
         for role, of_role in decision.decisions.items():
-            self._metrics.record(self._pools[role], of_role.replicas, of_role)
+            self._metrics.record(self._pools[role], of_role.replicas, of_role, now)
         return decision.replicas
 
     def _members(self, reports: Any) -> dict[str, Member]:
@@ -201,7 +202,7 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
 
 class ScalingMetrics:
     """Publishes decisions. Every decision goes to the metrics; a change also goes to the log of Serve's controller and
-    to the console.
+    to the console. While a pool has work and keeps its number of replicas, the log says once a minute why.
 
     Ray exports the metrics on its own port, under names that begin with ray_ (docs/autoscaling.md).
     """
@@ -224,10 +225,12 @@ class ScalingMetrics:
             "manta_autoscaling_cost_per_hour", "Money for an hour of the replicas that the pool should have.", POOL_TAGS
         )
         self._last: dict[tuple[str, str], int] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
         self._newest: deque[ScalingChange] = deque(maxlen=NUM_SHARED_CHANGES)
 
-    def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
-        """Record a decision. before: number of replicas that the previous decision asked for."""
+    def record(self, pool: PoolSettings, before: int, decision: ScalingDecision, now: float) -> None:
+        """Record a decision. before: number of replicas that the previous decision asked for. now: seconds of any
+        clock."""
         tags = {"model_name": pool.model, "pool": pool.role}
         self._replicas.set(decision.replicas, tags)
         self._running.set(decision.inputs["running_replicas"], tags)
@@ -239,9 +242,12 @@ class ScalingMetrics:
             self._cost.set(cost_per_hour, tags)
         for name, value in decision.inputs.items():
             self._input.set(value, {**tags, "input": name})
-        before = self._last.get((pool.model, pool.role), before)  # ours: Serve scales to zero through one
-        self._last[pool.model, pool.role] = decision.replicas
+        key = pool.model, pool.role
+        before = self._last.get(key, before)  # ours: Serve scales to zero through one
+        self._last[key] = decision.replicas
         if decision.replicas == before:
+            if decision.inputs["sequences"] and now - self._logged_at.get(key, -math.inf) >= STEADY_LOG_INTERVAL_S:
+                self._log(pool, f"stays at {before} replicas", decision, now)
             return
         direction = "up" if decision.replicas > before else "down"
         self._changes.inc(1, {**tags, "direction": direction, "reason": decision.reason})
@@ -261,10 +267,14 @@ class ScalingMetrics:
             )
         )
         ray_compat.share(ray_compat.SCALING_CHANGES, msgspec.msgpack.encode(list(self._newest)))
+        costs = f" cost_per_hour={cost_per_hour:.2f} saved_per_hour={saved_per_hour:.2f}" if pool.replica_hour else ""
+        self._log(pool, f"from {before} to {decision.replicas} replicas", decision, now, costs)
+
+    def _log(self, pool: PoolSettings, what: str, decision: ScalingDecision, now: float, costs: str = "") -> None:
+        self._logged_at[pool.model, pool.role] = now
         targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
         inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
-        costs = f" cost_per_hour={cost_per_hour:.2f} saved_per_hour={saved_per_hour:.2f}" if pool.replica_hour else ""
         logger.info(
-            f"autoscaling {pool.role}-{pool.model} from {before} to {decision.replicas} replicas: "
+            f"autoscaling {pool.role}-{pool.model} {what}: "
             f"reason={decision.reason} desired={decision.desired} {targets} {inputs}{costs}"
         )

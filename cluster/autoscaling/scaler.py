@@ -158,7 +158,7 @@ class PoolScaler:
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
 
     def pressure(self, replicas: int) -> float:
-        return self._sizing.pressure(self._last, replicas)
+        return max(self._sizing.used(self._last, replicas).values()) if replicas else math.inf
 
     def _size(self, demand: Demand, current: int) -> Size:
         """Return the required size. It grows only if the current sequences need more replicas, and shrinks only if the
@@ -200,6 +200,7 @@ class PoolScaler:
             "prefill_share_limit": self._sizing.prefill_limit(demand.prompt_s),
             "kv_use": demand.kv_replicas / up,
             "itl_s": sum(r.itl_s for r in observed) / len(observed) if observed else 0.0,
+            **{f"{limit}_of_limit": ratio for limit, ratio in self._sizing.used(demand, up).items()},
         }
 
 

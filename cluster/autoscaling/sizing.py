@@ -53,21 +53,19 @@ class Sizing:
         """
         return self._fewest(demand, max_replicas, None, SCALE_DOWN_MARGIN)
 
-    def pressure(self, demand: Demand, replicas: int) -> float:
-        """Return the highest ratio of load to limit, over all limits, for this many replicas; above 1, `now` asks for
-        more."""
-        if not replicas:
-            return float("inf")
-        ratios = [demand.kv_replicas / replicas / MAX_KV_FRACTION]
+    def used(self, demand: Demand, replicas: int) -> dict[str, float]:
+        """Return the ratio of load to limit on this many replicas, for each limit; above 1, `now` asks for more. `itl`
+        is missing if even a single sequence misses the target."""
+        used = {"kv": demand.kv_replicas / replicas / MAX_KV_FRACTION}
         if self._prompts:
-            ratios.append(demand.prefill_share / replicas / self.prefill_limit(demand.prompt_s))
-            ratios.append(demand.backlog_s / replicas / max(self._ttft_s - demand.prompt_s, self._ttft_s / 2))
+            used["ttft"] = demand.prefill_share / replicas / self.prefill_limit(demand.prompt_s)
+            used["queue"] = demand.backlog_s / replicas / max(self._ttft_s - demand.prompt_s, self._ttft_s / 2)
         if self._decodes:
-            ratios.append(demand.sequences / replicas / (TARGET_FRACTION * self._max_num_seqs))
+            used["slots"] = demand.sequences / replicas / (TARGET_FRACTION * self._max_num_seqs)
             max_step_s = TARGET_FRACTION * self._itl_s
             if max_step_s >= demand.decode_step_s + demand.decode_sequence_s:
-                ratios.append(self._step_s(demand, replicas, demand.sequences) / max_step_s)
-        return max(ratios)
+                used["itl"] = self._step_s(demand, replicas, demand.sequences) / max_step_s
+        return used
 
     def prefill_limit(self, prompt_s: float) -> float:
         """Return the fraction of an engine's time that prompts may take so that a prompt of `prompt_s` waits no longer

@@ -406,6 +406,20 @@ def lint_manifests(
     print(f"{path} is fine", file=sys.stderr)
 
 
+@k8s.command(name="delete")
+def delete_service(name: Annotated[str, typer.Argument(help="Name of the RayService.")] = "manta") -> None:
+    """Delete a RayService of this pod's namespace, and wait until its pods have ended.
+
+    The chart's Job runs it before `helm uninstall` deletes anything else. Elsewhere, use kubectl (k8s/README.md).
+
+    Example: manta k8s delete manta
+    """
+    from cluster.cli.delete import ACCOUNT, ApiServer, delete
+
+    server = ApiServer.of_pod()
+    delete(server, (ACCOUNT / "namespace").read_text(), name, print)
+
+
 def main() -> None:
     """Run the command. An error that the user can fix is printed as one line, with exit code 1."""
     try:

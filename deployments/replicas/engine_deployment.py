@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.drain.orphaned_node import end_orphaned_node
 from deployments.replicas.departure import POLL_INTERVAL_S, depart
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -114,7 +115,8 @@ class EngineDeployment:
             engine.connect(address)
         self._model = await asyncio.to_thread(lambda: identity_of(engine_folder(config)))
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
-        self._tasks = [*self._tasks, asyncio.create_task(self._exit_with_engine(config, ranks))]
+        ends = self._exit_with_engine(config, ranks), end_orphaned_node()
+        self._tasks = [*self._tasks, *(asyncio.create_task(end) for end in ends)]
         return pools
 
     async def prefill(self, request: EncodedRequest, context: RoutingContext) -> None:

@@ -164,7 +164,7 @@ class ScalingPart(Part):
 
     # -- what decisions promise ------------------------------------------------------------------------------
 
-    def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
+    def record(self, pool: PoolSettings, before: int, decision: ScalingDecision, _: float) -> None:
         """As ScalingMetrics.record. The delays are those of docs/autoscaling.md."""
         now, limits, after, role = self._cluster.loop.time(), pool.limits, decision.replicas, pool.role
         before = self._before.get(role, before)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from cluster.cli import delete
 from cluster.cli.lint.manifests import Manifest
+from cluster.cli.main import app
 from tests.k8s import crds
 from tests.k8s.overlays import (
     OVERLAYS,
@@ -27,6 +32,7 @@ from tests.k8s.overlays import (
     rendered,
 )
 from tests.k8s.rules.every_rule import violations
+from tests.k8s.test_overlays import KUBERNETES, broken_controls
 
 CHART = ROOT / "k8s" / "chart"
 
@@ -47,7 +53,17 @@ def _template(values: str, chart: Path) -> list[Manifest]:
 
 
 def template(chart: Path = CHART, **values: Any) -> list[Manifest]:
-    return _template(json.dumps(values), chart)
+    """Return what `helm install` creates."""
+    return [manifest for manifest in _template(json.dumps(values), chart) if not is_hook(manifest)]
+
+
+def hooks(**values: Any) -> dict[str, Manifest]:
+    """Return what `helm uninstall` creates first, by kind."""
+    return {manifest["kind"]: manifest for manifest in _template(json.dumps(values), CHART) if is_hook(manifest)}
+
+
+def is_hook(manifest: Manifest) -> bool:
+    return "helm.sh/hook" in manifest["metadata"].get("annotations", {})
 
 
 def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
@@ -77,6 +93,69 @@ def test_chart_passes_the_lint_of_helm():
     done = helm("lint", str(CHART), "--strict")
     assert done.returncode == 0, done.stdout
     assert "0 chart(s) failed" in done.stdout
+
+
+@every_overlay
+def test_uninstall_begins_with_a_job_of_the_charts_image_that_outlasts_every_pod(overlay):
+    values = {"overlay": overlay.name, "image": {"repository": "registry.mine/manta"}}
+    found, pods = hooks(**values), [group["template"]["spec"] for group in ray_groups(template(**values)).values()]
+    assert found.keys() == {"ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Job"}
+    assert {hook["metadata"]["annotations"]["helm.sh/hook"] for hook in found.values()} == {"pre-delete"}
+    job = found["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["image"] == pods[0]["containers"][0]["image"]
+    assert job["activeDeadlineSeconds"] == max(pod["terminationGracePeriodSeconds"] for pod in pods) + 120
+    assert CliRunner().invoke(app, [*container["command"][1:], "--help"]).exit_code == 0
+    assert container["command"][-1] == ray_service(template(**values))["metadata"]["name"]
+
+
+def test_job_of_an_uninstall_waits_as_long_as_the_values_let_pods_drain_and_pulls_its_image_as_they_do():
+    secrets = [{"name": "registry"}]
+    path = "/spec/rayClusterConfig/headGroupSpec/template/spec/imagePullSecrets"
+    patch = {"target": {"kind": "RayService"}, "patch": [{"op": "add", "path": path, "value": secrets}]}
+    values = {"workerGroups": {"cpu": {"pod": {"terminationGracePeriodSeconds": 1800}}}, "patches": [patch]}
+    job = hooks(overlay="cpu-demo", **values)["Job"]["spec"]
+    assert job["activeDeadlineSeconds"] == 1920
+    assert job["template"]["spec"]["imagePullSecrets"] == secrets
+
+
+def test_objects_of_an_uninstall_follow_their_schemas_and_its_pod_the_level_of_the_namespace():
+    found = hooks(overlay="pd-disagg")
+    for hook in found.values():
+        kubernetes_validate.validate(hook, KUBERNETES, strict=True)
+    pod = found["Job"]["spec"]["template"]["spec"]
+    assert broken_controls(pod) == set()
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_job_of_an_uninstall_may_delete_the_service_list_pods_and_do_nothing_else():
+    found = hooks(overlay="pd-disagg")
+    assert found["Role"]["rules"] == [
+        {"apiGroups": ["ray.io"], "resources": ["rayservices"], "resourceNames": ["manta"], "verbs": ["get", "delete"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    ]
+    name = found["Job"]["spec"]["template"]["spec"]["serviceAccountName"]
+    assert found["RoleBinding"]["roleRef"]["name"] == found["Role"]["metadata"]["name"]
+    assert found["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "manta"}]
+    assert found["ServiceAccount"]["metadata"]["name"] == name
+
+
+def test_pod_of_an_uninstall_reaches_the_api_server_and_is_not_among_those_it_waits_for():
+    found, manifests = hooks(overlay="pd-disagg"), template(overlay="pd-disagg")
+    labels = found["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    (autoscaler,) = [m for m in of_kind("NetworkPolicy", manifests) if m["metadata"]["name"] == "manta-autoscaler"]
+    assert found["NetworkPolicy"]["spec"]["egress"] == autoscaler["spec"]["egress"]
+    label, _, value = delete.LABELS.partition("=")
+    assert labels.get(label) != value
+    for group in ray_groups(manifests).values():
+        assert group["template"]["metadata"]["labels"][label] == value
+
+
+def test_the_page_has_kustomizes_users_take_the_steps_of_the_job():
+    wait = f"kubectl -n manta wait --for=delete pod -l {delete.LABELS} --timeout=15m"
+    steps = ("kubectl -n manta delete rayservice manta", wait, "kubectl delete -k k8s/overlays/")
+    assert "\n".join(steps) in (ROOT / "k8s" / "README.md").read_text()
 
 
 def test_packaged_chart_renders_the_same(tmp_path):
@@ -139,6 +218,21 @@ def test_serve_configuration_can_be_another_text_or_a_mapping(as_text):
     manifests = template(overlay="cpu-demo", serveConfig=yaml.safe_dump(config) if as_text else config)
     assert yaml.safe_load(ray_service(manifests)["spec"]["serveConfigV2"]) == config
     assert violations(manifests) == []
+
+
+def test_helm_takes_a_serve_configuration_as_a_mapping_without_a_warning():
+    values = {"serveConfig": yaml.safe_load((OVERLAYS[0] / "serve_config.yaml").read_text())}
+    done = helm("template", "manta", str(CHART), values=values)
+    assert done.returncode == 0
+    assert "warning" not in done.stderr.lower()
+
+
+def test_the_page_has_helms_users_label_the_namespace_as_kustomize_does():
+    labels = yaml.safe_load((ROOT / "k8s" / "base" / "namespace.yaml").read_text())["metadata"]["labels"]
+    (command,) = re.findall(
+        "^kubectl label namespace manta pod-.*", (ROOT / "k8s" / "README.md").read_text(), re.MULTILINE
+    )
+    assert command.split()[4:] == [f"{name}={value}" for name, value in labels.items()]
 
 
 def test_components_replace_those_of_the_overlay_and_patches_change_them():

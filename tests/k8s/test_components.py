@@ -1,9 +1,8 @@
-"""Components that no overlay has, and what one of them does in its own container."""
+"""Components that no overlay has."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -96,41 +95,3 @@ def test_overlay_can_be_installed_a_second_time_in_another_namespace(overlay, tm
     assert {m["metadata"].get("namespace") for m in manifests if m["kind"] not in ("Namespace", "PriorityClass")} == {
         "other"
     }
-
-
-def redis(folder: Path) -> Manifest:
-    (found,) = of_kind("StatefulSet", demo_with("gcs-redis", folder))
-    (container,) = found["spec"]["template"]["spec"]["containers"]
-    return container
-
-
-def test_password_of_redis_is_in_its_configuration_and_not_on_its_command_line(tmp_path):
-    server = tmp_path / "redis-server"
-    server.write_text('#!/bin/sh\necho "$@"\ncat\n')
-    server.chmod(0o755)
-    container = redis(tmp_path)
-    (password,) = [entry["name"] for entry in container["env"]]
-    done = subprocess.run(
-        [*container["command"], *container["args"]],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", password: "secret"},
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    command_line, configuration = done.stdout.splitlines()
-    assert command_line.split()[0] == "-"  # read the configuration from standard input
-    assert "secret" not in command_line
-    assert configuration == 'requirepass "secret"'
-
-
-def test_redis_that_hangs_is_started_again_and_one_that_loads_is_not(tmp_path):
-    """Any answer is enough to be alive, but only PONG to be ready."""
-    container = redis(tmp_path)
-    client = tmp_path / "redis-cli"
-    for answer, ready in (("PONG", True), ("LOADING Redis is loading the dataset in memory", False)):
-        client.write_text(f"#!/bin/sh\necho {answer}\n")
-        client.chmod(0o755)
-        for probe, healthy in (("livenessProbe", True), ("readinessProbe", ready)):
-            command = container[probe]["exec"]["command"]
-            done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
-            assert (done.returncode == 0) == healthy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.cli.lint import kuberay
 from cluster.cli.lint.manifests import Manifest
+from tests.k8s import crds
 from tests.k8s.overlays import GONE, ROOT, needs_kustomize, put, rendered
 from tests.k8s.rules.every_rule import violations
 
@@ -91,6 +94,7 @@ VARIANTS = [
     Variant("shared-volume", "PersistentVolumeClaim/manta-models", "accessModes", ["ReadWriteOnce"], "up to 11 pods"),
     Variant("disruption-budget", "PodDisruptionBudget/manta-decode", "minAvailable", 5, "at most the 4 pods"),
     Variant("disruption-budget", "PodDisruptionBudget/manta-decode", "minAvailable", "50%", "a number: pods of"),
+    Variant("disruption-budget", "PodDisruptionBudget/manta-head", "minAvailable", 1, "must be 100, so that no pod is"),
 ]  # fmt: skip
 
 
@@ -143,6 +147,16 @@ def test_one_mistake_in_the_serve_configuration_of_an_overlay_is_found_by_its_ru
     assert says in " ".join(map(str, found))
 
 
+def test_fields_that_the_operator_writes_are_those_of_the_version_whose_schema_is_here():
+    """A table of another version would have other fields."""
+    assert f"| {kuberay.KUBERAY} |" in (crds.FOLDER / "README.md").read_text()
+    spec = json.loads((crds.FOLDER / "rayservices.ray.io.json").read_text())["schema"]["properties"]["spec"]
+    for field in kuberay.WRITTEN:
+        place = spec["properties"]["rayClusterConfig"]["properties"]["workerGroupSpecs"]["items"]
+        for step in field.split("."):
+            place = place["items"] if step == "*" else place["properties"][step]
+
+
 def test_a_ray_service_of_others_has_one_violation():
     manifests = copy.deepcopy(rendered(ROOT / "k8s" / "overlays" / "cpu-demo"))
     (service,) = [manifest for manifest in manifests if manifest["kind"] == "RayService"]
@@ -156,7 +170,9 @@ def test_the_readme_names_every_rule_of_the_lint_and_no_other():
     """In its table of mistakes and what finds them."""
     text = (ROOT / "k8s" / "README.md").read_text()
     table = text[text.index("| mistake |") : text.index("## Overlays")]
-    sources = "".join((ROOT / "cluster" / "cli" / "lint" / f"{module}.py").read_text() for module in ("rules", "serve"))
+    sources = "".join(
+        (ROOT / "cluster" / "cli" / "lint" / f"{module}.py").read_text() for module in ("rules", "serve", "kuberay")
+    )
     named = {part for row in table.strip().splitlines() for part in row.rsplit("|", 2)[1].split("`")[1::2]}
     rules = {part.split('"')[1] for part in sources.split("Violation(")[1:] if part.startswith('"')}
     assert rules <= named

@@ -28,7 +28,8 @@ def downloader(overlay: Path) -> Manifest:
 
 
 def waiter(overlay: Path) -> Manifest:
-    (container,) = ray_groups(rendered(overlay))["head"]["template"]["spec"]["initContainers"]
+    containers = ray_groups(rendered(overlay))["head"]["template"]["spec"]["initContainers"]
+    (container,) = [container for container in containers if container["name"] == "wait-for-weights"]
     return container
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cluster import ray_serve_llm
-from cluster.cli.lint import serve
+from cluster.cli.lint import kuberay, serve
 from cluster.cli.lint.manifests import Manifest, Service, read
 from cluster.cli.lint.violation import Violation
 from cluster.entry_point import BUILDER, BUILDERS
 from engine.errors import StartupError
 
 Rule = Callable[[Service], Iterator[Violation]]
-RULES: tuple[Rule, ...] = (serve.serve_port, serve.proxies, serve.deadlines, serve.placement)
+RULES: tuple[Rule, ...] = (serve.serve_port, serve.proxies, serve.deadlines, serve.placement, kuberay.next_apply)
 
 
 def lint(path: Path) -> list[Violation]:

@@ -163,6 +163,22 @@ def test_a_decision_is_logged_once(policy, log):
     assert len(log) == 1
 
 
+def test_a_pool_that_keeps_its_size_under_load_is_told_once_a_minute_with_its_limits(policy, log):
+    for _ in range(61):
+        policy(contexts(running=5.0, blocks_used=45.0))
+    assert len(log) == 2
+    for line in log:
+        assert line.startswith("autoscaling decode-m stays at 1 replicas: reason=min desired=1 ")
+        assert " slots_of_limit=0.5556 " in line  # 5 of nine tenths of 10
+        assert " kv_of_limit=0.5 " in line  # 45 of nine tenths of 100
+
+
+def test_a_pool_without_work_is_not_told(policy, log):
+    for _ in range(61):
+        policy(contexts())
+    assert log == []
+
+
 def test_between_two_decisions_the_last_one_holds(monkeypatch):
     monkeypatch.setattr(policy_module.time, "monotonic", lambda: 100.0)
     policy = Policy()

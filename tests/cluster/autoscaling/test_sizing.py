@@ -53,6 +53,26 @@ def test_fewer_replicas_are_judged_by_the_steps_that_they_would_have():
     assert decode().if_fewer(Demand(sequences=6, output_tokens_per_s=700, **FAST), 9) == Size(1, "min")
 
 
+def test_of_each_limit_it_is_known_how_much_is_used():
+    demand = Demand(sequences=20, prefill_share=0.5, backlog_s=0.2, prompt_s=0.1, kv_replicas=0.45, **FAST)
+    both = Sizing(SLO, 100, prompts=True, decodes=True)
+    assert both.used(demand, 1) == pytest.approx(
+        {
+            "ttft": 0.5 / 0.85,
+            "queue": 0.2 / 0.9,
+            "slots": 20 / 90,
+            "itl": 0.025 / 0.5 / 0.045,  # 25 ms in the half of the time that prompts leave, of 45 ms
+            "kv": 0.5,
+        }
+    )
+    assert both.now(demand, 9) == Size(2, "itl")
+    assert max(both.used(demand, 2).values()) < 1
+
+
+def test_of_a_target_that_even_one_sequence_misses_nothing_is_used():
+    assert decode().used(Demand(sequences=18, decode_step_s=0.06), 1).keys() == {"slots", "kv"}
+
+
 @given(
     st.builds(
         Demand,

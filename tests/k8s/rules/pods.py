@@ -14,6 +14,7 @@ from tests.k8s.rules.selectors import pod_labels, selects
 GIB = 1024.0**3
 RAY_GIB = 1.0  # what Ray's own processes take in a pod that does nothing
 LONGEST_NAME = 47  # of a RayService: names of pods and Services are made from it
+NO_EVICTION = 100  # minAvailable of a budget: more pods than there ever are, also while clusters change
 UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
 
 
@@ -110,7 +111,8 @@ def claims(service: Service) -> Iterator[Violation]:
 
 
 def budgets(service: Service) -> Iterator[Violation]:
-    """A budget that pods can never meet keeps nodes from being drained."""
+    """A budget keeps one pod where each is a replica, and all where the loss of one is the loss of more: of the head,
+    and of replicas on several pods. While clusters change, it counts the pods of all of them."""
     for budget in service.of_kind("PodDisruptionBudget"):
         groups = [group for group in service.groups if selects(budget["spec"].get("selector"), pod_labels(group))]
         if not groups:
@@ -120,6 +122,10 @@ def budgets(service: Service) -> Iterator[Violation]:
         if not isinstance(least, int):
             message = "must have minAvailable, a number: pods of a RayCluster have no scale subresource"
             yield Violation("disruption-budget", where, message)
+        elif any(group.is_head or group.spec.get("numOfHosts", 1) > 1 for group in groups):
+            if least != NO_EVICTION:
+                message = f"minAvailable must be {NO_EVICTION}, so that no pod is evicted, got {least}"
+                yield Violation("disruption-budget", where, message)
         elif least > pods:
             message = f"minAvailable must be at most the {pods} pods that there may be, got {least}"
             yield Violation("disruption-budget", where, message)

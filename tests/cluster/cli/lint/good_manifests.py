@@ -114,7 +114,6 @@ def template(pool: str, *, cpu: int = 2, gpu: int = 0, ports: dict[str, int] | N
         "name": "ray",
         "image": "registry.example.com/manta:1",
         "envFrom": [{"configMapRef": {"name": "ray-env"}}],
-        "env": [],
         "ports": [
             {"name": n, "containerPort": port} for n, port in (ports or {"serve": 8000, "metrics": 8080}).items()
         ],
@@ -134,6 +133,7 @@ def group(name: str, pods: Manifest, *, replicas: int, maximum: int, cpus: int, 
         "minReplicas": replicas,
         "maxReplicas": maximum,
         "numOfHosts": hosts,
+        "scaleStrategy": {},
         "labels": {"pool": name},
         "rayStartParams": {"num-cpus": str(cpus)},
         "template": pods,
