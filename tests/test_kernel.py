@@ -30,8 +30,8 @@ FEATURES = """
 """
 # How often the kernel's names have such a word although it is to name no feature. It may only shrink.
 NAMED = {
-    "adapters": 1, "draft": 3, "drafts": 40, "expert": 1, "grammar": 4, "image": 7, "images": 1, "moe": 1,
-    "pooling": 1, "stage": 9, "vision": 1,
+    "adapters": 1, "draft": 3, "drafts": 40, "expert": 1, "grammar": 4, "moe": 1, "pooling": 1, "stage": 9,
+    "vision": 1,
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+")
 

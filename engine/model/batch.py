@@ -83,10 +83,10 @@ class Batch:
     token_types: Tensor | None = None
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
     deepstack: DeepStack | None = None
-    image_ends: Tensor | None = None
-    """[tokens] int32, the position before which a token's visible keys end. For an image token, in a model whose image
-    tokens see each other, this is the end of its image; for any other token, the position after its own. None if all
-    tokens see only up to their own position."""
+    span_ends: Tensor | None = None
+    """[tokens] int32, the position before which a token's visible keys end. For a token of a span whose tokens see each
+    other (ModelConfig.longest_span), this is the end of the span; for any other token, the position after its own. None
+    if all tokens see only up to their own position."""
     rope_table: Tensor | None = None
     """[tokens, rotary_dim], used in place of the layers' tables when tokens of images have positions in height and
     width too; `positions` are then its rows."""
@@ -98,9 +98,9 @@ class Batch:
     """Batches from `of_group`, made once for all layers."""
 
     @property
-    def has_images(self) -> bool:
-        """Whether tokens of images in this step need what steps of text do without."""
-        return self.rope_table is not None or self.deepstack is not None or self.image_ends is not None
+    def beyond_text(self) -> bool:
+        """Whether tokens of this step need what steps of text do without."""
+        return self.rope_table is not None or self.deepstack is not None or self.span_ends is not None
 
     def set_block_tables(self, tables: Sequence[Tensor]) -> None:
         """Replace the block tables. tables: one per KV cache group."""
@@ -112,7 +112,7 @@ class Batch:
     def of_group(self, group: int, causal: bool = False) -> Batch:
         """Return this batch with the KV of one KV cache group. causal: True if even the tokens of an image see only
         earlier tokens."""
-        causal = causal and self.image_ends is not None
+        causal = causal and self.span_ends is not None
         if group == 0 and not causal:
             return self
         if (group, causal) not in self.views:
@@ -123,7 +123,7 @@ class Batch:
                 block_table=kv.block_table,
                 kv_cache=kv.kv_cache,
                 kv_scales=kv.kv_scales,
-                image_ends=None if causal else self.image_ends,
+                span_ends=None if causal else self.span_ends,
                 plans={},
                 views={},
             )

@@ -153,4 +153,4 @@ class WeightlessModel:
         return hidden
 
     def _forward_images(self, ids: Tensor, batch: Batch) -> Tensor:
-        return self.model(ids, replace(batch, image_ends=batch.positions.int()))
+        return self.model(ids, replace(batch, span_ends=batch.positions.int()))

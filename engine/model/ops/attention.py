@@ -11,7 +11,7 @@ paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [to
     q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
     In a sequence with kv_len L and Q query rows, row i is at position L - Q + i. It sees the positions up to its own,
     whose K and V must have been written: with a window w only the last w of them, with a chunk c only those from the
-    last multiple of c on. With `batch.image_ends` it also sees later positions, up to its image's end.
+    last multiple of c on. With `batch.span_ends` it also sees later positions, up to the end of its span.
     A score s is q @ k times `scale`, or with a softcap, softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: [heads] of q's dtype, one more score per head, whose key has no value: it only takes weight from the others
     (gpt-oss, arXiv:2508.10925).
@@ -79,7 +79,7 @@ def paged_attention(
         k, v = gather_kv(batch, seq, layer, kv_len)
         if batch.kv_scales is not None:
             k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
-        ends = None if batch.image_ends is None else batch.image_ends[rows]
+        ends = None if batch.span_ends is None else batch.span_ends[rows]
         visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, window, chunk, q.device, ends)
         if softcap is None and sinks is None:
             attended = attend(q[rows].transpose(0, 1), k, v, scale, visible)
@@ -107,7 +107,7 @@ def visible_keys(
     queries: int, length: int, window: int | None, chunk: int | None, device: torch.device, ends: Tensor | None = None
 ) -> Tensor:
     """Return [queries, length] bool: which keys each of a sequence's last positions sees. ends: see
-    Batch.image_ends."""
+    Batch.span_ends."""
     position = torch.arange(length - queries, length, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
     visible = key <= position if ends is None else key < ends[:, None]

@@ -29,7 +29,7 @@ class RecordedLayers(LayerRunner):
         self.graph = record_steps(self._setup, self._model, memory)
 
     def run(self, step: Forward) -> Tensor:
-        if self.graph is None or step.batch is None or step.batch.has_images:
+        if self.graph is None or step.batch is None or step.batch.beyond_text:
             return super().run(step)
         x = step.hidden
         if x is None:

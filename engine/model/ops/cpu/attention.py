@@ -125,7 +125,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
     table_stride, q_stride, out_stride, kv_heads, group = args[8], args[9], args[10], args[11], args[12]
     block_size, head_dim, block_stride, window, chunk = args[13], args[14], args[15], args[16], args[17]
-    scale, softcap, sinks, image_ends = numbers[0], numbers[1], cast(args[18]), as_i32(args[19])
+    scale, softcap, sinks, span_ends = numbers[0], numbers[1], cast(args[18]), as_i32(args[19])
     head_size = size * block_size * head_dim
     value_offset = args[20] * kv_heads * head_size  # 0 if keys are also the values
     max_rows, span = tiles[1], 1 if tiles[2] else kv_heads
@@ -152,7 +152,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
                 as_f32(space.totals)[query * LANES] = np.float32(1.0)
             length = kv_len - rows + 1 + r
             as_i64(space.begins)[query] = max(length - window, (length - 1) // chunk * chunk, 0)
-            as_i64(space.ends)[query] = np.int64(image_ends[row + r]) if args[19] else length
+            as_i64(space.ends)[query] = np.int64(span_ends[row + r]) if args[19] else length
         first, kv_len = as_i64(space.begins)[0], as_i64(space.ends)[span * rows * group - 1]
         start = first // TILE_TOKENS * TILE_TOKENS
         table, base = as_i32(args[7] + 4 * seq * table_stride), args[2] + first_head * head_size
@@ -209,7 +209,7 @@ def paged_attention(
         q.dtype, (len(batch.tiles) - 1) * kv_heads, q, cache[0, layer], out, constants(scale, softcap or 0.0),
         batch.tiles, batch.kv_len, batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
-        chunk or NO_WINDOW, 0 if sinks is None else sinks, 0 if batch.image_ends is None else batch.image_ends, 1,
+        chunk or NO_WINDOW, 0 if sinks is None else sinks, 0 if batch.span_ends is None else batch.span_ends, 1,
     )  # fmt: skip
     return out
 

@@ -56,7 +56,7 @@ def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_tiles(
-    tile, count, tiles, single, query_start, kv_len, image_ends,
+    tile, count, tiles, single, query_start, kv_len, span_ends,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Return each tile's sequence, first row, row count, keys [start, end), and `stop`: their end without images."""
@@ -75,13 +75,13 @@ def load_tiles(
     stop = tl.where(rows > 0, tl.load(kv_len + seq, mask=here, other=0) - after, 0)
     start, end = first_key(stop, rows, WINDOW, CHUNK), stop
     if IMAGES:
-        end = tl.maximum(end, tl.load(image_ends + row + rows - 1, mask=rows > 0, other=0))
+        end = tl.maximum(end, tl.load(span_ends + row + rows - 1, mask=rows > 0, other=0))
     return seq, row, rows, start, end, stop
 
 
 @triton.jit(do_not_specialize=["count", "wanted", "max_items"])
 def plan_kernel(
-    items, tiles, single, query_start, kv_len, image_ends, count, wanted, max_items,
+    items, tiles, single, query_start, kv_len, span_ends, count, wanted, max_items,
     DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def plan_kernel(
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
         _, _, _, start, end, _ = load_tiles(
-            tile, count, tiles, single, query_start, kv_len, image_ends, DECODE, WINDOW, CHUNK, IMAGES
+            tile, count, tiles, single, query_start, kv_len, span_ends, DECODE, WINDOW, CHUNK, IMAGES
         )  # fmt: skip
         total += tl.sum(end - start, 0)
     split_tokens = tl.cdiv(tl.maximum(tl.cdiv(total, wanted), MIN_TOKENS), BLOCK_N) * BLOCK_N
@@ -103,7 +103,7 @@ def plan_kernel(
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
         seq, row, rows, start, end, stop = load_tiles(
-            tile, count, tiles, single, query_start, kv_len, image_ends, DECODE, WINDOW, CHUNK, IMAGES
+            tile, count, tiles, single, query_start, kv_len, span_ends, DECODE, WINDOW, CHUNK, IMAGES
         )  # fmt: skip
         splits = tl.where(tile < count, tl.maximum(tl.cdiv(end - start, split_tokens), 1), 0)
         used, slots = store_items(items, used, slots, seq, row, rows, start, end, stop, splits, split_tokens)
@@ -185,7 +185,7 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
-    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table, image_ends,
+    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table, span_ends,
     scale, cap, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     IMAGES: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
@@ -217,7 +217,7 @@ def attend_kernel(
     length = all_see + m // GROUP
     row_end = length
     if IMAGES:
-        row_end = tl.load(image_ends + row + m // GROUP, mask=m < rows * GROUP, other=0)
+        row_end = tl.load(span_ends + row + m // GROUP, mask=m < rows * GROUP, other=0)
     page_size: tl.constexpr = PAGE * HEAD_DIM
     keys = cache + kv_head * page_size
     values = keys + kv_heads * page_size
@@ -365,8 +365,8 @@ def launch(
     programs = (DECODE_PROGRAMS if decode else PROGRAMS_PER_PROCESSOR) * processors(q.device)
     wanted = max(1, min(programs // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
     longest = batch.block_table.shape[1] * page
-    image_ends, seen = batch.image_ends, [longest]
-    if image_ends is None:
+    span_ends, seen = batch.span_ends, [longest]
+    if span_ends is None:
         seen += [mask + block_m for mask in (window, chunk) if mask]
     split = min(seen) > MIN_SPLIT_TOKENS
     items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
@@ -379,11 +379,11 @@ def launch(
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
     attend_kernel[len(items), kv_heads](
         q, kv_cache[0, layer], out, partial, partial_top, arrived, kv_scales, q if sinks is None else sinks,
-        items, batch.block_table, q if image_ends is None else image_ends,
+        items, batch.block_table, q if span_ends is None else span_ends,
         scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
         q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CHUNK=chunk or 0,
-        IMAGES=image_ends is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
+        IMAGES=span_ends is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
         QUANTIZED=batch.kv_scales is not None, SPLIT=split,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
@@ -396,14 +396,14 @@ def launch(
 def plan(batch: Batch, tiles: Tensor, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
     """Return how keys are divided over programs, [tiles + wanted, 9] int32: see `plan_kernel`. The first layer with
     this window computes it for all such layers."""
-    key, image_ends = (decode, window, chunk), batch.image_ends
+    key, span_ends = (decode, window, chunk), batch.span_ends
     items = batch.plans.get(key)
     if items is None:
         items = batch.plans[key] = torch.empty((len(tiles) + wanted, 9), dtype=torch.int32, device=tiles.device)
         plan_kernel[1,](
             items, tiles, batch.single, batch.query_start, batch.kv_len,
-            batch.kv_len if image_ends is None else image_ends, len(tiles), wanted, len(items), DECODE=decode,
-            WINDOW=window, CHUNK=chunk, IMAGES=image_ends is not None, BLOCK_N=block_n,
+            batch.kv_len if span_ends is None else span_ends, len(tiles), wanted, len(items), DECODE=decode,
+            WINDOW=window, CHUNK=chunk, IMAGES=span_ends is not None, BLOCK_N=block_n,
             MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip
     return items

@@ -44,7 +44,7 @@ class ImageInputs:
     """What the images of a step need."""
 
     embeddings: EmbeddingRows | None
-    image_ends: Tensor | None  #: see Batch
+    span_ends: Tensor | None  #: see Batch
     rotary: Tensor | None
     """[tokens] int64, or [3, tokens] if some are in images; None if they equal the batch's positions."""
     received: list[Tensor]  #: [n] int64 each, blocks of the inbox, of each image in `ImageStep.received`
@@ -190,7 +190,7 @@ class Images(RankPart):
             return None
         return ImageInputs(
             embeddings=EmbeddingRows(staged.add(np.concatenate(rows)), parts) if rows else None,
-            image_ends=staged.add(ends.astype(np.int32)) if rows and ends is not None else None,
+            span_ends=staged.add(ends.astype(np.int32)) if rows and ends is not None else None,
             rotary=None if rotary is positions else staged.add(rotary),
             received=received,
         )
@@ -226,7 +226,7 @@ class Images(RankPart):
             table = self._table[rotary[self._axes].T, columns].contiguous()
             tokens = torch.arange(rotary.shape[1], device=rotary.device)
             batch = replace(batch, positions=tokens, rope_table=table)
-        return batch if needed.image_ends is None else replace(batch, image_ends=needed.image_ends)
+        return batch if needed.span_ends is None else replace(batch, span_ends=needed.span_ends)
 
 
 def allocate_inbox(setup: RankSetup) -> Tensor:

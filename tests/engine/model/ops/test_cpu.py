@@ -211,7 +211,7 @@ def test_attention_over_pages_equals_plain(
         kv_cache=randn(len(blocks), 2, 2, kv_heads, block_size, head_dim, dtype=dtype),
         single=single,
         chunks=chunks,
-        image_ends=torch.tensor(ends, dtype=torch.int32) if images else None,
+        span_ends=torch.tensor(ends, dtype=torch.int32) if images else None,
     )
     merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
+from engine.devices.device import Device
 from engine.distributed.data_parallel import survivors
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.data_parallel.roster import Roster
@@ -38,7 +40,7 @@ class Engine:
         self.group, self.steps, self.put_back = group, list[str](), list[Any]()
         self.fails: BaseException | None = None
         self.fails_after: Callable[[], object] = lambda: True
-        device: Any = SimpleNamespace(set_current=lambda: None, asynchronous=False)
+        device = Device(torch.device("cpu"))
         runner: Any = SimpleNamespace(device=device, launch=self._launch)
         setup: Any = SimpleNamespace(config=EngineConfig(), folder=Path(), device=device, torch_device="cpu")
         states: Any = SimpleNamespace(keep=lambda plan: STATES, put_back=self.put_back.append)

@@ -39,7 +39,7 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    plain_scores = softcap is None and sinks is None and chunk is None and batch.image_ends is None
+    plain_scores = softcap is None and sinks is None and chunk is None and batch.span_ends is None
     if plain_scores and batch.kv_cache.dtype == q.dtype and q.dtype in DTYPES:
         _, _, _, kv_heads, block_size, head_dim = batch.kv_cache.shape
         shape = AttentionShape(q.dtype, q.shape[1], kv_heads, block_size, head_dim, window)

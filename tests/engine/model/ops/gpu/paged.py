@@ -16,7 +16,7 @@ LAYERS = 2
 
 
 def image_end(cached: int, count: int, position: int) -> int:
-    """`Batch.image_ends` of a token if the middle of each chunk is an image."""
+    """`Batch.span_ends` of a token if the middle of each chunk is an image."""
     first, end = cached + count // 4, cached + count * 3 // 4
     return end if first <= position < end else position + 1
 
@@ -85,7 +85,7 @@ class Case:
             single=single.to(DEVICE),
             chunks=chunks,
             kv_scales=None if scales is None else scales.to(DEVICE),
-            image_ends=torch.tensor(ends, dtype=torch.int32, device=DEVICE) if self.images else None,
+            span_ends=torch.tensor(ends, dtype=torch.int32, device=DEVICE) if self.images else None,
         )
         merged = torch.randn(sum(counts), self.heads + 2 * self.kv_heads, self.head_dim, generator=generator)
         q, k, v = merged.to(DEVICE, self.dtype).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
