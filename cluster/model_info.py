@@ -25,7 +25,7 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.config_features import text_only
 from engine.model.expert_parallel import check_experts
-from engine.parts.stages.division import check_stages
+from engine.model.stage import check_stages
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.sampling_params import SamplingParams
 

@@ -154,7 +154,7 @@ def test_what_writes_a_file_is_seen(source, found):
 def test_whatever_could_run_a_file_is_in_the_table():
     told = set[str]().union(*(named(row[0]) for row in table("Files that come from elsewhere")))
     found = files_with(runs)
-    told.remove("engine/model/torch_compile.py")  # what torch does is not in our source
+    told.remove("engine/runner/graphs/torch_compile.py")  # what torch does is not in our source
     assert found - told == set(), "files of source that are not in the table"
     assert told == found, "rows of files that are gone, or do nothing of the kind"
 
@@ -333,7 +333,7 @@ def test_kernels_are_not_read_from_a_folder_that_others_can_write(shared_place):
 
 
 def test_compiled_code_is_not_read_from_a_folder_that_others_can_write(shared_place, monkeypatch):
-    from engine.model.torch_compile import CACHE_DIR, choose_cache
+    from engine.runner.graphs.torch_compile import CACHE_DIR, choose_cache
 
     monkeypatch.setenv(CACHE_DIR, str(shared_place))
     with pytest.raises(StartupError, match="others can write to it"):

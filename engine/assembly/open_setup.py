@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.expert_split import ExpertShardPlan
 from engine.model.ops import dispatch
-from engine.parts.stages.division import config_of, nth_stage
-from engine.parts.stages.rank.stage_group import StageGroup
+from engine.model.stage import config_of, nth_stage
 from engine.runner.fp8_kv_cache import with_kv_cache_dtype
 from engine.runner.rank_setup import RankSetup
 
@@ -24,7 +24,11 @@ def open_setup(
 ) -> RankSetup:
     """Open the device of a rank and return its setup. whole: with the layers of all stages. group: the ranks of one
     stage. host: as in RankSetup. Raises ConfigError for options that cannot be combined."""
-    layers = group.layers if isinstance(group, StageGroup) else ()
+    layers: Sequence[int] = ()
+    if config.pipeline_parallel_size > 1:
+        from engine.parts.stages.rank.stage_group import StageGroup  # it needs pyzmq
+
+        layers = group.layers if isinstance(group, StageGroup) else ()
     model = config_of(nth_stage(group.stage, layers, whole), whole) if layers else whole
     if config.torch_compile and model.transformers:
         limit = f"false for {model.architecture}, which transformers' own code computes"

@@ -30,6 +30,7 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
+from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
@@ -45,7 +46,6 @@ from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ImagePrompt, ParsedPrompt, PromptType, parse_prompt, parse_prompts, with_images
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.offline.sampling_params import SamplingParams, engine_params
-from engine.parts.stages.division import check_stages
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest

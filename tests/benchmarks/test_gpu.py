@@ -80,7 +80,7 @@ def rehearsal(monkeypatch, request) -> None:
         monkeypatch.setattr(cuda_graphs, name, 8)
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: LateDevice())
-    monkeypatch.setattr("engine.model.torch_compile.compile_layers", lambda *args: None)
+    monkeypatch.setattr("engine.runner.graphs.torch_compile.compile_layers", lambda *args: None)
     monkeypatch.setattr(choice, "CudaDevice", LateDevice)
     monkeypatch.setattr(choice, "TIMED", ((64,), (16,) * 4))
     monkeypatch.setattr(library_attention, "OP", library_attention.OP._replace(ours=library_attention.OP.plain))

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidParameter, RequestError, ServingError
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
-from engine.parts.stages.division import check_stages
+from engine.model.stage import check_stages
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.composition.engines import Answer, Asked, Openers, Session

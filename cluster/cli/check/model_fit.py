@@ -28,10 +28,10 @@ from engine.model.loader import open_weights, tensors_by_file
 from engine.model.models.images.image_encoder import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.packed_int import PackedInt
+from engine.model.stage import config_of, nth_stage
 from engine.model.state import StateSpec, state_specs
 from engine.model.tensor_names import canonical_name, is_of_text
 from engine.parts.kv_groups.rank.snapshot_memory import choose_num_snapshots, snapshot_bytes
-from engine.parts.stages.division import config_of, nth_stage
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.runner import fp8_kv_cache, kv_cache
 from engine.runner.graphs.gpu_memory import usable_gpu_memory

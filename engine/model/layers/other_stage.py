@@ -1,4 +1,4 @@
-"""What a pipeline stage has in place of the parts of a model that other stages hold: see parts/stages/division.py."""
+"""What a pipeline stage has in place of the parts of a model that other stages hold: see model/stage.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline stage's part of a model (parts/stages/division.py)."""
+"""A pipeline stage's part of a model (model/stage.py)."""
 
 from __future__ import annotations
 

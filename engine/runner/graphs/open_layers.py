@@ -30,6 +30,6 @@ def compile_model(setup: RankSetup, model: Model) -> None:
     if setup.config.of(KernelOptions).enforce_eager:
         logger.info("torch_compile has no effect, because enforce_eager is set")
         return
-    from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
+    from engine.runner.graphs.torch_compile import compile_layers  # importing torch's compiler takes seconds
 
     compile_layers(model, setup.model, setup.tp, partial(run_dummy_step, setup, model, seqs=1))

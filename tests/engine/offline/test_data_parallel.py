@@ -239,7 +239,7 @@ def test_each_engine_computes_requests_with_adapters_of_attention(pool, folder_o
 def traced() -> Iterator[None]:
     """Trace layers as for Inductor, and run them by torch's own operations, which needs no C++ compiler."""
     compiled = partial(torch.compile, backend="aot_eager")
-    with mock.patch("engine.model.torch_compile.torch.compile", compiled):
+    with mock.patch("engine.runner.graphs.torch_compile.torch.compile", compiled):
         yield
     torch._dynamo.reset()
 

@@ -19,10 +19,10 @@ from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
 from engine.model.shard import ShardPlan
+from engine.model.stage import config_of, divide, nth_stage
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.costs.cost_ledger import CostLedger
-from engine.parts.stages.division import config_of, divide, nth_stage
 from engine.parts.stages.rank.pipeline_stage import divide_layers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import PromptImages

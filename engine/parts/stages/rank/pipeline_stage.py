@@ -25,8 +25,8 @@ from engine.model.config_parts.stage import EMBEDDINGS, LAYER
 from engine.model.loader import checkpoint_shards
 from engine.model.models.registry import build_model
 from engine.model.shard import ShardPlan
+from engine.model.stage import check_stages, divide, parse_layers
 from engine.model.tensor_names import HEADS
-from engine.parts.stages.division import check_stages, divide, parse_layers
 from engine.parts.stages.rank.stage_group import StageGroup
 from engine.parts.stages.rank.stage_times import BusyTime, Seconds, WorkingTime
 from engine.parts.stages.rank.step_results import ResultReceiver, ResultSender

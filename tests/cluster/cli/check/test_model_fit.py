@@ -23,7 +23,7 @@ from cluster.config.app_config import AppConfig
 from engine.devices.free_memory import FreeMemory
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
-from engine.parts.stages.division import nth_stage
+from engine.model.stage import nth_stage
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
 from tests.adapter_folders import write_adapter

@@ -14,8 +14,8 @@ from engine.model.loader import load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
 from engine.model.shard import ShardPlan
+from engine.model.stage import check_stages, config_of, nth_stage
 from engine.options.handoff import HandoffConfig
-from engine.parts.stages.division import check_stages, config_of, nth_stage
 from tests.batches import ByHand, load_by_hand
 from tests.models import FAMILIES, HYBRIDS, make_model
 

@@ -28,7 +28,7 @@ from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.model.ops.cpu.quantized_linear import Integers
 from engine.model.shard import ShardPlan
-from engine.model.torch_compile import compile_layers
+from engine.runner.graphs.torch_compile import compile_layers
 from tests.batches import ByHand
 from tests.engine.model.quantization.checkpoints import W8A8, quantize_folder
 from tests.gpu.engines import check_same, generate, make_core, requests, run
@@ -65,7 +65,7 @@ def inductor() -> None:
 
 @pytest.fixture
 def traced(monkeypatch) -> None:
-    monkeypatch.setattr("engine.model.torch_compile.torch.compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("engine.runner.graphs.torch_compile.torch.compile", partial(torch.compile, backend="aot_eager"))
 
 
 def load(folder: Path, tp: ShardPlan = ONE) -> ByHand:
@@ -138,7 +138,7 @@ def test_an_engine_compiles_before_its_first_request_and_then_says_the_same_also
     monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
     caplog.set_level(logging.INFO, logger="engine")
     core = make_core(folder, "cpu", torch_compile=True)
-    lines = [record.message for record in caplog.records if record.name == "engine.model.torch_compile"]
+    lines = [record.message for record in caplog.records if record.name == "engine.runner.graphs.torch_compile"]
     with dynamo_config.patch(error_on_recompile=True):
         for wanted, answers in zip(batches, expected, strict=True):
             check_same(run(core, wanted), answers, 1e-4)
