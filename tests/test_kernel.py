@@ -12,7 +12,7 @@ import pytest
 from tests.imports import ROOT, imported_files
 
 PAGE = ROOT / "docs" / "reading_path.md"
-# Lines that are not blank, by room, and files. They may only be lowered; 9,000 in 95 is where they go.
+# Lines that are not blank, by room, and files. They may only be lowered; 7,000 in 80 is the aim.
 LIMITS = {
     "top": 552,
     "wire": 622,
@@ -28,7 +28,8 @@ FEATURES = """
     holds image images lora moe multimodal offload offloading pipeline pooled pooling prediction speculation
     speculative stage stages tape thinking tier tiers vision wave waves
 """
-# How often the kernel's names have such a word although it is to name no feature. It may only shrink.
+# How often the kernel's names have such a word although it is to name no feature. It may only shrink. Drafts stay:
+# plans have columns for tokens that are not known yet, whoever guesses them (docs/design.md).
 NAMED = {
     "adapters": 1, "draft": 3, "drafts": 40, "expert": 1, "grammar": 4, "moe": 1, "pooling": 1, "stage": 9,
     "vision": 1,
