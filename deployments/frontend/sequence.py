@@ -97,11 +97,10 @@ class RequestUsage:
     def count_prediction(self, delta: TokenDelta, num_tokens: int) -> None:
         """Count a delta's accepted and rejected predicted tokens. num_tokens: tokens of the delta up to a stop
         string."""
-        verified = delta.records(Verified)
-        accepted = sum(each.accepted for each in verified)
-        shown = min(accepted, num_tokens)
+        verified = Verified.total(delta.records(Verified))
+        shown = min(verified.accepted, num_tokens)
         self.accepted_prediction_tokens += shown
-        self.rejected_prediction_tokens += accepted - shown + sum(each.rejected for each in verified)
+        self.rejected_prediction_tokens += verified.accepted - shown + verified.rejected
 
 
 class ReportedError(ServingError):

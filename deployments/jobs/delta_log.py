@@ -14,8 +14,9 @@ from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.part_record import told
+from engine.wire.part_record import PartRecord, told
 from engine.wire.parts.costs import SequenceCost
+from engine.wire.parts.holds import HoldOutcome
 from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.token_delta import TokenDelta
 
@@ -65,10 +66,7 @@ class DeltaLog(Log[tuple[int, TokenDelta]]):
         parts: dict[int, list[TokenDelta]] = {}
         for choice, delta in self.entries:
             parts.setdefault(choice, []).append(delta)
-        return [
-            msgspec.structs.replace(joined(parts[choice]), request_id="", times=None, num_preemptions=0, timeline=[])
-            for choice in sorted(parts)
-        ]
+        return [stored(joined(parts[choice])) for choice in sorted(parts)]
 
 
 class LoggedGeneration:
@@ -129,13 +127,23 @@ class LoggedGeneration:
         return chunk
 
 
+def stored(answer: TokenDelta) -> TokenDelta:
+    """Return a whole answer as it is stored: with what clients see, and not with a record for each of its steps."""
+    records: list[PartRecord] = [*answer.records(HoldOutcome), *answer.records(SequenceCost)[-1:]]
+    if verified := answer.records(Verified):
+        records.append(Verified.total(verified))
+    return msgspec.structs.replace(
+        answer, request_id="", times=None, num_preemptions=0, timeline=[], parts=told(records)
+    )
+
+
 def single_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
     """Yield a delta token by token, then its end. A hidden stop token is part of the end."""
     tokens, replace = delta.token_ids, msgspec.structs.replace
     hides_last = delta.finish_reason == "stop" and not delta.text_complete
     num_apart = len(tokens) - hides_last if delta.finish_reason is not None else len(tokens)
     verified = delta.records(Verified)
-    whole = Verified(sum(each.accepted for each in verified), sum(each.rejected for each in verified))
+    whole = Verified.total(verified)
     others = [(name, raw) for name, raw in delta.parts if name != Verified.__name__]
     for i in range(max(num_apart, 0)):
         yield replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Self
 
 import msgspec
@@ -28,6 +29,11 @@ class Verified(PartRecord, frozen=True):
 
     accepted: int
     rejected: int
+
+    @classmethod
+    def total(cls, verified: Collection[Verified]) -> Verified:
+        """Return what several steps have verified together."""
+        return cls(sum(each.accepted for each in verified), sum(each.rejected for each in verified))
 
     def at(self, i: int) -> Verified:
         """Return what of this belongs to token `i` of its delta."""
