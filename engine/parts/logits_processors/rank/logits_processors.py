@@ -12,6 +12,7 @@ from engine.model.ops import dispatch
 from engine.model.ops.logits import penalties
 from engine.parts.logits_processors.rank.batch_edits import COUNTERS, RowEdits, apply, prepare
 from engine.parts.logits_processors.rank.logits_edits import LogitsEdits
+from engine.parts.of_sequences import OfSequences
 from engine.runner.rank_part import RankPart
 from engine.runner.step import EditLogits, StepMemory
 from engine.runner.step_layout import SampledTokens
@@ -27,25 +28,16 @@ class LogitsProcessors(RankPart):
         self._penalise = penalties.select(device)
         own_kernel = dispatch.gpu_kernels(torch.float32, device)  # which needs no counters of tokens
         self._counters = sys.maxsize if own_kernel else COUNTERS
-        self._of_sequences: dict[int, LogitsEdits] = {}  # by slot, of those that ask for edits
+        self._of_sequences = OfSequences[LogitsEdits]()
 
     def allocate(self, memory: StepMemory) -> None:
         self._history = memory.history
 
     def edits(self, plan: StepPlan, sampled: SampledTokens, staged: StagedCopy) -> EditLogits | None:
-        of_sequences = self._of_sequences
-        for new in plan.added:
-            of_sequences.pop(new.slot, None)
-            if (found := LogitsEdits.of(new, self._eos)) is not None:
-                of_sequences[new.slot] = found
-        if not of_sequences:
+        self._of_sequences.add(plan.added, lambda new: LogitsEdits.of(new, self._eos))
+        if not self._of_sequences:
             return None
-        places = zip(sampled.slots.tolist(), sampled.positions.tolist(), strict=True)
-        rows = [
-            RowEdits(row, slot, length, of_sequences[slot])
-            for row, (slot, length) in enumerate(places)
-            if slot in of_sequences
-        ]
+        rows = [RowEdits(*row) for row in self._of_sequences.rows(sampled)]
         prepared = prepare(rows, self._vocab_size, staged.add, self._counters)
         if prepared is None:
             return None

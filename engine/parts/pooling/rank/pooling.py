@@ -19,6 +19,7 @@ from engine.devices.device import StagedCopy, copy_to
 from engine.errors import ModelFolderError
 from engine.model.config_parts.pooling import DenseConfig
 from engine.model.models.llama import Model
+from engine.parts.of_sequences import OfSequences
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
@@ -65,7 +66,7 @@ class Pooling(RankPart):
     def __init__(self, setup: RankSetup):
         self._setup, self._config, self._pooling = setup, setup.model, setup.model.pooling
         self._dtype, self._device = setup.dtype, setup.device
-        self._of_sequences: dict[int, PoolingParams] = {}  # by slot, of those that are pooled
+        self._of_sequences = OfSequences[PoolingParams]()
         self._carried: dict[int, Tensor] = {}  # by slot: what the prompt's earlier chunks gave, [hidden]
 
     def attach(self, model: Model) -> None:
@@ -78,10 +79,7 @@ class Pooling(RankPart):
 
     def prepare(self, plan: StepPlan, layout: StepLayout, staged: StagedCopy) -> PooledStep | None:
         of_sequences = self._of_sequences
-        for new in plan.added:
-            of_sequences.pop(new.slot, None)
-            if (pooling := new.record(PoolingParams)) is not None:
-                of_sequences[new.slot] = pooling
+        of_sequences.add(plan.added, lambda new: new.record(PoolingParams))
         if not of_sequences:
             return None
         layout.unsampled = of_sequences

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import StagedCopy
+from engine.parts.of_sequences import OfSequences
 from engine.runner.rank_part import RankPart
 from engine.runner.step import EditLogits, StepMemory
 from engine.runner.step_layout import SampledTokens
 from engine.wire.parts.thinking_budget import ThinkingBudget
-from engine.wire.plan import StepPlan
+from engine.wire.plan import NewSequence, StepPlan
 
 BANNED = float("-inf")
 NEVER = -1  # no token
@@ -34,31 +35,31 @@ class ForcedEnds(RankPart):
     name = ThinkingBudget.part
 
     def __init__(self) -> None:
-        self._of_sequences: dict[int, tuple[int, ThinkingBudget]] = {}  # by slot: start of the output, and its budget
+        self._of_sequences = OfSequences[tuple[int, ThinkingBudget]]()  # start of the output, and its budget
 
     def allocate(self, memory: StepMemory) -> None:
         self._history = memory.history
 
     def edits(self, plan: StepPlan, sampled: SampledTokens, staged: StagedCopy) -> EditLogits | None:
-        of_sequences = self._of_sequences
-        for new in plan.added:
-            of_sequences.pop(new.slot, None)
-            if (budget := ThinkingBudget.of(new.params)) is not None:
-                of_sequences[new.slot] = new.num_prompt, budget
-        if not of_sequences:
+        self._of_sequences.add(plan.added, budget_of)
+        if not self._of_sequences:
             return None
         where = []
-        for row, (slot, position) in enumerate(zip(sampled.slots.tolist(), sampled.positions.tolist(), strict=True)):
-            if slot in of_sequences:
-                start, budget = of_sequences[slot]
-                length = position - start
-                if 0 <= length - budget.ends_at < MAX_CHARACTER:
-                    opening, call = (NEVER if token is None else token for token in (budget.open, budget.call))
-                    where.append((row, slot, start, length, opening, budget.close, call))
+        for row, slot, position, (start, budget) in self._of_sequences.rows(sampled):
+            length = position - start
+            if 0 <= length - budget.ends_at < MAX_CHARACTER:
+                opening, call = (NEVER if token is None else token for token in (budget.open, budget.call))
+                where.append((row, slot, start, length, opening, budget.close, call))
         if not where:
             return None
         ends = DueEnds(staged.add(np.array(where, dtype=np.int64).T), sum(length for _, _, _, length, *_ in where))
         return lambda logits: force(logits, ends, self._history)
+
+
+def budget_of(new: NewSequence) -> tuple[int, ThinkingBudget] | None:
+    """Return the start of a sequence's output, and its budget; None if it has no budget."""
+    budget = ThinkingBudget.of(new.params)
+    return None if budget is None else (new.num_prompt, budget)
 
 
 def force(logits: Tensor, ends: DueEnds, history: Tensor) -> None:
