@@ -423,7 +423,8 @@ def link(make_tcp: Make) -> Iterator[SpoiltRead]:
 class SpoiltRead:
     """A reader, a source of some MB, and a link between them."""
 
-    def __init__(self, make: Make, progress_s: float = 0.5):
+    def __init__(self, make: Make, progress_s: float = 20.0):
+        """progress_s: long, since a busy machine may take a second for the first bytes of a read."""
         self.there = full_cache(3 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes, 2)
         self.here = torch.zeros_like(self.there)
         self.reader = make(self.here, progress_s)
@@ -496,9 +497,8 @@ def test_a_cut_link_fails_the_read_and_a_healed_one_is_used_again(link: SpoiltRe
 
 
 @pytest.mark.parametrize("after", [0, 10, 1_500_000])
-def test_a_link_on_which_nothing_comes_fails_the_read_and_nothing_is_written_later(
-    link: SpoiltRead, after: int
-) -> None:
+def test_a_link_on_which_nothing_comes_fails_the_read_and_nothing_is_written_later(make_tcp: Make, after: int) -> None:
+    link = SpoiltRead(make_tcp, progress_s=0.5)
     link.link.hold(after)
     with pytest.raises(TransportError, match=r"no progress for 0.5 s"):
         link.read()
@@ -507,10 +507,11 @@ def test_a_link_on_which_nothing_comes_fails_the_read_and_nothing_is_written_lat
     link.reader.read(link.source, BlockReads([0], [0], ALL), NEVER)  # after what was held
     assert torch.equal(link.here[1:], before[1:])
     link.assert_reads()
+    link.link.close()
 
 
 def test_a_read_that_is_stopped_while_it_waits_ends_and_nothing_is_written_later(make_tcp: Make) -> None:
-    spoilt = SpoiltRead(make_tcp, progress_s=20.0)
+    spoilt = SpoiltRead(make_tcp)
     stop = threading.Event()
     spoilt.link.hold(after=1_500_000)
     with ThreadPoolExecutor(1) as pool:
@@ -529,7 +530,7 @@ def test_a_read_that_is_stopped_while_it_waits_ends_and_nothing_is_written_later
 
 
 def test_a_dropped_source_ends_the_read_that_waits_for_it(make_tcp: Make) -> None:
-    spoilt = SpoiltRead(make_tcp, progress_s=20.0)
+    spoilt = SpoiltRead(make_tcp)
     spoilt.link.hold(after=1_500_000)
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(spoilt.read)
