@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +11,6 @@ import typer
 from benchmarks.command import run
 from benchmarks.real_model import offline, served
 from benchmarks.real_model.offline import Row
-from benchmarks.real_model.texts import training_prompts
 from cluster.terminal.tables import make_table, show
 from engine.errors import InvalidParameter
 
@@ -40,25 +37,17 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="Of the text whose perplexity is measured.")] = 6144,
     texts: Annotated[int, typer.Option(min=2, max=20, help="Of each task for drafts.")] = 12,
     chats: Annotated[int, typer.Option(min=1, max=1000, help="That are compared alone and beside others.")] = 1000,
-    heads: Annotated[Path | None, typer.Option(help="Folder of Medusa heads for the drafts.")] = None,
-    write_prompts: Annotated[
-        Path | None,
-        typer.Option(help="Write prompts of the same kinds to this file, for tools.medusa, and end."),
-    ] = None,
 ) -> None:
     """Measure perplexities, drafts, and what depends on other requests; by a server grammars and conversations.
 
     Example: python -m benchmarks.real_model perplexity drafts
     """
-    if write_prompts is not None:
-        write_prompts.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in training_prompts()), encoding="utf-8")
-        return
     for part in parts or ():
         if part not in PARTS:
             raise InvalidParameter("PARTS", part, f"of {', '.join(PARTS)}")
     rows: dict[str, Callable[[], Iterator[Row]]] = {
         "perplexity": lambda: offline.perplexities(model, tokens),
-        "drafts": lambda: offline.drafts(model, texts, heads),
+        "drafts": lambda: offline.drafts(model, texts),
         "chats": lambda: offline.chats(model, chats),
         "grammars": lambda: served.grammars(model),
         "conversations": lambda: served.conversations(model, texts),

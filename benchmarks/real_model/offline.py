@@ -25,7 +25,6 @@ Row = tuple[str, ...]
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 2**30, "seed": 0}
 WINDOW = 512  # tokens of a text whose perplexity is measured at a time
 DRAFT_TOKENS = 96  # of an answer
-HEAD_TOKENS = 3  # that heads guess at a time
 CHAT_TOKENS = 16
 BATCH, CHUNK, BLOCK_SIZE = 64, 40, 16
 
@@ -60,9 +59,8 @@ def perplexity(llm: LLM, tokens: int) -> tuple[float, float]:
     return math.exp(loss), sum(entry.rank == 1 for entry in found) / len(found)
 
 
-def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
-    """Each answer by an engine without drafts and by others with them, in turns, one stream at a time. heads: folder of
-    Medusa heads, if there are some."""
+def drafts(model: str, number: int) -> Iterator[Row]:
+    """Each answer by an engine without drafts and by others with them, in turns, one stream at a time."""
     schema = StructuredOutputsParams(json=THING)
     tasks: tuple[tuple[str, list[str], StructuredOutputsParams | None], ...] = (
         ("summarise", summaries(number), None),
@@ -73,9 +71,6 @@ def drafts(model: str, number: int, heads: Path | None) -> Iterator[Row]:
     )
     engines = {"": LLM(model, **OPTIONS)}
     engines |= {method: LLM(model, **OPTIONS, speculative_config={"method": method}) for method in ("ngram", "suffix")}
-    if heads is not None:
-        medusa = {"method": "medusa", "model": str(heads), "num_speculative_tokens": HEAD_TOKENS}
-        engines["medusa"] = LLM(model, **OPTIONS, speculative_config=medusa)
     for task, texts, grammar in tasks:
         params = SamplingParams(temperature=0.0, max_tokens=DRAFT_TOKENS, structured_outputs=grammar)
         before = {method: llm.stats() for method, llm in engines.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,17 +78,16 @@ def documentation() -> list[str]:
     return texts
 
 
-def summaries(number: int, part: int = 0) -> list[str]:
-    """Return requests to summarise texts of some 200 words. part: of each text, that many times 1,200 characters in."""
-    first, last = 1200 * part, 1200 * (part + 1)
-    texts = [text[first:last] for text in documentation() if len(text) > last]
+def summaries(number: int) -> list[str]:
+    """Return requests to summarise texts of some 200 words."""
+    texts = [text[:1200] for text in documentation() if len(text) > 1200]
     return [f"Summarise this text, in its own words:\n\n{text}" for text in texts][:number]
 
 
-def edits(number: int, modules: Sequence[str] = EDITED) -> list[str]:
+def edits(number: int) -> list[str]:
     """Return requests to rename an argument of a function of Python's library."""
     found = []
-    for name in modules:
+    for name in EDITED:
         for _, function in sorted(inspect.getmembers(importlib.import_module(name), inspect.isfunction)):
             code = re.sub(r'\n *""".*?"""', "", inspect.getsource(function), flags=re.DOTALL)
             arguments = [word for word in inspect.signature(function).parameters if len(word) > 1]
@@ -98,19 +96,7 @@ def edits(number: int, modules: Sequence[str] = EDITED) -> list[str]:
     return found[:number]
 
 
-def descriptions(nouns: Sequence[str] = NOUNS) -> list[str]:
+def descriptions() -> list[str]:
     """Return requests for objects of the schema THING."""
     return [f"Describe {noun} as a JSON object with the keys name, kind (animal, plant, thing or place) and legs (a "
-            "number). Answer with JSON only." for noun in nouns]  # fmt: skip
-
-
-def training_prompts() -> list[str]:
-    """Return prompts of the same kinds as those whose drafts are measured, and none of these."""
-    nouns = [f"a {word}" for word in EVERYDAY[200:500] if f"a {word}" not in NOUNS]
-    asked = [text for part in range(1, 6) for text in summaries(1000, part)]
-    return [
-        *questions(1000)[203::2],
-        *asked,
-        *edits(300, [name for name in MODULES if name not in EDITED]),
-        *descriptions(nouns),
-    ]
+            "number). Answer with JSON only." for noun in NOUNS]  # fmt: skip

@@ -19,14 +19,14 @@ MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never save time
 class SpeculativeConfig:
     """Options of speculative decoding, named as in vLLM (docs/speculative_decoding.md)."""
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa"] = field(
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] = field(
         metadata={
             "help": "`ngram` looks for the newest tokens earlier in prompt and output, and proposes the tokens "
             "that followed there. `suffix` also looks in earlier answers, and proposes the most frequent continuation. "
             "The other methods have weights: a smaller model, or heads that read this model's hidden states."
         }
     )
-    model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")
+    model: str | None = option(None, "`draft_model` and `eagle3`: folder or Hub id of the weights.")
     num_speculative_tokens: int = option(
         5,
         "Maximum number of drafted tokens per sequence and step. Fewer are drafted under load, or if few are accepted.",
@@ -45,7 +45,7 @@ class SpeculativeConfig:
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             limit = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
             raise ConfigError("speculative_config.num_speculative_tokens", self.num_speculative_tokens, limit)
-        needs_model = self.method in ("draft_model", "eagle3", "medusa")
+        needs_model = self.method in ("draft_model", "eagle3")
         if needs_model != (self.model is not None):
             limit = f"{'given' if needs_model else 'left out'} with method {self.method}"
             raise ConfigError("speculative_config.model", self.model, limit)

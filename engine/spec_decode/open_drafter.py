@@ -26,10 +26,6 @@ def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
         from engine.spec_decode.eagle3 import eagle3_drafter
 
         return eagle3_drafter(folder, target)
-    if speculative.method == "medusa":
-        from engine.spec_decode.medusa import MedusaDrafter
-
-        return MedusaDrafter(folder, target, speculative.num_speculative_tokens)
     from engine.spec_decode.draft_model import DraftModel
 
     return DraftModel(folder, target, config.max_num_batched_tokens)

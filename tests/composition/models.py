@@ -20,7 +20,6 @@ from tests.engine.spec_decode.draft_checkpoints import (
     VOCAB,
     PlainEagle3,
     write_authors,
-    write_heads,
     write_mtp,
 )
 from tests.models import make_model, make_tokenizer
@@ -82,10 +81,6 @@ class Models:
     def eagle3(self) -> Path:
         layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         return self._made("eagle3", lambda folder: write_authors(folder, PlainEagle3(False, DRAFT_VOCAB), **layers))
-
-    @cached_property
-    def medusa(self) -> Path:
-        return self._made("medusa", lambda folder: write_heads(folder, "authors"))
 
     def adapters(self, kind: Kind) -> list[LoRARequest]:
         """Two adapters of the model of a kind."""

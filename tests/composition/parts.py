@@ -28,7 +28,6 @@ from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.composition.engines import Session, Stream
 from tests.composition.models import Kind, Models
-from tests.engine.spec_decode.draft_checkpoints import HEADS
 from tests.kv_event_reader import Subscriber
 from tests.vision_models import Prompt
 
@@ -108,8 +107,7 @@ class Part:
 
 
 def speculative(method: str, **more: Any) -> dict[str, Any]:
-    count = HEADS if method == "medusa" else 4
-    return {"speculative_config": {"method": method, "num_speculative_tokens": count, **more}}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 4, **more}}
 
 
 def drafted(run: Run) -> bool:
@@ -311,7 +309,6 @@ PARTS = (
          lambda setup: speculative("draft_model", model=str(setup.models.small))),
     Part("EAGLE-3", "method `eagle3`", drafted, lambda setup: speculative("eagle3", model=str(setup.models.eagle3))),
     Part("MTP", "method `mtp`", drafted, speculative("mtp"), kind={"experts": True}),
-    Part("Medusa", "method `medusa`", drafted, lambda setup: speculative("medusa", model=str(setup.models.medusa))),
     Part("predicted outputs", "`prediction` of a request", always, ask=predict),
     Part("FP8 KV cache", "`kv_cache_dtype: fp8`", always, {"kv_cache_dtype": "fp8"}),
     Part("FP8 weights", "`quantization: fp8`", always, {"quantization": "fp8"}),

@@ -62,7 +62,6 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"python -m tools.pocket": HOURS,
     r"python -m benchmarks.(peers|embeddings)": PEERS,
     r"python -m benchmarks.random_gguf": "writes a model of 0.58 billion weights",
-    r"python -m benchmarks.real_model|python -m tools.medusa": "minutes of SmolLM2, if it was fetched",
     r"python -m benchmarks.(isolation|lora|costs|bills|pipeline_stages|quotas|fair_costs|what_if)": "takes minutes",
     r"python -m benchmarks.simulator.fit": "tests/benchmarks/simulator",
     r"python -m benchmarks.simulator.write_trace": HERE,

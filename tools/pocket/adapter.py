@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.pocket import PATH
-from tools.pocket.medusa import Answers, chat, questions
+from tools.pocket.answers import Answers, chat, questions
 from tools.pocket.train import IGNORE, rate
 from tools.pocket.words import EVERYDAY
 

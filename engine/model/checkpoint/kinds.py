@@ -97,7 +97,6 @@ KINDS: dict[str, Kind] = {
             "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank hidden_size_per_layer_input sliding_window "
             "mamba_d_ssm index_topk image_token_id image_token_index", **NULL,
         ),
-        _whole(1, LAYERS, "medusa_num_heads medusa_num_layers", **NULL),
         _whole(0, SIZE, "moe_intermediate_size idx true_token_id"),
         _whole(0, SIZE, "false_token_id", **NULL),
         _whole(0, SIZE, "intermediate_size", lists=True),

@@ -24,7 +24,7 @@ from engine.wire.parts.handoffs import HandoffTotals, PrefillReplica, PrefillRep
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
-from tests.engine.spec_decode.draft_checkpoints import HEADS, VOCAB, make_drafters
+from tests.engine.spec_decode.draft_checkpoints import NUM_DRAFTS, VOCAB, make_drafters
 from tests.fake_drafter import draft_always
 from tests.models import make_model
 from tests.products import slow
@@ -407,13 +407,13 @@ def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_another_engine_died(
     ranks, tmp_path, monkeypatch, method
 ):
     draft_always(monkeypatch)
     folder, drafter = make_drafters(tmp_path)[method]
-    speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **drafter)
+    speculative = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, **drafter)
     options: dict[str, Any] = {"model": str(folder), "speculative_config": speculative, "max_model_len": 256}
     requests = [(length, params) for length in (5, 64, 150) for params in ({"temperature": 0.0}, RANDOM)]
 

@@ -26,7 +26,6 @@ from tests.engine.spec_decode.draft_checkpoints import (
     PlainEagle3,
     copy_with_noise,
     write_authors,
-    write_heads,
     write_mtp,
 )
 from tests.models import make_model
@@ -144,8 +143,6 @@ def drafted(tmp_path_factory):
         drafter.mkdir()
         if method == "eagle3":
             write_authors(drafter, PlainEagle3(False, DRAFT_VOCAB))
-        elif method == "medusa":
-            write_heads(drafter, "authors")
         else:  # a mixture, too, which mostly says what the model says
             copy_with_noise(model, drafter)
         return str(model), {"method": method, "model": str(drafter)}
@@ -157,7 +154,7 @@ def drafted(tmp_path_factory):
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        *((method, {}) for method in ("mtp", "draft_model", "eagle3", "medusa")),
+        *((method, {}) for method in ("mtp", "draft_model", "eagle3")),
         ("draft_model", {"tensor_parallel_size": 2}),
         ("mtp", {"dtype": "bfloat16", "async_scheduling": True}),
     ],

@@ -159,7 +159,7 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
         ({}, "speculative_config.method must be given"),
         (
             {"method": "guess"},
-            "speculative_config.method must be one of ngram, suffix, draft_model, eagle3, mtp, medusa, got 'guess'",
+            "speculative_config.method must be one of ngram, suffix, draft_model, eagle3, mtp, got 'guess'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "between 1 and 32"),

@@ -16,7 +16,7 @@ from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, make_core, requests, run
 from tests.models import with_slow
 
-NAMES = ("same_model", "noisy_model", "eagle3", "mtp", "medusa", "hybrid_mtp")
+NAMES = ("same_model", "noisy_model", "eagle3", "mtp", "hybrid_mtp")
 SLOW = [name for name in NAMES if name != "mtp"]
 
 

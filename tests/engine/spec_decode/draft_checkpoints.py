@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from tests.models import make_model, randomise
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 48, 375, 31  # the vocabulary of the tokenizer of tests/models.py
-HEADS = 3  # of Medusa
+NUM_DRAFTS = 3  # drafted tokens
 MTP_LAYER = 3
 LAYER = {
     "hidden_size": HIDDEN,
@@ -107,38 +107,6 @@ def write_speculators(folder, head: PlainEagle3):
     return folder
 
 
-def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, list]:
-    """Write heads and return, for each, its residual layers as (weight, bias) and its output layer."""
-    generator = torch.Generator().manual_seed(layers)
-
-    def noise(*shape):
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    biases = form == "authors"
-    residual = [
-        [(noise(HIDDEN, HIDDEN), noise(HIDDEN) if biases else None) for _ in range(layers)] for _ in range(HEADS)
-    ]
-    outputs = [] if form == "shared" else [noise(VOCAB, HIDDEN) for _ in range(HEADS)]
-    tensors = {}
-    for head in range(HEADS):
-        for layer, (weight, bias) in enumerate(residual[head]):
-            name = f"{head}.{layer}.linear" if form == "authors" else f"medusa_heads.blocks.{head}.layers.{layer}"
-            tensors[f"{name}.weight"] = weight
-            if bias is not None:
-                tensors[f"{name}.bias"] = bias
-        if outputs:
-            tensors[f"{head}.{layers}.weight" if form == "authors" else f"lm_heads.{head}.weight"] = outputs[head]
-    if form == "authors":
-        config = {"medusa_num_heads": HEADS, "medusa_num_layers": layers, "base_model_name_or_path": "target"}
-        save_file(tensors, folder / "medusa_lm_head.safetensors")
-    else:
-        config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": layers, "hidden_size": HIDDEN,
-                  "vocab_size": VOCAB, "original_lm_head": form == "shared"}  # fmt: skip
-        save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return residual, outputs
-
-
 MTP_FAMILIES = {  # layer, rotary embedding, norm, and a layer of the model of the same kind
     "deepseek_v3": (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding, Glm4MoeRMSNorm, MTP_LAYER),
     "glm4_moe": (Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding, Glm4MoeRMSNorm, MTP_LAYER),
@@ -226,7 +194,7 @@ def copy_with_noise(folder: Path, copy: Path) -> Path:
     return copy
 
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "noisy_model", "eagle3", "mtp", "medusa",
+DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "noisy_model", "eagle3", "mtp",
             "hybrid_ngram", "hybrid_model", "hybrid_mtp")  # fmt: skip
 
 
@@ -241,10 +209,9 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
     glm = make_model(new("glm"), "glm4_moe", tokenizer=True, vocab_size=VOCAB)
     hybrid = make_model(new("hybrid"), "qwen3_5", tokenizer=True, vocab_size=VOCAB)
     write_mtp(hybrid)
-    small, eagle3, medusa = make_model(new("qwen3"), "qwen3", vocab_size=VOCAB), new("eagle3"), new("medusa")
+    small, eagle3 = make_model(new("qwen3"), "qwen3", vocab_size=VOCAB), new("eagle3")
     write_mtp(glm)
     write_authors(eagle3, PlainEagle3(False, DRAFT_VOCAB))
-    write_heads(medusa, "authors")
     return {
         "ngram": (llama, {"method": "ngram"}),
         "suffix": (llama, {"method": "suffix"}),
@@ -253,7 +220,6 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
         "noisy_model": (llama, {"method": "draft_model", "model": str(copy_with_noise(llama, new("noisy")))}),
         "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
         "mtp": (glm, {"method": "mtp"}),
-        "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
         "hybrid_ngram": (hybrid, {"method": "ngram", "prompt_lookup_min": 1}),
         "hybrid_model": (hybrid, {"method": "draft_model", "model": str(small)}),
         "hybrid_mtp": (hybrid, {"method": "mtp"}),

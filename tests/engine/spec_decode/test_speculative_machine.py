@@ -26,7 +26,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, VOCAB, make_drafters
+from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, NUM_DRAFTS, VOCAB, make_drafters
 from tests.examples import examples
 from tests.fake_drafter import draft_always
 
@@ -99,7 +99,7 @@ def folders() -> tuple[TemporaryDirectory[str], dict[str, tuple[Path, dict]]]:
 def engine(folder: Path, dtype: str, method: str | None = None, overlap: bool = False) -> EngineCore:
     speculative = None
     if method is not None:
-        speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **folders()[1][method][1])
+        speculative = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, **folders()[1][method][1])
     blocks = 64 if method is None else 36  # so that requests are preempted
     options = {"dtype": dtype, "async_scheduling": overlap, "num_gpu_blocks_override": blocks, **SMALL}
     config = EngineConfig(model=str(folder), speculative_config=speculative, **options)
@@ -212,9 +212,7 @@ def case_of(method: str) -> type:
     return machine.TestCase
 
 
-TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, TestMedusa, *_ = map(
-    case_of, DRAFTERS
-)
+TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, *_ = map(case_of, DRAFTERS)
 TestHybridNgram, TestHybridModel, TestHybridMTP = map(case_of, DRAFTERS[-3:])
-for like_another in (TestSameModel, TestMedusa, TestHybridModel):
+for like_another in (TestSameModel, TestHybridModel):
     like_another.pytestmark = pytest.mark.slow

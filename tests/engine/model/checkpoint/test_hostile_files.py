@@ -15,7 +15,6 @@ from engine.model.checkpoint.folder import eos_token_ids
 from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.spec_decode.eagle3 import Eagle3Config
-from engine.spec_decode.medusa import MedusaDrafter
 from engine.text.chat_tokenizer import ChatTokenizer
 from tests.examples import examples
 
@@ -66,7 +65,6 @@ EAGLE = {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0], "use_aux_hidden_state": True},
     "transformer_layer_config": {"hidden_size": SIZE},
 }
-MEDUSA = {"num_heads": 3, "num_hidden_layers": 1, "vocab_size": CONFIG["vocab_size"], "truncated_vocab_size": None}
 
 
 class ReadError(ServingError):
@@ -104,7 +102,6 @@ FILES = {
         for sample in QUANTIZATIONS
     },
     "config.json (eagle3)": (EAGLE, {}, lambda folder: Eagle3Config.from_folder(folder, ReadingTarget())),
-    "config.json (medusa)": (MEDUSA, {}, lambda folder: MedusaDrafter(folder, ReadingTarget(), 1)),
 }
 
 

@@ -1,1 +1,0 @@
-"""Trains Medusa heads, which draft for a model, on that model's own answers."""
