@@ -28,7 +28,7 @@ from engine.model.batch import Batch, split
 from engine.model.layers.latent_attention import of_heads
 from engine.model.ops import linear
 from engine.model.ops.cpu import attention
-from engine.model.ops.cpu.kernel import Kernel, as_f32, device_function, exp, kernel, take
+from engine.model.ops.cpu.kernel import CpuKernel, as_f32, device_function, exp, kernel, take
 from engine.model.ops.elementwise.norms import unit_q_and_k
 from engine.model.ops.recurrent.linear_attention import select
 from engine.model.state import CHUNK, Shape, StateBatch, StateSpec, allocate
@@ -155,7 +155,7 @@ def recurrence_f32(args: Any) -> None:
     recurrence_rows(args)
 
 
-RECURRENCE = Kernel({torch.float32: recurrence_f32})
+RECURRENCE = CpuKernel({torch.float32: recurrence_f32})
 
 
 def recurrence(

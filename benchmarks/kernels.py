@@ -31,7 +31,7 @@ from engine.kernel_trial.steps import memory_of
 from engine.model.batch import Batch
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 from engine.model.ops.cpu.linear import MULTIPLY
 from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.model_runner import ModelRunner
@@ -66,19 +66,19 @@ class Watch:
     """Takes the time of every kernel that is launched."""
 
     def __init__(self, clock: Callable[[], float]):
-        self._clock, self._launch = clock, Kernel.launch
+        self._clock, self._launch = clock, CpuKernel.launch
         self._calls: list[tuple[str, float, float, float]] = []  # name, seconds, floating point operations, bytes
         self._pairs = self._kv_tokens = 0.0
         self._names: dict[int, str] = {}
         for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
             if not module.name.endswith("__main__"):
                 for name, value in vars(importlib.import_module(module.name)).items():
-                    if isinstance(value, Kernel):
+                    if isinstance(value, CpuKernel):
                         self._names[id(value)] = name.lower()
         watch = self
-        Kernel.launch = lambda kernel, *args: watch.timed(kernel, *args)  # type: ignore[method-assign]
+        CpuKernel.launch = lambda kernel, *args: watch.timed(kernel, *args)  # type: ignore[method-assign]
 
-    def timed(self, kernel: Kernel, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
+    def timed(self, kernel: CpuKernel, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
         started = self._clock()
         self._launch(kernel, dtype, items, *args)
         seconds = self._clock() - started

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import Kernel, recorder
+from engine.model.ops.cpu.kernel import CpuKernel, recorder
 
 PLACES = 6  # of the arrays of each launch
 ALIGNMENT = 4  # bytes; arrays of int64 have 8
@@ -19,12 +19,12 @@ LARGEST = 1 << 22  # bytes of the arrays of a launch that is repeated
 
 
 @contextmanager
-def moved_kernels(seed: int = 0) -> Iterator[set[Kernel]]:
+def moved_kernels(seed: int = 0) -> Iterator[set[CpuKernel]]:
     """Repeat each launch while in this context. Yields the kernels that were repeated. A launch raises AssertionError
     if an array has other bits after a repetition."""
-    launch, rng, repeated = Kernel.launch, random.Random(seed), set[Kernel]()
+    launch, rng, repeated = CpuKernel.launch, random.Random(seed), set[CpuKernel]()
 
-    def launch_and_repeat(kernel: Kernel, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
+    def launch_and_repeat(kernel: CpuKernel, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
         arrays = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
         before = {address: content(array).clone() for address, array in arrays.items()}
         launch(kernel, dtype, items, *args)
@@ -44,7 +44,7 @@ def moved_kernels(seed: int = 0) -> Iterator[set[Kernel]]:
                 there = memory[start : start + len(before[address])]
                 assert torch.equal(there, content(arrays[address])), (kernel.entries[dtype], dtype, args, starts)
 
-    with_launch: Any = Kernel
+    with_launch: Any = CpuKernel
     with_launch.launch = launch_and_repeat
     try:
         yield repeated

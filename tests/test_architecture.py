@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -220,6 +221,18 @@ def test_constructors_take_few_arguments():
                 if count > MAX_ARGUMENTS:
                     long[node.name] = count
     assert long == LONG_CONSTRUCTORS
+
+
+def test_no_class_name_stands_twice_within_a_package():
+    """But in bodies of the APIs, whose names are theirs, and for vLLM's SamplingParams, which users write."""
+    for folder in ORDER:
+        names = [
+            node.name
+            for file in FILES[folder]
+            if "_bod" not in file.name and file != ROOT / "engine" / "offline" / "sampling_params.py"
+            for node in classes_of(file)
+        ]
+        assert not [name for name, count in Counter(names).items() if count > 1], folder
 
 
 def test_nothing_from_outside_enters_a_scheduler_but_by_apply():

@@ -46,10 +46,10 @@ class Launched(Protocol):
     """A step in the device's queue."""
 
     @property
-    def event(self) -> Event: ...
+    def event(self) -> StepEvent: ...
 
 
-class Event(Protocol):
+class StepEvent(Protocol):
     def reached(self, timeout_s: float) -> bool: ...
 
 

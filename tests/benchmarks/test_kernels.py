@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels import Watch, fill, measure_step
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 from tests.models import make_model
 
 
@@ -24,7 +24,7 @@ def test_every_kernel_of_a_step_is_timed(tmp_path, monkeypatch, family, kernels)
     core = build_engine(
         EngineConfig(model=str(folder), num_gpu_blocks_override=64, block_size=4, num_threads=1, dtype="float32")
     )
-    monkeypatch.setattr(Kernel, "launch", Kernel.launch)  # undone after the test
+    monkeypatch.setattr(CpuKernel, "launch", CpuKernel.launch)  # undone after the test
     fill(core.ranks.runner)
     watch = Watch(time.perf_counter)
     for step in ("2x1@20", "1x9@9"):

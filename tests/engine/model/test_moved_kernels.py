@@ -13,7 +13,7 @@ import torch
 
 from engine.model.batch import Batch, split
 from engine.model.ops.cpu import encoder_attention, rope
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 from engine.model.ops.cpu.lora import low_rank
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.lora.cases import Case
@@ -42,7 +42,7 @@ MODELS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 DTYPES = torch.float32, torch.bfloat16
 
 
-def computing(kernels: Iterable[Kernel]) -> set[str]:
+def computing(kernels: Iterable[CpuKernel]) -> set[str]:
     """The names of the kernels of this package, each that of one of its entry points; tests have some of their own."""
     entries: list[Any] = [next(iter(kernel.entries.values())) for kernel in kernels]
     functions = [inspect.getclosurevars(entry.__wrapped__).nonlocals["function"] for entry in entries]
@@ -75,7 +75,7 @@ def encode(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @needs_linear_kernel
 def test_kernels_have_the_same_bits_wherever_their_arrays_are_in_memory(tmp_path):
-    repeated: set[Kernel] = set()
+    repeated: set[CpuKernel] = set()
     for number, (family, fields, options) in enumerate(MODELS):
         folder = make_model(tmp_path / str(number), family, **fields)
         for dtype in DTYPES:
@@ -87,5 +87,5 @@ def test_kernels_have_the_same_bits_wherever_their_arrays_are_in_memory(tmp_path
             add_adapters(dtype)
             encode(dtype)
         repeated |= found
-    rest = computing(kernel for kernel in Kernel.imported if kernel not in repeated)
+    rest = computing(kernel for kernel in CpuKernel.imported if kernel not in repeated)
     assert rest <= {"run_all"}, "this kernel only runs others"

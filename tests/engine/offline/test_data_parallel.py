@@ -22,7 +22,7 @@ from engine.devices.free_memory import FreeMemory
 from engine.errors import ConfigError, EngineUnavailable, StartupError
 from engine.offline.llm import LLM
 from engine.options.speculation import SpeculativeConfig
-from engine.parts.experts.rank.experts import Experts
+from engine.parts.experts.rank.experts import ExpertLayers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.experts import ExpertReport
 from tests.engine.lora.peft_adapters import make_adapter
@@ -212,7 +212,7 @@ def test_when_a_rank_cannot_move_experts_all_engines_keep_theirs_and_go_on(pool,
         expected = run_streams(core).bits()
     options = {"num_gpu_blocks_override": 300, "enable_eplb": True, "eplb_config": often()}
     with running(pool, shared(folder_of("qwen3_moe"), 2, **options)) as group:
-        monkeypatch.setattr(group.core.ranks.runner.parts[Experts].rank, "_exchange", fail)
+        monkeypatch.setattr(group.core.ranks.runner.parts[ExpertLayers].rank, "_exchange", fail)
         check_stop(group, expected)
 
 

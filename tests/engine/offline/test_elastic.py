@@ -16,7 +16,7 @@ from engine.devices.free_memory import FreeMemory
 from engine.errors import ConfigError, EngineUnavailable
 from engine.offline.engine_group import EngineGroup
 from engine.offline.llm import LLM
-from engine.parts.experts.rank.experts import Experts
+from engine.parts.experts.rank.experts import ExpertLayers
 from engine.wire.parts.costs import CostStats
 from engine.wire.parts.experts import ExpertReport, SharedSteps
 from engine.wire.parts.speculation import SpecDecodeStats
@@ -111,7 +111,7 @@ def test_the_texts_of_all_requests_are_those_without_a_loss(folder_of, case):
     with LLM(folder, data_parallel_size=3, enable_expert_parallel=True, enable_elastic_ep=True, **options) as llm:
         found = answers_with_kills(llm, params, [1])
         stats = group_of(llm).stats()
-        assert group_of(llm)._core.ranks.runner.parts[Experts].rank.spare_bytes > 0
+        assert group_of(llm)._core.ranks.runner.parts[ExpertLayers].rank.spare_bytes > 0
         shared = stats.record(SharedSteps)
         assert shared is not None and shared.pause_s > 0
         assert (shared.generation, shared.engines) == (1, 2)

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.errors import ConfigError, EngineUnavailable
 from engine.options.experts import EPLBConfig
-from engine.parts.experts.rank.experts import Experts
+from engine.parts.experts.rank.experts import ExpertLayers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.experts import ExpertReport, ExpertStats
 from engine.wire.sampling_params import SamplingParams
@@ -181,7 +181,7 @@ def test_when_a_rank_cannot_move_experts_all_keep_theirs_and_the_engine_goes_on(
     with pool.engine(moving(folder_of("qwen3_moe"), 1, **options)) as core:
         expected = run_streams(core).bits()
     with pool.engine(moving(folder_of("qwen3_moe"), 2, **options)) as core:
-        monkeypatch.setattr(core.ranks.runner.parts[Experts].rank, "_exchange", fail)
+        monkeypatch.setattr(core.ranks.runner.parts[ExpertLayers].rank, "_exchange", fail)
         check_stop(core, expected)
 
 

@@ -7,14 +7,14 @@ import pkgutil
 from concurrent.futures import ProcessPoolExecutor
 
 from engine.model.ops import cpu
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 
 MAX_PROCESSES = 8  # each takes some hundred MiB
 
 for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-ENTRIES = [(kernel, dtype) for kernel in Kernel.imported for dtype in kernel.entries]
+ENTRIES = [(kernel, dtype) for kernel in CpuKernel.imported for dtype in kernel.entries]
 
 
 def compile_entry(number: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.config_parts.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops.cpu.kernel import (
-    Kernel,
+    CpuKernel,
     TokenCount,
     as_bf16,
     as_f32,
@@ -131,8 +131,8 @@ def widened(args: Any) -> None:
     scaled_rows(as_bf16, as_f32, args)
 
 
-SCALED = Kernel({torch.bfloat16: scaled_bf16, torch.float32: scaled_f32})
-CONVERTED = Kernel({torch.bfloat16: widened, torch.float32: narrowed})  # by the dtype of x
+SCALED = CpuKernel({torch.bfloat16: scaled_bf16, torch.float32: scaled_f32})
+CONVERTED = CpuKernel({torch.bfloat16: widened, torch.float32: narrowed})  # by the dtype of x
 RELU2 = each_dtype(relu2_rows)
 PRODUCT = each_dtype(product_rows)
 
@@ -149,7 +149,7 @@ def swigluoai_mul(x: Tensor) -> Tensor:
     return gated(SWIGLUOAI_MUL, x)
 
 
-def gated(op: Kernel, x: Tensor) -> Tensor:
+def gated(op: CpuKernel, x: Tensor) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = empty((tokens, size), x.dtype)
     op.launch(x.dtype, -(-tokens // TOKENS), x, out, TokenCount(tokens), size)

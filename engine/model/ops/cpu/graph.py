@@ -26,9 +26,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import I64, Kernel, TokenCount, as_i64, device_function, kernel, recorder
+from engine.model.ops.cpu.kernel import I64, CpuKernel, TokenCount, as_i64, device_function, kernel, recorder
 
-WIDTH = 40  # numbers per kernel in a graph: its arguments as packed by `Kernel.launch`, and at the end these three
+WIDTH = 40  # numbers per kernel in a graph: its arguments as packed by `CpuKernel.launch`, and at the end these three
 BESIDE = WIDTH - 3  # whether the next kernel may run beside it
 ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # the kernel's address, and how many threads may be working on it
 MIN_SPINS, MAX_SPINS = 64, 8192  # a spin is about 10 ns
@@ -110,7 +110,7 @@ def run_all(args: Any) -> None:
                 running += 1
 
 
-RUN_ALL = Kernel({torch.int64: run_all})
+RUN_ALL = CpuKernel({torch.int64: run_all})
 WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # shared by all replays in this process; see `wait_for_zero`
 
 
@@ -175,7 +175,7 @@ class KernelGraph:
         self._counts = np.array([self._token_counts, self._rows_per_token], dtype=np.int64)
 
     def add(self, entry: int, items: int, args: tuple[Tensor | int, ...], packed: Sequence[int]) -> None:
-        """Record a launch. Called by `Kernel.launch`."""
+        """Record a launch. Called by `CpuKernel.launch`."""
         padding = BESIDE - len(packed)
         assert padding >= 0, "WIDTH is too small"
         first = WIDTH * len(self._rows) + 1

@@ -242,16 +242,16 @@ class TokenCount(int):
     """The number of a step's tokens, or a multiple, as an argument of a kernel. A replay of a graph may replace it."""
 
 
-class Kernel:
+class CpuKernel:
     """A kernel: one entry point per dtype, launched with tensors and integers."""
 
-    imported: ClassVar[list[Kernel]] = []
+    imported: ClassVar[list[CpuKernel]] = []
 
     def __init__(self, entries: dict[torch.dtype, Callable[[], Any]]):
         self.entries = entries
         self._addresses: dict[torch.dtype, int] = {}
         self._direct: dict[torch.dtype, Callable[[Any], None]] = {}
-        Kernel.imported.append(self)
+        CpuKernel.imported.append(self)
 
     def compile(self, dtype: torch.dtype) -> None:
         self._addresses[dtype] = address = self.entries[dtype]().address
@@ -276,11 +276,11 @@ class Kernel:
 
 def compile_imported(dtype: torch.dtype) -> None:
     """Compile the kernels that layers have imported."""
-    for kernel in [kernel for kernel in Kernel.imported if dtype in kernel.entries]:
+    for kernel in [kernel for kernel in CpuKernel.imported if dtype in kernel.entries]:
         kernel.compile(dtype)
 
 
-def each_dtype(rows: Any) -> Kernel:
+def each_dtype(rows: Any) -> CpuKernel:
     """Return the kernel that a device function computes in bfloat16 and float32. rows: takes a cast to a pointer, the
     bytes of an element if it has a parameter for them, and the kernel's `args`.
 
@@ -294,7 +294,7 @@ def each_dtype(rows: Any) -> Kernel:
         names = {"__name__": rows.py_func.__module__, name: rows, "cast": cast}
         exec(compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec"), names)
         entries[dtype] = kernel(names[f"{name}_{dtype.itemsize}"])
-    return Kernel(entries)
+    return CpuKernel(entries)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

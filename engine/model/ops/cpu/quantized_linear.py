@@ -27,7 +27,7 @@ from engine.model.ops.cpu.integers import (
     nearest,
 )
 from engine.model.ops.cpu.kernel import (
-    Kernel,
+    CpuKernel,
     TokenCount,
     as_bf16,
     as_f32,
@@ -129,8 +129,8 @@ def multiply_int4_bf16(args: Any) -> None:
 
 
 ROUND = each_dtype(round_rows)
-MULTIPLY_INT8 = Kernel({torch.bfloat16: multiply_int8_bf16, torch.float32: multiply_int8_f32})
-MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
+MULTIPLY_INT8 = CpuKernel({torch.bfloat16: multiply_int8_bf16, torch.float32: multiply_int8_f32})
+MULTIPLY_INT4 = CpuKernel({torch.bfloat16: multiply_int4_bf16})
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:

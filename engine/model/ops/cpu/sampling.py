@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
-    Kernel,
+    CpuKernel,
     as_f32,
     as_i32,
     as_i64,
@@ -98,8 +98,8 @@ def draw_f32(args: Any) -> None:
         tokens[item] = found
 
 
-ARGMAX = Kernel({torch.float32: argmax_f32})
-DRAW = Kernel({torch.float32: draw_f32})
+ARGMAX = CpuKernel({torch.float32: argmax_f32})
+DRAW = CpuKernel({torch.float32: draw_f32})
 for each in (ARGMAX, DRAW):
     each.compile(torch.float32)  # now, and not in the first step
 

@@ -22,13 +22,13 @@ from engine.model.ops.elementwise import gates
 from engine.model.state import RING, StateRows, States, state_rows
 
 
-class CausalConv(Protocol):
+class CausalConvOp(Protocol):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: States, batch: Batch, silu: bool, /
     ) -> Tensor: ...
 
 
-def select(dtype: torch.dtype, device: torch.device) -> CausalConv:
+def select(dtype: torch.dtype, device: torch.device) -> CausalConvOp:
     """Return the fastest version."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu.recurrent import causal_conv as cpu

@@ -23,7 +23,7 @@ from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
 logger = logging.getLogger(__name__)
 
 
-class Experts(RankPart):
+class ExpertLayers(RankPart):
     name = "experts"
 
     def __init__(self, setup: RankSetup):

@@ -12,9 +12,9 @@ def make(setup: RankSetup) -> RankPart | None:
     if not setup.config.of(EngineConfig).enable_expert_parallel:
         return None
     if exchange_of(setup.tp) is None:
-        from engine.parts.experts.rank.experts import Experts
+        from engine.parts.experts.rank.experts import ExpertLayers
 
-        return Experts(setup)
-    from engine.parts.experts.rank.shared_experts import SharedExperts  # it needs pyzmq
+        return ExpertLayers(setup)
+    from engine.parts.experts.rank.shared_experts import SharedExpertLayers  # it needs pyzmq
 
-    return SharedExperts(setup)
+    return SharedExpertLayers(setup)

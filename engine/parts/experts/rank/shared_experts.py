@@ -7,7 +7,7 @@ from typing import cast
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.model.models.llama import Model
-from engine.parts.experts.rank.experts import Experts
+from engine.parts.experts.rank.experts import ExpertLayers
 from engine.parts.experts.rank.shared_rank import SharedRank
 from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
 from engine.runner.graphs.cuda_graphs import NoGraphs
@@ -20,7 +20,7 @@ from engine.wire.parts.experts import ExpertReport
 from engine.wire.parts.states import StateStep
 
 
-class SharedExperts(Experts):
+class SharedExpertLayers(ExpertLayers):
     def attach(self, model: Model) -> None:
         super().attach(model)
         self._model = model

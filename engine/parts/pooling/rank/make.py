@@ -7,6 +7,6 @@ from engine.runner.rank_setup import RankSetup
 
 
 def make(setup: RankSetup) -> RankPart | None:
-    from engine.parts.pooling.rank.pooling import Pooling
+    from engine.parts.pooling.rank.pooling import Pooler
 
-    return Pooling(setup)
+    return Pooler(setup)

@@ -60,7 +60,7 @@ class PooledStep:
     token_types: Tensor | None  #: [tokens] int64, see Batch
 
 
-class Pooling(RankPart):
+class Pooler(RankPart):
     name = "pooling"
 
     def __init__(self, setup: RankSetup):

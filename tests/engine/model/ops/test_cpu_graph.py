@@ -14,7 +14,7 @@ import torch
 from engine.model.ops import moe
 from engine.model.ops.cpu import activation, norm
 from engine.model.ops.cpu.graph import ENTRY, MAX_SPINS, NAP_US, WAITS, KernelGraph, poll, usleep, wait_for_zero
-from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel, take
+from engine.model.ops.cpu.kernel import CpuKernel, as_i64, kernel, take
 from engine.model.ops.cpu.moe import experts, routing
 from tests.cpu_kernels import needs_linear_kernel
 
@@ -51,8 +51,8 @@ def copy_told(args: Any) -> None:
         as_i64(args[1])[2] = as_i64(args[1])[1]
 
 
-WAIT = Kernel({torch.int64: wait_entry})
-AWAIT_AND_TELL, TELL, COPY_TOLD = (Kernel({torch.int64: entry}) for entry in (await_and_tell, tell, copy_told))
+WAIT = CpuKernel({torch.int64: wait_entry})
+AWAIT_AND_TELL, TELL, COPY_TOLD = (CpuKernel({torch.int64: entry}) for entry in (await_and_tell, tell, copy_told))
 
 
 @pytest.fixture(autouse=True)

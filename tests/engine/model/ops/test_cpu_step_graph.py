@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.kernel_trial.steps import memory_of
 from engine.model.batch import Batch, KVGroup, split
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.states import StateStep
@@ -293,13 +293,13 @@ def test_what_a_prompt_in_parts_is_pooled_from_outlasts_its_step(tmp_path):
 def test_every_step_is_two_regions_whatever_its_layers(tmp_path, monkeypatch):
     """One for the layers and one for the head: beside other processes, each may wait for a thread without a core. This
     holds from the first step on, so no request waits for a recording."""
-    core, regions, launch = make_core(tmp_path, "Llama"), [], Kernel.launch
+    core, regions, launch = make_core(tmp_path, "Llama"), [], CpuKernel.launch
 
-    def counted(kernel: Kernel, dtype: torch.dtype, items: int, *args: Any) -> None:
+    def counted(kernel: CpuKernel, dtype: torch.dtype, items: int, *args: Any) -> None:
         regions.extend([kernel] if items > 1 else [])  # one item needs one thread
         launch(kernel, dtype, items, *args)
 
-    monkeypatch.setattr(Kernel, "launch", counted)
+    monkeypatch.setattr(CpuKernel, "launch", counted)
     core.add(
         GenerateRequest(request_id="0", prompt=[5, 6, 7] * 9, params=SamplingParams(temperature=0.0, max_tokens=4))
     )

@@ -71,13 +71,13 @@ def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
 
 
 def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
-    from engine.model.ops.cpu.kernel import Kernel
+    from engine.model.ops.cpu.kernel import CpuKernel
 
     compiled = []
-    monkeypatch.setattr(Kernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
+    monkeypatch.setattr(CpuKernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
     build_model(tiny_config(), ShardPlan(), torch.bfloat16, "cpu")
     of_the_model = [kernel for kernel, dtype in compiled if dtype == torch.bfloat16]
-    assert of_the_model == [kernel for kernel in Kernel.imported if torch.bfloat16 in kernel.entries]
+    assert of_the_model == [kernel for kernel in CpuKernel.imported if torch.bfloat16 in kernel.entries]
     assert of_the_model
 
 
@@ -85,16 +85,16 @@ def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
 def test_all_kernels_of_a_machine_are_compiled_by_one_command(tmp_path):
     program = """
 import json, runpy, sys
-from engine.model.ops.cpu.kernel import Kernel
+from engine.model.ops.cpu.kernel import CpuKernel
 
 def compile(kernel, dtype):
     with open(sys.argv[1], "a") as file:
-        file.write(f"{Kernel.imported.index(kernel)} {dtype}\\n")
+        file.write(f"{CpuKernel.imported.index(kernel)} {dtype}\\n")
 
-Kernel.compile = compile
+CpuKernel.compile = compile
 runpy.run_module("engine.model.ops.cpu", run_name="__main__", alter_sys=True)
 assert "engine.model.ops.cpu.encoder_attention" in sys.modules
-print(json.dumps([f"{number} {dtype}" for number, kernel in enumerate(Kernel.imported) for dtype in kernel.entries]))
+print(json.dumps([f"{number} {dtype}" for number, kernel in enumerate(CpuKernel.imported) for dtype in kernel.entries]))
 """
     file = tmp_path / "compiled"
     run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)

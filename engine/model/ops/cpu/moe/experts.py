@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
-    Kernel,
+    CpuKernel,
     TokenCount,
     as_i64,
     device_function,
@@ -133,7 +133,7 @@ def add_shared_rows(cast: Any, args: Any) -> None:
             store(out, token * size + i, load(x, a + i) + factor * load(y, b + i))
 
 
-SORT = Kernel({torch.bfloat16: sort_pairs, torch.float32: sort_pairs})
+SORT = CpuKernel({torch.bfloat16: sort_pairs, torch.float32: sort_pairs})
 GATHER = each_dtype(gather_rows)
 MULTIPLY_SEGMENTS = each_dtype(multiply_segments)
 COMBINE = each_dtype(combine_rows)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.cpu.kernel import Kernel, as_f32, as_i64, device_function, exp, kernel, sum_function, work
+from engine.model.ops.cpu.kernel import CpuKernel, as_f32, as_i64, device_function, exp, kernel, sum_function, work
 from engine.model.ops.cpu.recurrent.linear_attention import (
     FEW_ROWS,
     Scratch,
@@ -204,7 +204,7 @@ def channel_decay_rows(args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-CHANNEL_DECAYS = Kernel({torch.float32: channel_decay_rows})
+CHANNEL_DECAYS = CpuKernel({torch.float32: channel_decay_rows})
 
 
 def linear_attention(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops.cpu.kernel import (
-    Kernel,
+    CpuKernel,
     TokenCount,
     as_f32,
     as_i64,
@@ -291,7 +291,7 @@ def linear_attention_rows(args: Any) -> None:
     memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
-LINEAR_ATTENTION = Kernel({torch.float32: linear_attention_rows})
+LINEAR_ATTENTION = CpuKernel({torch.float32: linear_attention_rows})
 
 
 @device_function
@@ -337,7 +337,7 @@ def keep_key_rows(args: Any) -> None:
                 target[i] = source[i]
 
 
-KEEP_KEYS = Kernel({torch.float32: keep_key_rows})
+KEEP_KEYS = CpuKernel({torch.float32: keep_key_rows})
 
 
 def supports(key_dim: int, value_dim: int) -> bool:
@@ -354,8 +354,8 @@ def linear_attention(
 
 
 def launch(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States, batch: Batch,
-    scale: float, eps: float | None,
+    kernel: CpuKernel, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: States,
+    batch: Batch, scale: float, eps: float | None,
 ) -> Tensor:  # fmt: skip
     """Attend by `kernel`: the kernel for heads with one decay, or the kernel for decays of channels."""
     q, k, v = widen(q, k, v, scale, eps)
