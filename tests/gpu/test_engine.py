@@ -18,7 +18,7 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import PromptImages
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
-from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
+from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, NUM_DRAFTS, make_drafters
 from tests.fake_drafter import draft_always
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
 from tests.models import FAMILIES
@@ -88,7 +88,7 @@ def test_answers_about_images_are_the_cpus_and_the_host_does_not_wait_for_them(n
 def test_drafts_change_no_token_and_the_host_does_not_wait_for_them(method, drafters, monkeypatch):
     draft_always(monkeypatch)
     (folder, options), wanted = drafters[method], requests(8, VOCAB, logprobs=2)
-    speculative = {**options, "num_speculative_tokens": HEADS}
+    speculative = {**options, "num_speculative_tokens": NUM_DRAFTS}
     core = make_core(folder, "cuda", speculative_config=speculative)
     check_same(run(core, wanted), generate(folder, "cpu", wanted), EXACT)
     assert core.stats().record(SpecDecodeStats).num_draft_tokens > 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,12 +70,14 @@ PLANTED: list[tuple[str, ModuleType, str, str]] = [  # a family, one of its kern
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_kernels(monkeypatch):
-    if not ON_A_CARD:
-        monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
-        monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-        monkeypatch.setattr(check, "is_gpu", lambda name: True)
+@pytest.fixture(scope="module", autouse=True)
+def own_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_A_CARD:
+            patch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+            patch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+            patch.setattr(check, "is_gpu", lambda name: True)
+        yield
 
 
 class Wrong:
@@ -99,16 +102,26 @@ class Wrong:
         return launch
 
 
-@pytest.fixture
-def launched_alone(monkeypatch) -> set[str]:
-    """Names of the kernels that steps of a trial launch where nothing is compared."""
-    found: set[str] = set()
+@dataclass(frozen=True)
+class Tried:
+    verdicts: list[Verdict]
+    alone: set[str]
+    """Names of the kernels that its steps launched where nothing was compared."""
+
+    @property
+    def wrong(self) -> dict[str, Verdict]:
+        return {verdict.op: verdict for verdict in self.verdicts if verdict.wrong}
+
+
+def tried(family: str, **options: Any) -> Tried:
+    """A trial."""
+    alone: set[str] = set()
     comparing: list[bool] = []
     get, compare, compute = KernelInterface.__getitem__, KernelTrial.compare, check.compute_steps
 
     def launcher(kernel: Any, grid: Any) -> Any:
         if comparing and not comparing[-1]:
-            found.add(kernel.fn.__name__)
+            alone.add(kernel.fn.__name__)
         return get(kernel, grid)
 
     def during(is_compared: bool, function: Any) -> Any:
@@ -121,37 +134,46 @@ def launched_alone(monkeypatch) -> set[str]:
 
         return call
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
-    monkeypatch.setattr(KernelTrial, "compare", during(True, compare))
-    monkeypatch.setattr(check, "compute_steps", during(False, compute))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", launcher)
+        patch.setattr(KernelTrial, "compare", during(True, compare))
+        patch.setattr(check, "compute_steps", during(False, compute))
+        config = EngineConfig(**OPTIONS, **options)
+        return Tried(try_kernels(config, MODELS[family], Path("/nowhere"), load_runner), alone)
 
 
-def test_a_kernel_that_is_not_compared_is_noted(launched_alone, monkeypatch):
-    monkeypatch.delitem(twins(), activation.silu_mul)
-    try_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
-    assert launched_alone == {"gated_kernel"}
+@pytest.fixture(scope="module")
+def faulty() -> Tried:
+    """A trial with a wrong kernel of norms, a wrong attention, and an activation that has no twin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm, "rms_norm_kernel", Wrong(norm.rms_norm_kernel))
+        patch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
+        patch.delitem(twins(), activation.silu_mul)
+        return tried("Qwen 3")
+
+
+def test_wrong_kernels_are_named_and_no_other_one(faulty):
+    assert set(faulty.wrong) == {"norm.rms_norm", "norm.add_rms_norm", "attention.paged_attention"}
+
+
+def test_a_kernel_that_is_not_compared_is_noted(faulty):
+    assert faulty.alone == {"gated_kernel"}
 
 
 @pytest.mark.parametrize("family", with_slow(MODELS, set(MODELS) - {"Qwen 3"}))
-def test_kernels_that_are_right_pass_their_trial_which_leaves_none_out(family, launched_alone):
-    verdicts = try_kernels(EngineConfig(**OPTIONS), MODELS[family], Path("/nowhere"), load_runner)
-    assert len(verdicts) > 4 and not launched_alone
-    assert not [verdict for verdict in verdicts if verdict.wrong]
-    assert all(verdict.calls for verdict in verdicts)
-    assert not ON_A_CARD or any(verdict.graphs for verdict in verdicts)
+def test_kernels_that_are_right_pass_their_trial_which_leaves_none_out(family):
+    trial = tried(family)
+    assert len(trial.verdicts) > 4 and not trial.alone
+    assert not trial.wrong
+    assert all(verdict.calls for verdict in trial.verdicts)
+    assert not ON_A_CARD or any(verdict.graphs for verdict in trial.verdicts)
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[1:]]
-
-
-@pytest.mark.parametrize(("family", "module", "kernel", "op"), [PLANTED[0], *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "module", "kernel", "op"), PLANTED)
 def test_a_wrong_kernel_is_named(family, module, kernel, op, monkeypatch):
     monkeypatch.setattr(module, kernel, Wrong(getattr(module, kernel)))
-    config = EngineConfig(**OPTIONS, enable_lora=module is low_rank)
-    wrong = {
-        verdict.op for verdict in try_kernels(config, MODELS[family], Path("/nowhere"), load_runner) if verdict.wrong
-    }
+    wrong = set(tried(family, enable_lora=module is low_rank).wrong)
     assert wrong - {"norm.rms_norm"} == {op}, "the two norms share a kernel"
 
 
@@ -162,9 +184,14 @@ def refused(monkeypatch) -> set[Any]:
     return found
 
 
-def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(refused, monkeypatch, caplog):
-    monkeypatch.setattr(norm, "rms_norm_kernel", Wrong(norm.rms_norm_kernel))
+def start(monkeypatch, verdicts: list[Verdict]) -> None:
+    """The start of an engine whose trial has these verdicts."""
+    monkeypatch.setattr(check, "try_kernels", lambda *args: verdicts)
     check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
+
+
+def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(faulty, refused, monkeypatch, caplog):
+    start(monkeypatch, [verdict for verdict in faulty.verdicts if verdict.op != "attention.paged_attention"])
     assert refused == {norm.rms_norm, norm.add_rms_norm}
     chosen = plain_norm.select(torch.float32, DEVICE)
     assert chosen == (plain_norm.rms_norm_plain, plain_norm.add_rms_norm_plain)
@@ -173,10 +200,9 @@ def test_plain_torch_takes_the_place_of_a_wrong_norm_with_one_line_in_the_log(re
     assert all(line.startswith("kernel norm.") and line.endswith("which takes its place") for line in lines)
 
 
-def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(refused, monkeypatch):
-    monkeypatch.setattr(attention, "attend_kernel", Wrong(attention.attend_kernel))
+def test_a_wrong_attention_ends_the_start_with_the_versions_of_its_compilers(faulty, refused, monkeypatch):
     with pytest.raises(StartupError, match=r"kernel attention.paged_attention: a row of .*triton .*ptxas .*CUDA 13.1"):
-        check_kernels(EngineConfig(**OPTIONS), MODELS["Qwen 3"], Path("/nowhere"), load_runner)
+        start(monkeypatch, faulty.verdicts)
 
 
 class Calls(TorchFunctionMode):
