@@ -36,17 +36,19 @@ LAYER = {
 class PlainEagle3(torch.nn.Module):
     """The authors' head in transformers' layers, whose projections take embeddings and hidden states."""
 
-    def __init__(self, norm_before_residual: bool, draft_vocab: int, seed: int = 0):
+    def __init__(self, norm_before_residual: bool, draft_vocab: int, seed: int = 0, **sizes: int):
+        """sizes: other values of LAYER."""
         super().__init__()
-        self.config = LlamaConfig(**{**LAYER, "max_position_embeddings": 512}, attn_implementation="eager")
+        self.config = LlamaConfig(**{**LAYER, "max_position_embeddings": 512, **sizes}, attn_implementation="eager")
+        hidden = self.config.hidden_size
         self.midlayer = LlamaDecoderLayer(self.config, 0)
         for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
-            setattr(self.midlayer.self_attn, name, torch.nn.Linear(2 * HIDDEN, heads * 16, bias=False))
-        self.midlayer.hidden_norm = LlamaRMSNorm(HIDDEN, 1e-5)
-        self.embed_tokens = torch.nn.Embedding(VOCAB, HIDDEN)
-        self.fc = torch.nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
-        self.norm = LlamaRMSNorm(HIDDEN, 1e-5)
-        self.lm_head = torch.nn.Linear(HIDDEN, draft_vocab, bias=False)
+            setattr(self.midlayer.self_attn, name, torch.nn.Linear(2 * hidden, heads * 16, bias=False))
+        self.midlayer.hidden_norm = LlamaRMSNorm(hidden, 1e-5)
+        self.embed_tokens = torch.nn.Embedding(VOCAB, hidden)
+        self.fc = torch.nn.Linear(3 * hidden, hidden, bias=False)
+        self.norm = LlamaRMSNorm(hidden, 1e-5)
+        self.lm_head = torch.nn.Linear(hidden, draft_vocab, bias=False)
         self.norm_before_residual = norm_before_residual
         randomise(self, tied=False, seed=seed)
         ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
@@ -107,7 +109,7 @@ def write_speculators(folder, head: PlainEagle3):
     return folder
 
 
-def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, list]:
+def write_heads(folder, form: str, layers: int = 1, hidden: int = HIDDEN, **changes) -> tuple[list, list]:
     """Write heads and return, for each, its residual layers as (weight, bias) and its output layer."""
     generator = torch.Generator().manual_seed(layers)
 
@@ -116,9 +118,9 @@ def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, li
 
     biases = form == "authors"
     residual = [
-        [(noise(HIDDEN, HIDDEN), noise(HIDDEN) if biases else None) for _ in range(layers)] for _ in range(HEADS)
+        [(noise(hidden, hidden), noise(hidden) if biases else None) for _ in range(layers)] for _ in range(HEADS)
     ]
-    outputs = [] if form == "shared" else [noise(VOCAB, HIDDEN) for _ in range(HEADS)]
+    outputs = [] if form == "shared" else [noise(VOCAB, hidden) for _ in range(HEADS)]
     tensors = {}
     for head in range(HEADS):
         for layer, (weight, bias) in enumerate(residual[head]):
@@ -132,7 +134,7 @@ def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, li
         config = {"medusa_num_heads": HEADS, "medusa_num_layers": layers, "base_model_name_or_path": "target"}
         save_file(tensors, folder / "medusa_lm_head.safetensors")
     else:
-        config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": layers, "hidden_size": HIDDEN,
+        config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": layers, "hidden_size": hidden,
                   "vocab_size": VOCAB, "original_lm_head": form == "shared"}  # fmt: skip
         save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | changes))
