@@ -55,7 +55,7 @@ class BlockAllocator:
         """Return the request to preempt among those later than `request`, or `request` itself if there is none.
 
         Requests that only wait for a slot come first, then those with the fewest unshared blocks, then the newest. A
-        prompt computed for another engine is never chosen, since that engine reads its blocks.
+        prompt computed for another engine is never chosen, since that engine reads its blocks: then None is returned.
         """
         unshared, waiting = self._kv_cache.num_unshared, State.WAITING
         later = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
