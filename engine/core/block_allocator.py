@@ -44,23 +44,23 @@ class BlockAllocator:
         or has to wait because another engine is reading its blocks."""
         while not self._kv_cache.grow(request, tokens):
             victim = self._victim(request)
-            if victim.asked_by:
+            if victim is None:
                 return False
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim(self, request: Request) -> Request:
+    def _victim(self, request: Request) -> Request | None:
         """Return the request to preempt among those later than `request`, or `request` itself if there is none.
 
         Requests that only wait for a slot come first, then those with the fewest unshared blocks, then the newest. A
-        prompt computed for another engine is never chosen, since that engine reads its blocks.
+        prompt computed for another engine is never chosen, since that engine reads its blocks: then None is returned.
         """
-        num_unshared, waiting = self._kv_cache.num_unshared, State.WAITING
-        behind = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
-        victims = [r for r in behind if not r.asked_by and num_unshared(r)]
-        return max(victims, key=lambda r: (r.state is waiting, -num_unshared(r), r.order), default=request)
+        unshared, waiting = self._kv_cache.num_unshared, State.WAITING
+        later = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
+        victims = [r for r in [*filter(unshared, later), request] if not r.asked_by]
+        return max(victims, key=lambda r: (r is not request, r.state is waiting, -unshared(r), r.order), default=None)
 
     def _preempt(self, request: Request) -> None:
         unshared = self._kv_cache.num_unshared(request)

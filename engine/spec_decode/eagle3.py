@@ -188,8 +188,9 @@ class Eagle3Head(NativeNames, nn.Module):
 
 def eagle3_drafter(folder: Path, target: Target) -> HeadDrafter:
     cfg = Eagle3Config.from_folder(folder, target)
-    if target.config.transformers:
-        limit = f"a method other than eagle3 for {target.config.architecture}, which transformers' own code computes"
+    if target.config.transformers or target.config.bidirectional:
+        why = "which transformers' own code computes" if target.config.transformers else "which does not generate"
+        limit = f"a method other than eagle3 for {target.config.architecture}, {why}"
         raise ConfigError("speculative_config.method", "eagle3", limit)
     stored = {"lm_head.weight"} if target.dummy else {n for names in tensors_by_file(folder).values() for n in names}
     head = build(lambda: Eagle3Head(cfg, stored), target.dtype, target.device)

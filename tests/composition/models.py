@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from engine.lora.adapter_files import open_adapter
 from engine.wire.parts.lora import LoRARequest
+from tests import models, pooling_models
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     VOCAB,
@@ -22,10 +23,11 @@ from tests.engine.spec_decode.draft_checkpoints import (
     write_authors,
     write_mtp,
 )
-from tests.models import make_model, make_tokenizer
+from tests.pooling_models import EMBEDDINGS
+from tests.transformers_models import make_transformers_model
 from tests.vision_models import make_vision_model
 
-ADAPTED = ("q_proj", "o_proj", "down_proj", "out_proj")  # layers that split outputs over ranks, and inputs
+ADAPTED = ("q_proj", "o_proj", "down_proj", "out_proj", "query")  # layers that split outputs over ranks, and inputs
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Kind:
     attention: str = "full"
     images: bool = False
     experts: bool = False
+    code: str = "native"
+    """Whose code computes it: ours, or that of `transformers`."""
+    bidirectional: bool = False
+    """Whether a token sees later ones too. Such a model only embeds."""
+    wide: bool = False
+    """Whether two ranks can each divide their inputs into groups of 32, as int4 does."""
 
 
 FAMILIES = {
@@ -55,6 +63,26 @@ WITH_IMAGES = {
     Kind("windows", images=True, experts=True): "gemma4_moe",
     Kind("recurrent", images=True, experts=True): "qwen3_5_moe",
 }
+BY_TRANSFORMERS = {
+    Kind(code="transformers"): "SmolLM3ForCausalLM",
+    Kind("windows", code="transformers"): "Olmo3ForCausalLM",
+    Kind(experts=True, code="transformers"): "HunYuanMoEV1ForCausalLM",
+}
+BIDIRECTIONAL = {
+    Kind(bidirectional=True): "distilroberta",
+    Kind("windows", bidirectional=True): "embedding_gemma",
+}
+KINDS = {**FAMILIES, **WITH_IMAGES, **BY_TRANSFORMERS, **BIDIRECTIONAL}
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "v_head_dim": 16,
+}
+"""Fields of a wide model, where its family has them."""
 WITH_MTP = ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next")
 
 
@@ -66,21 +94,28 @@ class Models:
 
     def folder(self, kind: Kind) -> Path:
         """The model of a kind, with a tokenizer, and with a head for drafts where its family has one (MTP)."""
-        if kind in WITH_IMAGES:
-            return self._made(f"{WITH_IMAGES[kind]} with images", lambda folder: write_vision_model(folder, kind))
-        return self._made(FAMILIES[kind], write_model)
+        family = self.family(kind)
+        name = f"{family}{' with images' * kind.images}{' wide' * kind.wide}"
+        return self._made(name, lambda folder: write_model(folder, family, kind))
 
-    def vision_family(self, kind: Kind) -> str:
-        return WITH_IMAGES[kind]
+    def family(self, kind: Kind) -> str:
+        return KINDS[replace(kind, wide=False)]
 
-    @cached_property
-    def small(self) -> Path:
-        return self._made("small", lambda folder: make_model(folder, "qwen3", vocab_size=VOCAB, num_hidden_layers=1))
+    def small(self, kind: Kind) -> Path:
+        """A draft model for the model of a kind. So are the heads below."""
+        return self._made_for(
+            kind,
+            "small",
+            lambda folder, sizes: models.make_model(folder, "qwen3", vocab_size=VOCAB, num_hidden_layers=1, **sizes),
+        )
 
-    @cached_property
-    def eagle3(self) -> Path:
+    def eagle3(self, kind: Kind) -> Path:
         layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        return self._made("eagle3", lambda folder: write_authors(folder, PlainEagle3(False, DRAFT_VOCAB), **layers))
+        return self._made_for(
+            kind,
+            "eagle3",
+            lambda folder, sizes: write_authors(folder, PlainEagle3(False, DRAFT_VOCAB, **sizes), **layers, **sizes),
+        )
 
     def adapters(self, kind: Kind) -> list[LoRARequest]:
         """Two adapters of the model of a kind."""
@@ -91,6 +126,11 @@ class Models:
                 write_adapter(folder, model, seed)
         return [LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest) for folder in folders]
 
+    def _made_for(self, kind: Kind, name: str, write: Callable[[Path, dict[str, int]], object]) -> Path:
+        """The same for a drafter, as wide as the model of a kind."""
+        sizes = {key: WIDE[key] for key in ("hidden_size", "intermediate_size") if kind.wide}
+        return self._made(f"{name}{' wide' * kind.wide}", lambda folder: write(folder, sizes))
+
     def _made(self, name: str, write: Callable[[Path], object]) -> Path:
         folder = self._root / name
         if not folder.exists():
@@ -99,15 +139,27 @@ class Models:
         return folder
 
 
-def write_model(folder: Path) -> None:
-    make_model(folder, folder.name, tokenizer=True, vocab_size=VOCAB)
-    if folder.name in WITH_MTP:
+def write_model(folder: Path, family: str, kind: Kind) -> None:
+    sizes = WIDE if kind.wide else {}
+    if kind.bidirectional:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 130}
+        fields = {**EMBEDDINGS[family].fields, **known(WIDE, EMBEDDINGS[family].fields), **heads}
+        pooling_models.make(folder, replace(EMBEDDINGS[family], fields=fields, pooling=None))
+        return
+    if kind.images or kind.code == "transformers":
+        models.make_tokenizer().save_pretrained(folder)
+        make = make_vision_model if kind.images else make_transformers_model
+        make(folder, family, vocab_size=VOCAB, **sizes)
+        return
+    sizes = known(sizes, models.COMMON | (models.FAMILIES | models.HYBRIDS)[family][1])
+    models.make_model(folder, family, tokenizer=True, vocab_size=VOCAB, **sizes)
+    if family in WITH_MTP:
         write_mtp(folder)
 
 
-def write_vision_model(folder: Path, kind: Kind) -> None:
-    make_tokenizer().save_pretrained(folder)
-    make_vision_model(folder, WITH_IMAGES[kind], vocab_size=VOCAB)
+def known(sizes: dict[str, int], fields: dict[str, Any]) -> dict[str, int]:
+    """Return those of the sizes that a model has. fields: of its configuration."""
+    return {key: size for key, size in sizes.items() if key in fields}
 
 
 def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> None:
@@ -119,7 +171,7 @@ def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> None:
     with safe_open(model / "model.safetensors", "pt") as file:
         for name in sorted(file.keys()):
             module = name.removesuffix(".weight")
-            number = re.search(r"^model\.(?:language_model\.)?layers\.(\d+)\.", module)
+            number = re.search(r"^(?:model\.(?:language_model\.)?layers|encoder\.layer)\.(\d+)\.", module)
             if not module.endswith(ADAPTED) or number is None or int(number[1]) >= layers:
                 continue
             shape = file.get_slice(name).get_shape()

@@ -32,6 +32,10 @@ drafts, tiers or other parts that only save time. Then the engine's books must b
 There are no other cells: a pair that gives other bits, or is refused without a reason, fails the test. `make test`
 runs a fifth of the pairs, another one each day, and `make test-all` runs all of them. `{command}` runs all and writes
 this page.
+
+Where [determinism.md](determinism.md) promises no equal bits, two things are left out. One is `torch_compile`: to
+compile a tiny model takes half a minute of CPU time. The other is a router that transformers' own code multiplies
+(dots.llm1, Granite 3 MoE): a step of one token has other bits. The model here has a linear layer, which Manta replaces.
 """
 ROW = re.compile(r"^\| (\d+) \| ([^|]+?) \|(.*)\|$", re.MULTILINE)
 NOTE = re.compile(r"^- `([xr]\d+)`: (.+)$", re.MULTILINE)

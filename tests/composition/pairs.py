@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
+from engine.costs.step_cost import LinearCost
 from engine.errors import ConfigError, InvalidParameter, RequestError, ServingError
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
+from engine.options.handoff import HandoffConfig
+from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.composition.engines import Answer, Asked, Openers, Session
-from tests.composition.models import FAMILIES, WITH_IMAGES, Kind, Models
-from tests.composition.parts import Draft, Part, Run, Setup
+from tests.composition.models import KINDS, Kind, Models
+from tests.composition.parts import Draft, Part, Run, Setup, pool
 from tests.fake_drafter import draft_always
 
 BASE: dict[str, Any] = {
@@ -37,11 +40,14 @@ BASE: dict[str, Any] = {
     "tape_mib": 0,
     "max_held_share": 0.0,
 }
+HANDOFF = {"role": "replica", "transport": "tcp", "move_requests": False}
 ROOM = {"recurrent": {"num_gpu_blocks_override": 1000}}
 """By attention: a state of a tiny model takes as much memory as the KV of hundreds of tokens."""
 # options that decide bits, and so those of the engine that answers one request at a time
 ARITHMETIC = ("model", "dtype", "quantization", "kv_cache_dtype", "determinism", "enable_lora", "max_loras")
-LAYOUT = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")  # only without `determinism`
+LAYOUT = (  # only without `determinism`
+    "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size", "enable_eplb", "eplb_config",
+)  # fmt: skip
 MOST_OPEN = 4  # sessions that wait for the next pair with the same options
 PREFIX = [3 + 11 * i * i % 80 for i in range(40)]
 PROMPTS = [
@@ -87,6 +93,7 @@ class Pairs:
         self._open: dict[Any, Opened] = {}
         self._alone: dict[Any, Answer] = {}
         draft_always(self._patch)
+        fetch_always(self._patch)
         self._patch.setattr("engine.serving.endpoint.STATUS_PERIOD_S", 0.02)
 
     def close(self) -> None:
@@ -119,7 +126,7 @@ class Pairs:
         if any(part.evicts for part in parts):
             session.ask([flooding(i) for i in range(FLOOD)])
         for requests in rounds[1:]:
-            streams |= session.ask(requests)
+            streams |= session.ask(requests, again=True)
         run = Run(before, session.stats(), streams)
         different: dict[str, list[str]] = {}
         for asked in chain.from_iterable(rounds):
@@ -141,12 +148,13 @@ class Pairs:
         options: dict[str, Any] = {"model": str(self.models.folder(kind))}
         for part in parts:
             for key, value in (part.options(setup) if callable(part.options) else part.options).items():
-                if options.setdefault(key, value) != value:
-                    raise Exclusive(f"two values of `{key}`")
+                options[key] = merged(key, options.get(key, value), value)
         for part in parts:
             for key, value in part.most.items():
                 options[key] = min(value, options.get(key, value))
         options = BASE | ROOM.get(kind.attention, {}) | options
+        if "handoff" in options:
+            options["handoff"] = HandoffConfig(**HANDOFF | options["handoff"])
         config = EngineConfig(**options)
         model = ModelConfig.from_folder(Path(config.model))
         model.kv_heads_per_rank(config.tensor_parallel_size)
@@ -187,8 +195,23 @@ class Pairs:
         return self._alone[known]
 
 
+def fetch_always(patch: pytest.MonkeyPatch) -> None:
+    """Let engines load and fetch what tiers and other engines have, however little it is and fast to compute."""
+    patch.setattr(LinearCost, "of", lambda cost, units: 0.0)
+    patch.setitem(KVFetching.__init__.__kwdefaults__, "min_tokens", 1)
+
+
 class Exclusive(Exception):
     """Two parts are two values of one thing."""
+
+
+def merged(key: str, value: Any, other: Any) -> Any:
+    """Return the value of an option to which two parts may have given one. Keys of an object may be from both."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value | {part: merged(key, value.get(part, own), own) for part, own in other.items()}
+    if value != other:
+        raise Exclusive(f"two values of `{key}`")
+    return value
 
 
 def kind_of(parts: Sequence[Part]) -> Kind:
@@ -199,7 +222,7 @@ def kind_of(parts: Sequence[Part]) -> Kind:
             if needed.setdefault(key, value) != value:
                 raise Exclusive("two kinds of attention")
     kind = Kind(**needed)
-    if kind not in FAMILIES and kind not in WITH_IMAGES:
+    if replace(kind, wide=False) not in KINDS:
         raise Exclusive("no family of models has both")
     return kind
 
@@ -212,6 +235,8 @@ def requests_of(parts: Sequence[Part], models: Models, kind: Kind, again: bool) 
         params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
         asked_again = again and number < len(PROMPTS) - 1  # but for the last, which is the same again
         draft = Draft(number, models, kind, [*prompt, 60, 61] if asked_again else list(prompt), params)
+        if kind.bidirectional:
+            pool(draft)
         for part in [parts[i] for i in on if i < len(parts)]:
             if part.ask is not None:
                 part.ask(draft)

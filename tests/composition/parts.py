@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cluster.lab.tape.replay import Replay
-from engine.options.handoff import HandoffConfig
+from engine.options.experts import EPLBConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.wire.part_record import PartRecord, encoded
@@ -19,6 +19,7 @@ from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.images import ImageStats, MultiModalFeatureSpec, PromptImages
+from engine.wire.parts.kv_fetching import FetchStats
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, SpecDecodeStats
@@ -130,6 +131,16 @@ def handed_over(run: Run) -> bool:
     return totals is not None and sum(totals.prefill_decisions.get("remote", {}).values()) > 0
 
 
+def fetched(run: Run) -> bool:
+    stats = run.after[0].record(FetchStats)
+    return stats is not None and stats.fetched_tokens > 0
+
+
+def received(run: Run) -> bool:
+    totals = run.after[1].record(HandoffTotals)
+    return totals is not None and totals.moves.get("received", 0) > 0
+
+
 def encoded_images(run: Run) -> bool:
     return any(stats.record(ImageStats).encoded > 0 for stats in run.after)  # those of a prefill engine, for another
 
@@ -185,7 +196,7 @@ def adapt(draft: Draft) -> None:
 
 def show_images(draft: Draft) -> None:
     """Text, an image, and the text of the prompt."""
-    prompt = Prompt(draft.models.vision_family(draft.kind)).text(5, 6).image(draft.number, 2, 2).text(7)
+    prompt = Prompt(draft.models.family(draft.kind)).text(5, 6).image(draft.number, 2, 2).text(7)
     images: list[MultiModalFeatureSpec] = prompt.images
     draft.prompt = [*prompt.tokens, *draft.prompt]
     draft.records.append(PromptImages(images))
@@ -220,7 +231,8 @@ def think(draft: Draft) -> None:
 
 
 def pool(draft: Draft) -> None:
-    draft.records.append(PoolingParams())
+    if not any(isinstance(record, PoolingParams) for record in draft.records):  # a model that only embeds asks for it
+        draft.records.append(PoolingParams())
 
 
 def leave(draft: Draft) -> None:
@@ -298,7 +310,11 @@ PARTS = (
     Part("costs", "`report_cost` of a request", lambda run: any(len(s.costs) > 2 for s in run.streams.values()),
          audit=balance, ask=reports),
     Part("handoffs", "`handoff`, a prefill and a decode engine", handed_over,
-         {"handoff": HandoffConfig(role="decode", policy="always", transport="tcp")}, twice=True),
+         {"handoff": {"role": "decode", "policy": "always"}}, twice=True),
+    Part("prefix fetching", "`handoff.enable_prefix_fetching`; another engine has the KV", fetched,
+         {"handoff": {"enable_prefix_fetching": True}}, twice=True),
+    Part("moves", "`handoff.move_requests`; requests go on in another engine", received,
+         {"handoff": {"move_requests": True, "lease_s": 3.0, "heartbeat_s": 0.5}}),
     Part("LoRA", "`lora` of a request", always, {"enable_lora": True, "max_loras": 2}, ask=adapt),
     Part("images", "`mm_features` of a request", encoded_images, kind={"images": True},
          ask=show_images),
@@ -306,26 +322,37 @@ PARTS = (
          twice=True),
     Part("suffix drafts", "method `suffix`", drafted, speculative("suffix"), twice=True),
     Part("draft model", "method `draft_model`", drafted,
-         lambda setup: speculative("draft_model", model=str(setup.models.small))),
-    Part("EAGLE-3", "method `eagle3`", drafted, lambda setup: speculative("eagle3", model=str(setup.models.eagle3))),
+         lambda setup: speculative("draft_model", model=str(setup.models.small(setup.kind)))),
+    Part("EAGLE-3", "method `eagle3`", drafted,
+         lambda setup: speculative("eagle3", model=str(setup.models.eagle3(setup.kind)))),
     Part("MTP", "method `mtp`", drafted, speculative("mtp"), kind={"experts": True}),
     Part("predicted outputs", "`prediction` of a request", always, ask=predict),
     Part("FP8 KV cache", "`kv_cache_dtype: fp8`", always, {"kv_cache_dtype": "fp8"}),
     Part("FP8 weights", "`quantization: fp8`", always, {"quantization": "fp8"}),
     Part("INT8 weights", "`quantization: int8`", always, {"quantization": "int8"}),
+    Part("INT4 weights", "`quantization: int4`", always, {"quantization": "int4"}, kind={"wide": True}),
     Part("bfloat16", "`dtype: bfloat16`; the others have float32", always, {"dtype": "bfloat16"}),
     Part("tensor parallel", "`tensor_parallel_size: 2`", always, {"tensor_parallel_size": 2}),
     Part("pipeline parallel", "`pipeline_parallel_size: 2`", in_stages,
          {"pipeline_parallel_size": 2}),
     Part("expert parallel", "`enable_expert_parallel` on two ranks", always, kind={"experts": True},
          options={"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    Part("EPLB", "`enable_eplb`, also of the engine that answers alone", always, kind={"experts": True},
+         options={"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True,
+                  "eplb_config": EPLBConfig(window_size=2, step_interval=2, num_redundant_experts=4)}),
     Part("shared experts", "`data_parallel_size: 2`", shares_experts,
          {"data_parallel_size": 2, "enable_expert_parallel": True}, kind={"experts": True}),
+    Part("elastic expert groups", "`enable_elastic_ep`; no engine is lost", shares_experts, kind={"experts": True},
+         options={"data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True}),
     Part("strict", "`determinism: strict`", always, {"determinism": "strict"}),
     Part("sliding windows", "a model with them", always, kind={"attention": "windows"}, twice=True),
     Part("recurrent layers", "a model with them", always, kind={"attention": "recurrent"}, twice=True),
     Part("latent attention", "a model with it", always, kind={"attention": "latent"}),
     Part("experts", "a model with them", always, kind={"experts": True}),
+    Part("bidirectional attention", "a model with it, which only embeds", always,
+         kind={"bidirectional": True, "wide": True}),
+    Part("transformers' code", "a model that transformers' own code computes", always, kind={"code": "transformers"},
+         twice=True),
     Part("structured outputs", "`structured_outputs`: a regex, a JSON schema, a choice", always, ask=give_form),
     Part("sampling", "`temperature`, `top_p`, `top_k`, `min_p`, `seed`", always, ask=sample),
     Part("penalties", "`repetition_penalty`, `presence_penalty`, `frequency_penalty`", always, ask=penalize),

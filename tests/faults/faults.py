@@ -50,8 +50,8 @@ CORE = [
     Fault(
         "a request whose blocks another engine reads is preempted",
         "engine/core/block_allocator.py",
-        "victims = [r for r in behind if not r.asked_by and num_unshared(r)]",
-        "victims = [r for r in behind if num_unshared(r)]",
+        "victims = [r for r in [*filter(unshared, later), request] if not r.asked_by]",
+        "victims = [*filter(unshared, later), request]",
         ("tests/engine/core/test_scheduler_handoffs.py",),
     ),
     Fault(

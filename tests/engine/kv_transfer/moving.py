@@ -79,7 +79,6 @@ class Movers(Pair):
 
     def __init__(self, first: EngineConfig, second: EngineConfig, ranks: tuple[RankPool, RankPool]):
         super().__init__(first, second, ranks)
-        self.engines: list[Engine] = [self.decode, self.prefill]
         self.ingresses = [self.ingress, Ingress(self._context, self.prefill.server)]
         self.streams: dict[str, Stream] = {}
         self.gates = [Gate(engine) for engine in self.engines]

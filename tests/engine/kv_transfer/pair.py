@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -66,10 +66,14 @@ class Engine:
 class Pair:
     """forwards: whether prefill requests are taken to prefill at once, or kept in `held`. fails: none is taken."""
 
-    def __init__(self, decode: EngineConfig, prefill: EngineConfig, ranks: tuple[RankPool, RankPool]):
+    def __init__(self, decode: EngineConfig, prefill: EngineConfig, ranks: Sequence[RankPool], *more: EngineConfig):
+        """ranks: for each engine. more: decode engines beside the first."""
         self._context = zmq.Context()
         self.decode = Engine(self._context, decode, "decode", ranks[0])
         self.prefill = Engine(self._context, prefill, "prefill", ranks[1])
+        self.engines = [self.decode, self.prefill]
+        for i, (config, pool) in enumerate(zip(more, ranks[2:], strict=True), 2):
+            self.engines.append(Engine(self._context, config, f"decode {i}", pool))
         self.ingress = Ingress(self._context, self.decode.server)
         self.forwards, self.fails = True, False
         self.held: list[RemoteRequest] = []
@@ -85,7 +89,7 @@ class Pair:
 
     def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
         try:
-            for engine in (self.decode, self.prefill):
+            for engine in self.engines:
                 if engine.thread.is_alive():
                     engine.stop()
         finally:
@@ -100,9 +104,10 @@ class Pair:
     def settle(self) -> None:
         """Wait until neither engine holds anything; then the books must balance. Older statuses do not count."""
         with self._changed:
-            self.decode.status = self.prefill.status = None
-        self.wait_for(lambda: all(is_empty(e.status) for e in (self.decode, self.prefill) if e.thread.is_alive()))
-        for engine in (self.decode, self.prefill):
+            for engine in self.engines:
+                engine.status = None
+        self.wait_for(lambda: all(is_empty(e.status) for e in self.engines if e.thread.is_alive()))
+        for engine in self.engines:
             if engine.thread.is_alive():
                 engine.scheduler.check()
 
@@ -114,21 +119,21 @@ class Pair:
             self.held.clear()
 
     def forget(self) -> None:
-        """Empty both prefix caches."""
+        """Empty all prefix caches."""
         self.settle()
-        self.decode.forget()
-        self.prefill.forget()
+        for engine in self.engines:
+            engine.forget()
 
     # -- the control actors --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         decode = msgspec.msgpack.Decoder(kinds_of(Notice)).decode
         poller = zmq.Poller()
-        for engine in (self.decode, self.prefill):
+        for engine in self.engines:
             poller.register(engine.inbox, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll(POLL_MS))
-            for engine in (self.decode, self.prefill):
+            for engine in self.engines:
                 if engine.inbox in ready:
                     with self._changed:
                         self._handle(engine, decode(engine.inbox.recv()))
@@ -142,7 +147,7 @@ class Pair:
             case DispatchRemote(remote_request):
                 self.remote_requests.append(remote_request)
                 if self.fails:
-                    self.decode.send(RemoteRequestFailed(remote_request.handoff_id, "nobody there", True))
+                    engine.send(RemoteRequestFailed(remote_request.handoff_id, "nobody there", True))
                 elif self.forwards:
                     self._forward(remote_request)
                 else:
@@ -156,9 +161,13 @@ class Pair:
 
 
 def is_empty(status: EngineStatus | None) -> bool:
-    if status is None or status.handoffs is None:
+    if status is None:
         return False
     stats = status.stats
     busy = stats.running + stats.waiting + stats.receiving + stats.leased
     holds = stats.record(HoldStats)
-    return busy == 0 and stats.blocks_used == (holds.device_blocks if holds else 0) and status.handoffs.live == 0
+    return (
+        busy == 0
+        and stats.blocks_used == (holds.device_blocks if holds else 0)
+        and not (status.handoffs and status.handoffs.live)
+    )

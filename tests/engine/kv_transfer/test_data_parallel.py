@@ -80,7 +80,7 @@ class Pools:
         """Do the work of the control actors until a condition holds."""
         poller = zmq.Poller()
         groups = self.decode, self.prefill
-        sockets = {ingress._socket: ingress for ingress in self.decode.ingresses}
+        sockets = {ingress._socket: ingress for group in groups for ingress in group.ingresses}
         for socket in (*(group.inbox for group in groups), *sockets):
             poller.register(socket, zmq.POLLIN)
         while not condition():

@@ -36,17 +36,19 @@ LAYER = {
 class PlainEagle3(torch.nn.Module):
     """The authors' head in transformers' layers, whose projections take embeddings and hidden states."""
 
-    def __init__(self, norm_before_residual: bool, draft_vocab: int, seed: int = 0):
+    def __init__(self, norm_before_residual: bool, draft_vocab: int, seed: int = 0, **sizes: int):
+        """sizes: other values of LAYER."""
         super().__init__()
-        self.config = LlamaConfig(**{**LAYER, "max_position_embeddings": 512}, attn_implementation="eager")
+        self.config = LlamaConfig(**{**LAYER, "max_position_embeddings": 512, **sizes}, attn_implementation="eager")
+        hidden = self.config.hidden_size
         self.midlayer = LlamaDecoderLayer(self.config, 0)
         for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
-            setattr(self.midlayer.self_attn, name, torch.nn.Linear(2 * HIDDEN, heads * 16, bias=False))
-        self.midlayer.hidden_norm = LlamaRMSNorm(HIDDEN, 1e-5)
-        self.embed_tokens = torch.nn.Embedding(VOCAB, HIDDEN)
-        self.fc = torch.nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
-        self.norm = LlamaRMSNorm(HIDDEN, 1e-5)
-        self.lm_head = torch.nn.Linear(HIDDEN, draft_vocab, bias=False)
+            setattr(self.midlayer.self_attn, name, torch.nn.Linear(2 * hidden, heads * 16, bias=False))
+        self.midlayer.hidden_norm = LlamaRMSNorm(hidden, 1e-5)
+        self.embed_tokens = torch.nn.Embedding(VOCAB, hidden)
+        self.fc = torch.nn.Linear(3 * hidden, hidden, bias=False)
+        self.norm = LlamaRMSNorm(hidden, 1e-5)
+        self.lm_head = torch.nn.Linear(hidden, draft_vocab, bias=False)
         self.norm_before_residual = norm_before_residual
         randomise(self, tied=False, seed=seed)
         ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
