@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,10 @@ IMPORT = re.compile(r"^([ \t]*)(?:from ([\w.]+) import (\([^)]*\)|[^\n]+)|import
 NAMED = re.compile(rf"""["']((?:{"|".join(OURS)})(?:\.\w+)+|\.+[a-z_][\w.]*)""")
 """A module in a string, from the top or with the dots of a relative import: in a table, for a patch or a process."""
 FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|\n)+", re.MULTILINE)
-COMPUTED = re.compile(r"""f["']((?:\{__package__\}|[\w.]+)?\.)\{""")
-"""The start of a module's name that ends with what is in braces."""
+FUNCTION = re.compile(r"((?:^@.*\n)*)^(?:async )?def (\w+)(\(.*\n(?:[ \t)].*\n|\n)*)", re.MULTILINE)
+ASKED = re.compile(r"(?:usefixtures|getfixturevalue)\((.*)\)")
+COMPUTED = re.compile(r"""f["']((?:\{__package__\}|[\w.]+)?\.)(\{[^"']*)["']""")
+"""A module's name with parts in braces: what stands before the first of them, and the rest."""
 
 
 @cache
@@ -27,6 +30,7 @@ def reached_files(test: Path) -> frozenset[Path]:
     """Return a test file and the files of this repository that it can reach by imports, the conftest.py of its folders,
     and what lies beside all of these and is neither a source nor a page: tables, templates, models."""
     folders = [folder for folder in test.parents if folder.is_relative_to(ROOT)]
+    fixtures = [fixture for folder in folders for fixture in _fixtures(folder / "conftest.py")]
     found, asked = set[Path](), set[str]()
     todo = [test, *(folder / name for folder in folders for name in ("conftest.py", "__init__.py"))]
     while todo:
@@ -36,30 +40,54 @@ def reached_files(test: Path) -> frozenset[Path]:
             todo += _imports(source)
             asked |= _parameters(source)
         if not todo:
-            fixtures = [each for folder in folders for each in _fixtures(folder / "conftest.py").items()]
-            todo = [file for name, files in fixtures if name in asked for file in files if file not in found]
+            while used := [each for each in fixtures if each.is_used(asked) and not each.asks <= asked]:
+                asked.update(*(each.asks for each in used))
+            todo = [file for each in fixtures if each.is_used(asked) for file in each.imports if file not in found]
     for folder in {source.parent for source in found} - {ROOT}:
         found.update(_beside(folder))
     return frozenset(found)
 
 
+@dataclass(frozen=True)
+class Fixture:
+    """A function of a conftest.py: a fixture, or what pytest calls."""
+
+    name: str
+    always: bool
+    """Whether it runs for every test."""
+    asks: frozenset[str]
+    """The names of its parameters, which may be fixtures."""
+    imports: tuple[Path, ...]
+    """The files that it imports by itself."""
+
+    def is_used(self, asked: Collection[str]) -> bool:
+        return self.always or self.name in asked
+
+
+@cache
+def _fixtures(conftest: Path) -> tuple[Fixture, ...]:
+    text = conftest.read_text(encoding="utf-8") if conftest.is_file() else ""
+    found = []
+    for decorators, name, body in FUNCTION.findall(text):
+        names = _imported_names(body, within_functions=True)
+        imports = tuple(file for imported in names for file in _files_of(imported))
+        always = name.startswith("pytest_") or "autouse=True" in decorators
+        found.append(Fixture(name, always, frozenset(_words(body.partition(")")[0])), imports))
+    return tuple(found)
+
+
 @cache
 def _parameters(source: Path) -> frozenset[str]:
-    """Return the names of parameters of functions in a source that knows pytest. They may be fixtures."""
+    """Return the names of parameters of functions in a source that knows pytest, which may be fixtures."""
     text = source.read_text(encoding="utf-8")
-    heads = re.findall(r"^ *(?:async )?def \w+\(([^)]*)\)", text, re.MULTILINE) if "\nimport pytest\n" in text else ()
-    return frozenset(name for head in heads for name in re.findall(r"\w+", head))
+    if source.name == "conftest.py" or "\nimport pytest\n" not in text:
+        return frozenset()
+    heads = re.findall(r"^ *(?:async )?def \w+\(([^)]*)\)", text, re.MULTILINE)
+    return frozenset(_words(" ".join([*heads, *ASKED.findall(text)])))
 
 
-@cache
-def _fixtures(conftest: Path) -> dict[str, tuple[Path, ...]]:
-    """Return what each function of a conftest.py imports by itself."""
-    text = conftest.read_text(encoding="utf-8") if conftest.is_file() else ""
-    found = {}
-    for name, body in re.findall(r"^(?:async )?def (\w+)(\(.*\n(?:[ \t)].*\n|\n)*)", text, re.MULTILINE):
-        names = _imported_names(body, within_functions=True)
-        found[name] = tuple(file for imported in names for file in _files_of(imported))
-    return {name: files for name, files in found.items() if files}
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
 
 
 @cache
@@ -89,8 +117,8 @@ def _imports(file: Path) -> tuple[Path, ...]:
         places = [_absolute(name, package[:end]) for end in range(len(package), 0, -1)] if name[0] == "." else [name]
         found += [path for place in places for path in _files_of(place)]
     if "import_module(" in text:
-        folders = [ROOT.joinpath(*_absolute(start, package).split(".")) for start in COMPUTED.findall(text)]
-        found += [path for folder in folders for path in _below(folder)]
+        for start, rest in COMPUTED.findall(text):
+            found += _computed(_absolute(start, package), rest)
     if "walk_packages(" in text:
         found += [path for name in names for path in _below(ROOT.joinpath(*name.split(".")))]
     return tuple(set(found))
@@ -138,6 +166,14 @@ def _absolute(name: str, package: Iterable[str]) -> str:
     rest = name.lstrip(".")
     up = len(name) - len(rest)
     return ".".join([*(own[: len(own) - up + 1] if up else []), *filter(None, rest.split("."))])
+
+
+def _computed(package: str, rest: str) -> Iterator[Path]:
+    """Yield the files of the modules below a package that a name with braces may mean. One at its end may have dots."""
+    folder = ROOT.joinpath(*package.split("."))
+    pattern = re.sub(r"(\{[^}]*\})+", "*", rest).replace(".", "/")
+    for path in folder.glob(f"{pattern}.py") if not rest.endswith("}") else _below(folder):
+        yield from _files_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -126,8 +126,12 @@ def test_what_failed_or_ran_in_part_is_not_left_out(repository):
         ),
         pytest.param(
             "engine/parts/thinking_budget/make.py",
-            ["engine/core/test_scheduler.py", "composition/test_pairs.py", "days/test_days.py"],
-            ["engine/text/test_chat_template.py", "engine/model/layers/test_linear.py", "placement/test_spec.py"],
+            ["engine/core/test_engine.py", "composition/test_pairs.py", "engine/offline/test_llm.py"],
+            [
+                "engine/core/test_block_pool.py",
+                "deployments/http/test_middleware.py",
+                "engine/text/test_chat_template.py",
+            ],
             id="leaf part, which a table names",
         ),
         pytest.param(
@@ -138,8 +142,8 @@ def test_what_failed_or_ran_in_part_is_not_left_out(repository):
         ),
         pytest.param(
             "tests/models.py",
-            ["engine/lora/test_bucket.py"],
-            ["engine/fairness/test_fair_queue.py", "test_kernel.py"],
+            ["engine/lora/test_bucket.py", "engine/core/test_engine.py"],
+            ["engine/core/test_block_pool.py", "engine/fairness/test_fair_queue.py", "test_kernel.py"],
             id="what a fixture of all tests imports",
         ),
         pytest.param(
