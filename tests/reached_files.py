@@ -50,11 +50,11 @@ def reached_files(test: Path) -> frozenset[Path]:
 
 @dataclass(frozen=True)
 class Fixture:
-    """A function of a conftest.py: a fixture, or what pytest calls."""
+    """A function of a conftest.py: a fixture, or what pytest or another one calls."""
 
     name: str
     always: bool
-    """Whether it runs for every test."""
+    """Whether it may run for every test."""
     asks: frozenset[str]
     """The names of its parameters, which may be fixtures."""
     imports: tuple[Path, ...]
@@ -71,7 +71,7 @@ def _fixtures(conftest: Path) -> tuple[Fixture, ...]:
     for decorators, name, body in FUNCTION.findall(text):
         names = _imported_names(body, within_functions=True)
         imports = tuple(file for imported in names for file in _files_of(imported))
-        always = name.startswith("pytest_") or "autouse=True" in decorators
+        always = "fixture" not in decorators or "autouse=True" in decorators
         found.append(Fixture(name, always, frozenset(_words(body.partition(")")[0])), imports))
     return tuple(found)
 
