@@ -45,6 +45,7 @@ FILES = {
     "docs/page.md": "one two\n",
     "tests/__init__.py": "",
     "tests/conftest.py": CONFTEST,
+    "tests/plugin.py": "",
     "tests/pages.py": """
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,8 @@ def test_what_failed_or_ran_in_part_is_not_left_out(repository):
     assert ran(repository, "-k", "nothing") == {"kernel"}
     assert ran(repository, "-p", "xdist", "-n", "1") == {"kernel", "process", *ALWAYS}, "a part tells nothing of all"
     assert ran(repository, "-p", "xdist", "-n", "1") == ALWAYS
+    assert ran(repository, "-p", "tests.plugin") == ALL, "what passed without a plugin of ours may fail with it"
+    assert ran(repository, "-p", "tests.plugin") == ran(repository) == ALWAYS
     assert ran(repository, "--ignore", "tests/test_skipped.py") == set(), "nothing to run is no failure"
 
 

@@ -91,7 +91,7 @@ class UnchangedTests:
         self._began, self._complete, self._reads = time.time(), True, ReadFiles()
         self._passed: dict[str, bool] = {}  # by the name of the test file
         # a plugin that is loaded by -p changes what tests do
-        self._key = "/".join(
+        self._key = " ".join(
             ["manta/unchanged", *(name for name in config.option.plugins if name.startswith("tests."))]
         )
         if hasattr(config, "workerinput"):
