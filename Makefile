@@ -31,8 +31,8 @@ GPU_TESTS := tests/gpu tests/engine/model/ops/gpu
 # With tensors that say they are on a GPU, and raise where CUDA would
 STAND_IN := $(BIN)/python -m pytest -p tests.gpu.stand_in -n 2 --dist loadfile $(GPU_TESTS)
 
-# What tests kernels is skipped as long as nothing that it imports has changed since it last passed
-# (tests/unchanged.py). Kernels of GPUs and one engine run on the stand-in.
+# Test files that passed are left out as long as nothing that they depend on has changed (tests/unchanged.py). Kernels of
+# GPUs and one engine run on the stand-in.
 # A fifth of the pairs of parts (docs/composition.md) is run each day; `make test TEST_DAY=...` repeats that of one.
 test: TEST_DAY ?= $(shell expr $$(date +%s) / 86400)
 test: $(INSTALLED) $(KERNELS) $(HELM)

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def import_other_files_first(number: int, processes: int) -> None:
+def import_other_files_first(number: int, processes: int, left_out: Collection[Path]) -> None:
     """Import the test files, each process of `pytest -n` beginning elsewhere.
 
     To rewrite the assertions of a file takes time until its bytecode is kept. In a fresh clone all processes would come
     to the same file at the same time.
     """
-    own = ("clients", "browser")  # folders with make targets of their own
+    own = [FOLDER / "clients", FOLDER / "browser"]  # folders with make targets of their own
     files, firsts = (
-        [file for file in sorted(FOLDER.rglob(name)) if file.relative_to(FOLDER).parts[0] not in own]
+        [file for file in sorted(FOLDER.rglob(name)) if file not in left_out and not {*own} & {*file.parents}]
         for name in ("test_*.py", "conftest.py")
     )
     start = len(files) * number // processes
@@ -109,7 +109,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     gc.disable()
     worker = getattr(session.config, "workerinput", None)
     if worker is not None and [Path(arg).resolve() for arg in session.config.args] == [FOLDER]:
-        import_other_files_first(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+        from tests.unchanged import UNCHANGED  # pytest rewrites its plugins before anything imports them
+
+        left_out = session.config.stash.get(UNCHANGED, frozenset())
+        import_other_files_first(int(worker["workerid"].removeprefix("gw")), worker["workercount"], left_out)
     try:
         return (yield)
     finally:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 outlives_test: set[Any] = set()
@@ -34,14 +32,6 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
-
-
-def with_engine() -> ForkServerContext:
-    """Return what starts processes that have imported the engine: they are forked from one that did, since that takes
-    seconds. Their environment is that of the first test that asked for one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.rank_pool", "tests.engine.kv_transfer.engine_process"])
-    return context
 
 
 def accept_sigint() -> None:

@@ -18,7 +18,8 @@ from engine.core.engine import EngineCore
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
-from tests.processes import outlives_test, with_engine
+from tests.engine_processes import with_engine
+from tests.processes import outlives_test
 
 TIMEOUT_S = 30.0
 

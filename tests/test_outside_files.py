@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ COMMANDS = ("cluster/cli/", "cluster/terminal/", "cluster/lab/", "cluster/distri
 """Commands that a person runs and that write where the person says; `manta serve` has a row."""
 
 
+def name_of(called: ast.AST) -> str:
+    """Return the dotted name of what is called; what stands before it, such as another call, is left out."""
+    names = []
+    while isinstance(called, ast.Attribute):
+        names.append(called.attr)
+        called = called.value
+    return ".".join([called.id if isinstance(called, ast.Name) else "", *reversed(names)])
+
+
+def is_true(value: ast.AST) -> bool:
+    return isinstance(value, ast.Constant) and value.value is True
+
+
 def runs(node: ast.AST) -> bool:
     """Whether a piece of source could run what a file says."""
     match node:
@@ -74,9 +88,8 @@ def runs(node: ast.AST) -> bool:
         case ast.ImportFrom(module=str(module), level=0):
             return module.split(".")[0] in MODULES
         case ast.Call(func=called, keywords=options):
-            name = ast.unparse(called)
-            given = {option.arg: ast.unparse(option.value) for option in options}
-            if given.get("allow_pickle") == "True" or given.get("trust_remote_code") == "True":
+            name = name_of(called)
+            if any(option.arg in ("allow_pickle", "trust_remote_code") and is_true(option.value) for option in options):
                 return True
             last = name.rpartition(".")[2]
             return name in LOADERS | {"eval", "exec"} or last in CALLS or name.startswith("subprocess.")
@@ -87,7 +100,7 @@ def writes(node: ast.AST) -> bool:
     """Whether a piece of source makes or opens a file to write."""
     if not isinstance(node, ast.Call):
         return False
-    name = ast.unparse(node.func)
+    name = name_of(node.func)
     if (last := name.rpartition(".")[2]) != "open":
         return last in WRITES or name in ("os.link", "os.symlink", "sqlite3.connect")
     given = [*node.args[:2], *(option.value for option in node.keywords)]
@@ -95,11 +108,21 @@ def writes(node: ast.AST) -> bool:
     return name == "os.open" or any(set(mode) <= set("rwaxbt+") and set(mode) & set("wax+") for mode in modes)
 
 
-def files_with(found: Callable[[ast.AST], bool]) -> set[str]:
+@cache
+def pieces() -> dict[str, list[ast.AST]]:
+    """The imports and calls of each source file."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
+    kinds = ast.Import, ast.ImportFrom, ast.Call
     return {
-        str(file.relative_to(ROOT)) for file in files if any(map(found, ast.walk(ast.parse(file.read_text("utf-8")))))
+        str(file.relative_to(ROOT)): [
+            node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, kinds)
+        ]
+        for file in files
     }
+
+
+def files_with(found: Callable[[ast.AST], bool]) -> set[str]:
+    return {file for file, nodes in pieces().items() if any(map(found, nodes))}
 
 
 def table(title: str) -> list[list[str]]:

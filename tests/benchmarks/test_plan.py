@@ -17,8 +17,6 @@ from benchmarks.gpu.expected import CASES, count
 from benchmarks.gpu.first import FIRST, FIRST_S
 from benchmarks.gpu.parts import Part
 
-pytestmark = pytest.mark.kernels
-
 CORES = 16
 PLAN = f"""
 import json

@@ -11,8 +11,8 @@ import pytest
 from cluster.cli.generate import OutputLine, complete_lines, generate_file, in_order
 from engine import LLM
 from engine.errors import RequestError
+from tests.engine_processes import with_engine
 from tests.models import make_model
-from tests.processes import with_engine
 
 COUNT = 30
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.assembly.build import build_engine
-from engine.clock import Clock
-from engine.config import EngineConfig
-from tests.engine.core.real_engine import Engine, FakeClock
-from tests.models import make_model
+if TYPE_CHECKING:
+    from tests.engine.core.real_engine import Engine
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    from tests.models import make_model
+
     return make_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
@@ -25,6 +25,11 @@ def overlap(request) -> bool:
 
 @pytest.fixture
 def make_engine(folder, overlap):
+    from engine.assembly.build import build_engine
+    from engine.clock import Clock
+    from engine.config import EngineConfig
+    from tests.engine.core.real_engine import Engine, FakeClock
+
     cores = []
 
     def make(wake=lambda: None, **options) -> Engine:

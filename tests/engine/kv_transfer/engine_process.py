@@ -19,7 +19,8 @@ from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.runner.model_runner import ModelRunner
 from engine.serving.server import EngineServer
 from engine.wire.remote_request import Peer
-from tests.processes import outlives_test, with_engine
+from tests.engine_processes import with_engine
+from tests.processes import outlives_test
 
 STATUS_PERIOD_S = 0.05
 ANSWER_S = 60.0

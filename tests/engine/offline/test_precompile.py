@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import triton
 
-pytestmark = pytest.mark.kernels
-
 COMMON = """
 import random
 from benchmarks.gpu.engines import shape_config

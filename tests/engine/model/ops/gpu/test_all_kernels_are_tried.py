@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import pytest
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from engine.kernel_trial.twins import Product, rounding_twins, twins
 from engine.model.ops import gpu
-
-pytestmark = pytest.mark.kernels
 
 
 def modules() -> Iterator[ModuleType]:

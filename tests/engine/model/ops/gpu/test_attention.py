@@ -14,8 +14,6 @@ from engine.model.ops.gpu import attention, rope
 from engine.runner.graphs.cuda_graphs import StepColumns, StepShape, pad_step
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, LAYERS, Case
 
-pytestmark = pytest.mark.kernels
-
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 MIXED = Case([(37, 1), (0, 33), (5, 1), (50, 18)])

@@ -20,7 +20,7 @@ from tests.engine.model.ops.gpu import fake_libraries
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 from tests.products import each_once
 
-pytestmark = [pytest.mark.kernels, pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")
 CASES = {
     "rows and chunks": Case([(300, 1), (0, 33), (50, 18)], block_size=64),
     "rows": Case([(300, 1), (5, 1)], block_size=64),

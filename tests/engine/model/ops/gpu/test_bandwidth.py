@@ -13,8 +13,6 @@ from engine.model.ops.gpu import attention
 from tests.engine.model.ops.gpu.paged import Case
 from tests.engine.model.ops.gpu.test_compile import compiled
 
-pytestmark = pytest.mark.kernels
-
 PROCESSORS, CLOCK_HZ, BYTES_PER_S = 132, 1.755e9, 3.0e12  # of an H100; bytes as it copies them
 LATENCY_S = 0.8e-6  # from a load to its data, while the memory is busy
 SHARED_BYTES, REGISTERS, SCHEDULERS = 227 * 1024, 65536, 4  # of a processor

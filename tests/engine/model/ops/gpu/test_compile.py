@@ -17,8 +17,6 @@ import pytest
 
 from tests.engine.model.ops.gpu.compile_kernels import CASES, EXPERTS, PACKED_EXPERTS
 
-pytestmark = pytest.mark.kernels
-
 SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
 SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
 SHARED = {"sm_80": SMALL_SHARED_BYTES, "sm_89": SMALL_SHARED_BYTES, "sm_90": SHARED_BYTES, "sm_100": SHARED_BYTES}

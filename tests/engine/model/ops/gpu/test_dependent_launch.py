@@ -32,7 +32,6 @@ from tests.engine.model.ops.gpu.paged import Case, latent_inputs
 from tests.state_batches import state_batch
 
 pytestmark = [
-    pytest.mark.kernels,
     pytest.mark.skipif(torch.cuda.is_available(), reason="it looks into the interpreter"),
 ]
 

@@ -14,8 +14,6 @@ from engine.model.ops.gpu import rope as gpu_rope
 from engine.model.ops.norm import HeadNorms
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, Case
 
-pytestmark = pytest.mark.kernels
-
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 

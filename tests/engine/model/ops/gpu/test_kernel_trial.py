@@ -44,8 +44,6 @@ from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.gpu.test_model import FAMILIES
 from tests.models import with_slow
 
-pytestmark = pytest.mark.kernels
-
 ON_A_CARD = torch.cuda.is_available()  # or on what stands in for one
 OPTIONS: dict[str, Any] = {"block_size": 16, "device": DEVICE.type, "allow_untested_kernels": True, "num_threads": 1}
 MODELS = {family: replace(config, max_position_embeddings=256) for family, config in FAMILIES.items()}

@@ -12,8 +12,6 @@ from engine.model.ops.norm import rms_norm_plain
 from tests.engine.model.ops.gpu.paged import DEVICE, latent_inputs
 from tests.models import with_slow
 
-pytestmark = pytest.mark.kernels
-
 CASES = {
     "rows and chunks": ([(37, 1), (0, 9), (5, 1), (50, 6)], 4, 24, 8),
     "heads in two parts, keys in several splits, padding": ([(700, 1), (0, 0), (30, 1)], 32, 16, 16),

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from engine.distributed import tp_group
 from tests.engine.model.ops.gpu.library_signatures import DECLARATIONS, FLASH_INFER, compare, declared
 
-pytestmark = pytest.mark.kernels
-
 C10D = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from engine.model.ops.gpu import logits as gpu
@@ -15,8 +14,6 @@ from engine.parts.logits_processors.rank.logits_edits import LogitsEdits
 from engine.wire.plan import NewSequence
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.ops.gpu.paged import DEVICE
-
-pytestmark = pytest.mark.kernels
 
 VOCAB = gpu.SEGMENT + 100
 PENALTIES = [

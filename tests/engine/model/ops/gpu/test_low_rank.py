@@ -9,7 +9,6 @@ from engine.model.ops.gpu import low_rank as gpu
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.engine.model.ops.lora.cases import Case
 
-pytestmark = pytest.mark.kernels
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 MIXED = [0, -1, 1, 1, 0, 2, -1, *[1] * 20]
 

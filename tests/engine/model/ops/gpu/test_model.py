@@ -33,7 +33,6 @@ from tests.engine.model.model_configs import tiny_config
 from tests.models import with_slow
 
 pytestmark = [
-    pytest.mark.kernels,
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs whole models"),
 ]
 

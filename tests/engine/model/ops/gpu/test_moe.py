@@ -32,8 +32,6 @@ from tests.engine.model.ops.gpu.grouped_products import scaled_grouped_mm
 from tests.engine.model.ops.gpu.paged import DEVICE
 from tests.products import each_once, pairwise
 
-pytestmark = pytest.mark.kernels
-
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # tokens, experts, of a token, hidden size, intermediate size
 SHAPES = {

@@ -15,8 +15,6 @@ from engine.model.quantization.rows import QuantizedRows, RowFormat
 from engine.model.quantization.weight import FP8, QuantizedWeight
 from tests.products import each_once
 
-pytestmark = pytest.mark.kernels
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -23,8 +23,6 @@ from tests.engine.model.ops.recurrent.inputs import D_K, KINDS, Inputs, inputs, 
 from tests.models import with_slow
 from tests.state_batches import garbage, same_bits, state_batch
 
-pytestmark = pytest.mark.kernels
-
 PARTS = (1, 20, 11, 1, 38, 9)  # tokens of each step: within a chunk, up to its end, into the next
 TOKENS = sum(PARTS)
 BORDER = 2 * CHUNK  # which the step of 38 tokens passes

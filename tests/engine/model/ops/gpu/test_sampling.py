@@ -16,8 +16,6 @@ from engine.model.ops.sampling import RandomRows, draw_rows_in_parts, draw_rows_
 from engine.wire.plan import ALL_TOKENS_BANNED
 from tests.engine.model.ops.gpu.paged import DEVICE
 
-pytestmark = pytest.mark.kernels
-
 VOCAB = sampling.SEGMENT + 7
 
 

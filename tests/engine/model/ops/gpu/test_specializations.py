@@ -11,8 +11,6 @@ import pytest
 
 from tests.engine.model.ops.gpu.specializations import CASES, COLD
 
-pytestmark = pytest.mark.kernels
-
 
 def missing(case: str) -> list[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -21,8 +21,6 @@ from engine.model.config import ModelConfig
 from engine.model.ops.gpu import norm
 from tests.engine.model.ops.gpu.test_kernel_trial import MODELS
 
-pytestmark = pytest.mark.kernels
-
 CONFIG = EngineConfig(model="a", device="cuda", allow_untested_kernels=True)
 
 
