@@ -15,6 +15,7 @@ import zmq
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
@@ -25,7 +26,7 @@ from engine.wire.parts.handoffs import (
     RemoteRequestFailed,
 )
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold, ReleaseHolds
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.parts.tape import TakeTape, TapeTaken
@@ -83,7 +84,7 @@ class FakeEngine:
         self.peer: Peer | None = None
         self.tape = b""
         self.cached_tokens = 0
-        self.loaded: list[LoRARequest] = []
+        self.loaded: list[ModelAdapter] = []
         self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.lora.adapter_files import open_adapter
 from engine.lora.errors import AdapterError
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -33,9 +33,9 @@ class Adapter(msgspec.Struct, frozen=True):
         return cls(name, path, files.digest, parent, int(time.time()))
 
     @classmethod
-    def of(cls, lora: LoRARequest, parent: str) -> Adapter:
+    def of(cls, lora: ModelAdapter, parent: str) -> Adapter:
         """Return the adapter that a request names. parent: name of the model."""
-        return cls(lora.lora_name, lora.lora_path, lora.digest, parent, int(time.time()))
+        return cls(lora.name, lora.path, lora.digest, parent, int(time.time()))
 
     def is_unchanged(self) -> bool:
         """Read the adapter's files again, and return whether they still exist and have the same digest."""
@@ -45,6 +45,6 @@ class Adapter(msgspec.Struct, frozen=True):
             return False
 
     @property
-    def lora(self) -> LoRARequest:
+    def lora(self) -> ModelAdapter:
         """The record by which requests name this adapter to engines."""
-        return LoRARequest(self.name, 0, self.path, self.digest)
+        return ModelAdapter(self.name, self.path, self.digest)

@@ -19,8 +19,8 @@ from deployments.jobs.lease import Lease
 from deployments.jobs.record import JobRecord, record_key
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.costs import SequenceCost
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -217,5 +217,5 @@ class Job:
 
 def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> Adapter | None:
     """Return the adapter of the requests, which all have the same one; None if they have none."""
-    lora = prompts[0][0].record(LoRARequest)
+    lora = prompts[0][0].record(ModelAdapter)
     return None if lora is None else Adapter.of(lora, frontend.model)

@@ -17,11 +17,12 @@ from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
 from engine.wire.messages import Command, Drain, EngineStatus, Notice, ResetPrefixCache
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, MoveRequests, SetRole
 from engine.wire.parts.holds import GiveHolds, HeldPrompts, ReleaseHolds
 from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.stats.handoff_stats import PeerPool, Role
 from engine.wire.token_delta import ErrorInfo
@@ -120,7 +121,7 @@ class EngineControl:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         """Make the engine read an adapter, and wait until it has. Returns the error if it cannot, else None. Raises
         EngineUnavailable."""
         loaded: AdapterLoaded = await self._ask(lambda call_id: LoadAdapter(call_id, lora), None)

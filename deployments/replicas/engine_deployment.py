@@ -35,7 +35,7 @@ from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 from placement.console_log import log_to_console
@@ -134,7 +134,7 @@ class EngineDeployment:
         gone."""
         return msgspec.msgpack.encode(self._engines.statuses())
 
-    async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter, call: RoutingContext) -> ErrorInfo | None:
         """Make all engines read an adapter. Returns the error if one cannot, else None. Raises EngineUnavailable."""
         return await self._engines.load_adapter(lora)
 

@@ -98,7 +98,7 @@ def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, repl
         model=model,
         reply_to=reply_to,
     ).asking(
-        prompt.lora,
+        prompt.adapter,
         PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
         None if peer is None else KVHolder(peer, num_tokens),
     )

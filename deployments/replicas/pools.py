@@ -13,7 +13,7 @@ from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import EngineStatus
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
 
@@ -68,7 +68,7 @@ class EnginePool(EngineClient, Protocol):
     async def asleep(self) -> bool:
         """Return whether there are no replicas because none is needed; the next request starts one."""
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         """Make one replica read an adapter. Returns the error if it cannot, else None. Raises ServingError if no
         replica answers."""
 

@@ -12,7 +12,7 @@ from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
 from engine.wire.messages import EngineStatus
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.stats.handoff_stats import Role
 from engine.wire.token_delta import ErrorInfo
 
@@ -55,7 +55,7 @@ class ReplicaEngines(Generic[E]):
 
         return of_other_replicas
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         """Make all engines read an adapter. Returns the first error, else None. Raises EngineUnavailable."""
         errors = await asyncio.gather(*(engine.load_adapter(lora) for engine in self.all))
         return next((error for error in errors if error is not None), None)

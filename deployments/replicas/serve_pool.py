@@ -27,9 +27,9 @@ from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from engine.wire.parts.images import images_in
 from engine.wire.parts.kv_fetching import HotPrefixes
-from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
@@ -76,7 +76,7 @@ class ServePool:
             first.cache_salt,
             first.session_id,
             images_in(first),
-            digest_of(first.record(LoRARequest)),
+            digest_of(first.record(ModelAdapter)),
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
@@ -105,7 +105,7 @@ class ServePool:
         deployment = await _deployment_status(self._handle)
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         prompt = PromptDigest(f"adapter-{secrets.token_hex(8)}", 1, (), adapter=lora.digest)
         call = RoutingContext(prompt)  # it counts as no request
         found: ErrorInfo | None = await _answer(self._handle.load_adapter.remote(lora, call), call)
@@ -171,7 +171,7 @@ class ServeRemotePool:
             remote_request.token_ids,
             remote_request.cache_salt,
             images=images_in(remote_request),
-            adapter=digest_of(remote_request.record(LoRARequest)),
+            adapter=digest_of(remote_request.record(ModelAdapter)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
+from typing import Protocol, Self, runtime_checkable
 
 from engine.errors import InvalidParameter, RequestError
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+@runtime_checkable
+class AdapterRequest(Protocol):
+    """How a caller names an adapter of some kind."""
+
+    def with_digest(self) -> Self:
+        """Return it with the digest of the adapter's files as they are now. Raises InvalidParameter for an adapter that
+        cannot be read."""
+
+    def adapter(self) -> ModelAdapter:
+        """Return the record by which requests name the adapter to an engine."""
+
+
+AdapterRequests = AdapterRequest | Sequence[AdapterRequest | None] | None
 """One adapter for all prompts, or one for each; None for the model itself."""
 
 
-def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | None]:
+def with_digests(requests: AdapterRequests, count: int) -> list[AdapterRequest | None]:
     """Return the adapter of each of `count` prompts, with the digest of its files as they are now. Raises RequestError
-    for another number of adapters, and AdapterError for one that cannot be read."""
-    if lora_requests is None or isinstance(lora_requests, LoRARequest):
-        lora_requests = [lora_requests] * count
-    if len(lora_requests) != count:
-        raise RequestError(f"lora_request has {len(lora_requests)} entries for {count} prompts", "lora_request")
-    known: dict[LoRARequest, LoRARequest] = {}
-    for lora in filter(None, lora_requests):
-        if not isinstance(lora, LoRARequest) or not (lora.lora_path and isinstance(lora.lora_path, str)):
-            raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_int_id, lora_path)")
-        if lora not in known:
-            from engine.lora.adapter_files import open_adapter  # here, since prompts without adapters do without
+    for another number of adapters, and InvalidParameter for one that cannot be read."""
+    if requests is None or isinstance(requests, AdapterRequest):
+        requests = [requests] * count
+    if len(requests) != count:
+        raise RequestError(f"lora_request has {len(requests)} entries for {count} prompts", "lora_request")
+    known: dict[AdapterRequest, AdapterRequest] = {}
+    for each in filter(None, requests):
+        if not isinstance(each, AdapterRequest):
+            raise InvalidParameter("lora_request", each, "LoRARequest(lora_name, lora_int_id, lora_path)")
+        if each not in known:
+            known[each] = each.with_digest()
+    return [each and known[each] for each in requests]
 
-            digest = lora.digest or open_adapter(lora.lora_path, lora.lora_name).digest
-            known[lora] = msgspec.structs.replace(lora, digest=digest)
-    return [lora and known[lora] for lora in lora_requests]
+
+def adapter_of(request: AdapterRequest | None) -> ModelAdapter | None:
+    return None if request is None else request.adapter()

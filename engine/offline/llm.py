@@ -31,7 +31,7 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.offline.adapters import LoRARequests, with_digests
+from engine.offline.adapters import AdapterRequest, AdapterRequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
 from engine.offline.outputs import (
@@ -50,7 +50,6 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import MultiModalFeatureSpec, PromptImages
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams as EngineParams
 from engine.wire.stats.engine_stats import EngineStats
@@ -192,7 +191,7 @@ class LLM:
         sampling_params: GivenParams = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequests = None,
+        lora_request: AdapterRequests = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (a text, token ids, or vLLM's TextPrompt or TokensPrompt). Returns one result per
@@ -209,7 +208,7 @@ class LLM:
         prompts: Sequence[ParsedPrompt | ImagePrompt | list[int]],
         sampling_params: GivenParams,
         use_tqdm: bool,
-        lora_requests: LoRARequests,
+        lora_requests: AdapterRequests,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
@@ -243,7 +242,7 @@ class LLM:
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: GivenParams = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequests = None,
+        lora_request: AdapterRequests = None,
         priority: Priority = None,
         chat_template: str | Path | None = None,
         *,
@@ -311,7 +310,7 @@ class LLM:
         *,
         prompt_name: str | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequests = None,
+        lora_request: AdapterRequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt (text, or token ids), in order.
 
@@ -331,7 +330,7 @@ class LLM:
         *,
         instruction: str | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document (`data_2`) fits the query (`data_1`), or its own query if there are as many
         queries as documents, in the order of the documents.
@@ -348,7 +347,7 @@ class LLM:
         prompt: PromptType,
         params: EngineParams,
         request_id: str | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> RequestOutput:
         """Return a request that is not computed yet; `run` computes it.
 
@@ -362,7 +361,7 @@ class LLM:
         prompt: ParsedPrompt | ImagePrompt | list[int],
         params: EngineParams,
         request_id: str | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> RequestOutput:
         text, salt, images = None, "", list[MultiModalFeatureSpec]()
         if isinstance(prompt, ParsedPrompt):
@@ -462,7 +461,7 @@ class LLM:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 params=params.sequence(output.index),
-            ).asking(PromptImages.of(request.mm_features), request.lora_request)
+            ).asking(PromptImages.of(request.mm_features), adapter_of(request.lora_request))
 
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, EngineParams]], live: dict[str, _Sequence]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.lora.adapter_files import open_adapter
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     VOCAB,
@@ -87,14 +87,14 @@ class Models:
     def medusa(self) -> Path:
         return self._made("medusa", lambda folder: write_heads(folder, "authors"))
 
-    def adapters(self, kind: Kind) -> list[LoRARequest]:
+    def adapters(self, kind: Kind) -> list[ModelAdapter]:
         """Two adapters of the model of a kind."""
         model = self.folder(kind)
         folders = [self._root / f"{model.name} {name}" for name in ("one", "two")]
         for seed, folder in enumerate(folders):
             if not folder.exists():
                 write_adapter(folder, model, seed)
-        return [LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest) for folder in folders]
+        return [ModelAdapter(folder.name, str(folder), open_adapter(folder).digest) for folder in folders]
 
     def _made(self, name: str, write: Callable[[Path], object]) -> Path:
         folder = self._root / name

@@ -32,7 +32,7 @@ from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import ErrorInfo
@@ -74,7 +74,7 @@ class LocalPool:
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         return await self._replica.load_adapter(lora)
 
     async def reset_prefix_cache(self) -> None:

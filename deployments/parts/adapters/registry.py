@@ -20,7 +20,7 @@ from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class AdapterRegistry:
         await self._read(READ_S)
         await self._folder.read()
 
-    async def _load_in_engine(self, lora: LoRARequest) -> None:
+    async def _load_in_engine(self, lora: ModelAdapter) -> None:
         """Make an engine read an adapter. If the engine is lost, ask another one: the router avoids an engine that has
         just lost a call, if there are others. Raises PoisonRequest, ReportedError, EngineUnavailable."""
         try:
@@ -126,14 +126,14 @@ class AdapterRegistry:
                             raise
                         logger.warning(
                             "adapter is read by another engine model=%s adapter=%s attempt=%d: %s",
-                            self.model, lora.lora_name, attempt, error,
+                            self.model, lora.name, attempt, error,
                         )  # fmt: skip
                     await asyncio.sleep(attempt * BACK_OFF_S)
                 await self._ask_engine(lora)
         except TimeoutError:
             raise EngineUnavailable(f"no engine has read the adapter within {LOAD_TIMEOUT_S:g} s") from None
 
-    async def _ask_engine(self, lora: LoRARequest) -> None:
+    async def _ask_engine(self, lora: ModelAdapter) -> None:
         named = named_adapter(lora)
         try:
             error = await self._pool.load_adapter(lora)

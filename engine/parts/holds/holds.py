@@ -15,7 +15,7 @@ from engine.costs.request_cost import RequestCost, cost_of
 from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.parts.holds.request_holds import RequestHolds, holds_of
-from engine.parts.kept import lora_of
+from engine.parts.kept import adapter_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.tier import Tier
@@ -269,7 +269,7 @@ class Holds(Part):
 
 
 def prompt_of(request: Request, num_tokens: int) -> PromptOfHold:
-    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, lora_of(request))
+    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, adapter_of(request))
 
 
 def in_store(hold: Hold) -> bool:
@@ -280,7 +280,7 @@ def held_prompt(hold: Hold, prompt: PromptOfHold, now: float) -> HeldPrompt:
     return HeldPrompt(
         token_ids=prompt.tokens.tolist(),
         cache_salt=prompt.cache_salt,
-        lora=prompt.lora,
+        adapter=prompt.adapter,
         client=hold.client,
         name=hold.name,
         response_id=hold.response_id,

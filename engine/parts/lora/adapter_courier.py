@@ -14,7 +14,8 @@ from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 
 
@@ -28,10 +29,10 @@ class AdapterCourier(Courier):
         return self._loader.loading
 
     def check(self, message: GenerateRequest, now: float) -> None:
-        if (lora := message.record(LoRARequest)) is not None:
+        if (lora := message.record(ModelAdapter)) is not None:
             self.check_adapter(lora)
 
-    def check_adapter(self, lora: LoRARequest) -> None:
+    def check_adapter(self, lora: ModelAdapter) -> None:
         """Wait until rank 0 has read an adapter. Raises AdapterError if requests cannot use it."""
         self._slots.check_adapter(lora)
         self._loader.check(lora)
@@ -63,6 +64,6 @@ class NoAdapterCourier(Courier):
     def take(self, command: msgspec.Struct, server: Server) -> bool:
         if not isinstance(command, LoadAdapter):
             return False
-        error = AdapterError.without_slots(command.lora.lora_name)
+        error = AdapterError.without_slots(command.lora.name)
         server.tell(AdapterLoaded(command.call_id, ErrorInfo.of(error)))
         return True

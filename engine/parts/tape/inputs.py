@@ -25,15 +25,15 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages, images_in
 from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import FinishReason
 
-REMOTE = (LoRARequest, PromptImages)
+REMOTE = (ModelAdapter, PromptImages)
 """Records of requests to other engines."""
 SOME_FORM = StructuredOutputsParams(regex=".*")
 
@@ -265,7 +265,7 @@ class ImageShape(Shape, frozen=True):
 
 
 class AdapterNumberedShape(Shape, frozen=True):
-    lora: LoRARequest
+    lora: ModelAdapter
     """Without its path."""
 
     def live(self, scheduler: Scheduler, answers: Answers) -> AdapterNumbered:

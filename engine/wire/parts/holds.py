@@ -8,7 +8,7 @@ import msgspec
 
 from engine.wire.messages import Command, Notice
 from engine.wire.part_record import PartRecord
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.remote_request import Peer
 
 HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
@@ -103,7 +103,7 @@ class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     cache_salt: str
-    lora: LoRARequest | None
+    adapter: ModelAdapter | None
     client: str
     name: str
     response_id: str

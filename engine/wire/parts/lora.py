@@ -1,34 +1,13 @@
-"""Adapters of requests."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of an engine."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
-
-import msgspec
+from typing import ClassVar
 
 from engine.wire.messages import Command, Notice
 from engine.wire.part_record import PartRecord
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
-
-
-class LoRARequest(PartRecord, frozen=True, omit_defaults=True):
-    """A low-rank adapter (LoRA, arXiv:2106.09685) in PEFT's format. Two adapters are the same if their digests are
-    equal."""
-
-    part: ClassVar[str] = "lora"
-
-    lora_name: str
-    """The adapter's name for clients; it does not affect the result."""
-    lora_int_id: int = 0
-    """vLLM's number of the adapter; it has no effect."""
-    lora_path: str = ""
-    """Folder or Hub id."""
-    digest: str = ""
-    """`AdapterFiles.digest`: hash of everything that affects the adapter's results. If it is empty, an engine without a
-    cluster reads it from the files."""
-
-    def without_text(self) -> Self:
-        return msgspec.structs.replace(self, lora_int_id=0, lora_path="")
 
 
 class AdapterLoad(PartRecord, frozen=True, array_like=True):
@@ -38,7 +17,7 @@ class AdapterLoad(PartRecord, frozen=True, array_like=True):
 
     number: int
     """Counts from 1; answers name it."""
-    lora: LoRARequest
+    lora: ModelAdapter
     slot: int = -1
     """Slot to fill; -1 to read the adapter into host memory only."""
 
@@ -83,7 +62,7 @@ class LoadAdapter(Command, frozen=True):
     AdapterLoaded."""
 
     call_id: str
-    lora: LoRARequest
+    lora: ModelAdapter
 
 
 class AdapterLoaded(Notice, frozen=True):
@@ -92,15 +71,3 @@ class AdapterLoaded(Notice, frozen=True):
     call_id: str
     error: ErrorInfo | None = None
     """Why no request can be computed with the adapter."""
-
-
-def digest_of(lora: LoRARequest | None) -> str:
-    """Return the digest of an adapter, empty for none."""
-    return "" if lora is None else lora.digest
-
-
-def extra_keys(digest: str) -> tuple[str, ...]:
-    """Return what the hashes of a sequence's KV blocks depend on besides its tokens and its salt, as `root_hash` takes
-    it. digest: of its adapter, empty for none. A name would not suffice, since new weights under an old name give
-    another KV."""
-    return (digest,) if digest else ()

@@ -31,7 +31,7 @@ def prompt(number: int) -> HeldPrompt:
     return HeldPrompt(
         token_ids=[number] * 32,
         cache_salt="salt",
-        lora=None,
+        adapter=None,
         client="alice",
         name=f"talk {number}",
         response_id=f"resp-{number}",

@@ -16,8 +16,9 @@ from deployments.replicas.replica_engines import ReplicaEngines
 from engine.errors import EngineLost, EngineUnavailable, Overloaded
 from engine.wire.messages import EngineStatus
 from engine.wire.part_record import encoded
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.experts import SharedSteps
-from engine.wire.parts.lora import AdapterLoaded, LoRARequest
+from engine.wire.parts.lora import AdapterLoaded
 from engine.wire.token_delta import ErrorInfo
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
@@ -91,7 +92,7 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
 def test_an_adapter_is_loaded_by_all_engines_and_the_first_error_counts():
     async def scenario() -> None:
         engines = made()
-        loading = asyncio.create_task(engines.load_adapter(LoRARequest("a", 0, "/a", "digest")))
+        loading = asyncio.create_task(engines.load_adapter(ModelAdapter("a", "/a", "digest")))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first, second = engines.all

@@ -15,7 +15,7 @@ from deployments.adapters.sources import AdapterSources
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.storage.config import StoreConfig
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
@@ -57,7 +57,7 @@ async def test_a_request_names_an_adapter_as_its_model(own, route):
             api.engine.added.clear()
             answer = await api.client.post(route, json={"model": name, **REQUESTS[route]})
             assert answer.status_code == 200, answer.text
-            assert {request.record(LoRARequest) for request in api.engine.added} <= {lora}
+            assert {request.record(ModelAdapter) for request in api.engine.added} <= {lora}
             assert answer.json().get("model", "own") in ("own", "fake")
             assert bool(api.engine.added) == (route != "/tokenize")
         answer = await api.client.post(route, json={"model": "other", **REQUESTS[route]})
@@ -91,7 +91,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded_while_the_server_runs(
         assert len(set(loaded)) == 2
         stats = api.telemetry.stats.model("fake")
         await api.post("completions", prompt="a", max_tokens=1, model="sql")
-        assert api.engine.added[-1].record(LoRARequest) == api.engine.loaded[-1] and stats.adapters == {"sql": 1}
+        assert api.engine.added[-1].record(ModelAdapter) == api.engine.loaded[-1] and stats.adapters == {"sql": 1}
         gone = await api.post("unload_lora_adapter", lora_name="sql")
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert (await api.post("completions", prompt="a", model="sql")).status_code == 404
@@ -239,7 +239,7 @@ async def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_bega
     async with fake_api(**options) as api:
         await load(api, folder)
         whole = events_of((await keyed(api, route, stream=True)).text)
-        began = api.engine.added[-1].record(LoRARequest)
+        began = api.engine.added[-1].record(ModelAdapter)
     stream_id = whole[0][0][:32]
     for known in (False, True):
         await change_record(store, stream_id, outputs=None)  # as if it had died before the end
@@ -247,7 +247,7 @@ async def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_bega
             if known:  # other weights have the name now
                 await load(api, write_adapter(tmp_path / "2", seed=2))
             assert events_of((await keyed(api, route, stream=True)).text) == whole
-            assert [request.record(LoRARequest) for request in api.engine.added] == [began]
+            assert [request.record(ModelAdapter) for request in api.engine.added] == [began]
     write_adapter(folder, seed=3)  # nothing has the weights any more
     await change_record(store, stream_id, outputs=None)
     async with fake_api(**options) as api:
@@ -274,4 +274,4 @@ async def test_a_batch_may_be_for_an_adapter(own, tmp_path):
             while (found := (await api.client.get(url)).json())["status"] not in ("completed", "failed"):
                 await asyncio.sleep(0.02)
         assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1), found
-        assert api.engine.added[-1].record(LoRARequest) == own.lora
+        assert api.engine.added[-1].record(ModelAdapter) == own.lora

@@ -19,7 +19,7 @@ from deployments.replicas.engine_replica import EngineReplica
 from engine.black_box import ended_key, read_key
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.lora.errors import AdapterError, AdapterNotFound
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 
@@ -28,14 +28,14 @@ class Pool:
     """Replicas that say of every adapter what `error` is."""
 
     def __init__(self) -> None:
-        self.loaded: list[LoRARequest] = []
+        self.loaded: list[ModelAdapter] = []
         self.error: ErrorInfo | None = None
         self.sleeps = False
 
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         self.loaded.append(lora)
         await asyncio.sleep(0)
         return self.error
@@ -48,7 +48,7 @@ class DyingPool(Pool):
         super().__init__()
         self.replicas = [EngineReplica("127.0.0.1") for _ in range(deaths)]
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         if not self.replicas:
             return await super().load_adapter(lora)
         replica = self.replicas.pop(0)
@@ -209,7 +209,7 @@ class EndingPool(Pool):
         super().__init__()
         self.by_itself = by_itself
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
         self.loaded.append(lora)
         doing = [ended_key(str(len(self.loaded))), read_key(lora.digest)]
         raise EngineUnavailable("rank 0 died", doing if self.by_itself else [])
