@@ -14,7 +14,7 @@ import zmq
 
 from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.parts.handoffs import (
@@ -29,7 +29,7 @@ from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark
 from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
-from engine.wire.parts.tape import TakeTape, TapeTaken
+from engine.wire.parts.tape import TakeTape
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
@@ -149,18 +149,18 @@ class FakeEngine:
                 self.remote_requests.append(remote_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
-            case GiveHolds(call_id, limit):
+            case GiveHolds(limit):
                 given, self.held = self.held[:limit], self.held[limit:]
-                self._notices.put(HeldPrompts(call_id, self.peer, given))
+                self._notices.put(Answer.to(command, HeldPrompts(self.peer, given)))
             case ReleaseHolds():
                 self.released.append(command)
             case ResetPrefixCache():
                 self.resets += 1
-            case TakeTape(call_id):
-                self._notices.put(TapeTaken(call_id, self.tape))
-            case LoadAdapter(call_id, lora):
+            case TakeTape():
+                self._notices.put(Answer.to(command, self.tape))
+            case LoadAdapter(lora):
                 self.loaded.append(lora)
-                self._notices.put(AdapterLoaded(call_id, self.adapter_error))
+                self._notices.put(Answer.to(command, AdapterLoaded(self.adapter_error)))
             case RemoteRequestFailed() | PrefillReplicas():
                 self.told.append(command)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,9 +36,10 @@ from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
-from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.messages import Command, Question
+from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
+from engine.wire.parts.tape import TakeTape
 from engine.wire.stats.handoff_stats import PeerPool
-from engine.wire.token_delta import ErrorInfo
 from placement.console_log import log_to_console
 from placement.rank_actor import EngineTask
 from placement.rank_group import RankGroup
@@ -134,21 +136,27 @@ class EngineDeployment:
         gone."""
         return msgspec.msgpack.encode(self._engines.statuses())
 
-    async def load_adapter(self, lora: ModelAdapter, call: RoutingContext) -> ErrorInfo | None:
-        """Make all engines read an adapter. Returns the error if one cannot, else None. Raises EngineUnavailable."""
-        return await self._engines.load_adapter(lora)
+    async def ask(
+        self, question: Question, timeout_s: float | None = None, context: RoutingContext | None = None
+    ) -> list[bytes]:
+        """Return the answers of all engines (EngineControl.ask). context: of a call to one replica, for the router.
+        Raises EngineUnavailable."""
+        return await self._engines.ask(question, timeout_s)
 
-    async def hot_prefixes(self) -> bytes:
-        """Return the most used cached prefixes of each engine: HotPrefixes in msgpack. Raises EngineUnavailable."""
-        found = (engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S) for engine in self._engines.all)
-        return msgspec.msgpack.encode(await asyncio.gather(*found))
+    async def tell(self, command: Command) -> None:
+        """Send a command to all engines. Raises EngineUnavailable."""
+        self._engines.tell(command)
 
     async def tapes(self, key: bytes) -> PoolTapes:
-        """Return the tape of each engine that records one (EngineControl.tape), and those of this replica's routers.
-        Raises EngineUnavailable."""
-        found = await asyncio.gather(*(engine.tape(key, TAPE_TIMEOUT_S) for engine in self._engines.all))
+        """Return the tape of each engine that records one, its hashes with this key, and those of this replica's
+        routers. Raises EngineUnavailable."""
+        from engine.parts.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
+
+        taken = [msgspec.msgpack.decode(tape) for tape in await self._engines.ask(TakeTape(), TAPE_TIMEOUT_S)]
+        keyed = (asyncio.to_thread(tape_with_key, tape, key) for tape in taken if tape)
+        found = await asyncio.gather(*keyed)
         routers = [tape for log in self._choices for tape in log.take(self._engines.ids[0])]
-        return PoolTapes([tape for tape in found if tape], routers)
+        return PoolTapes(found, routers)
 
     async def keep_tapes(self, reason: str) -> None:
         """Write the tape of each engine that records one to a file. Raises EngineUnavailable."""
@@ -171,7 +179,7 @@ class EngineDeployment:
         starts = (
             warm_start(
                 engine,
-                pool.hot_prefixes,
+                partial(pool.ask, ListHotPrefixes(MAX_PREFIXES), HotPrefixes, ASK_TIMEOUT_S),
                 timeout_s=config.handoff.warm_start_timeout_s,
                 max_bytes=config.handoff.warm_start_bytes,
                 host=ray.util.get_node_ip_address(),
@@ -180,12 +188,6 @@ class EngineDeployment:
             for engine in self._engines.all
         )
         await asyncio.gather(*starts)
-
-    async def reset_prefix_cache(self) -> None:
-        self._engines.reset_prefix_cache()
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        self._engines.release_holds(name, client)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import zmq.asyncio
 
 from deployments.replicas.departure import Statuses, takes_requests_of
@@ -16,7 +17,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.parts.holds import HeldPrompt, HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ async def move_holds(
     tokens: PullSocket[TokenBatch] = PullSocket(context, host, TokenBatch, name="hold_moves", key=key)
     receiving = asyncio.create_task(tokens.serve(receive))
     try:
-        while prompts := (given := await engine.give_holds(GROUP, ASK_TIMEOUT_S)).prompts:
+        while prompts := (given := await _given(engine)).prompts:
             asked += len(prompts)
             requests = [request_of(prompt, given.peer, model, tokens.address) for prompt in prompts]
             async with asyncio.timeout(MOVE_S):
@@ -71,6 +72,10 @@ async def move_holds(
         context.destroy(linger=0)
     if asked:
         logger.info("holds have moved granted=%d of=%d seconds=%.1f", granted, asked, time.monotonic() - began)
+
+
+async def _given(engine: EngineControl) -> HeldPrompts:
+    return msgspec.msgpack.decode(await engine.ask(GiveHolds(GROUP), ASK_TIMEOUT_S), type=HeldPrompts)
 
 
 async def _unfit(engine: EngineControl, statuses: Statuses) -> list[str] | None:

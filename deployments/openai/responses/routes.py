@@ -40,6 +40,7 @@ from deployments.openai.served.served_model import ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.storage.key_value import StoreUnavailable
 from engine.errors import InvalidParameter, RequestError
+from engine.wire.parts.holds import ReleaseHolds
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class ResponsesRoutes:
     async def delete(self, request: Request, name: str) -> HttpResponse:
         owner = owner_of(request)
         await self._background.cancel(owner, name, delete=True)
-        await asyncio.gather(*(pool.release_holds(name, None) for pool in self._models.pools().values()))
+        await asyncio.gather(*(pool.tell(ReleaseHolds(name)) for pool in self._models.pools().values()))
         return json_response(DeletedResponse(name))
 
 

@@ -21,6 +21,7 @@ from deployments.replicas.pools import EnginePool
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,13 @@ class AdapterRegistry:
     async def _ask_engine(self, lora: ModelAdapter) -> None:
         named = named_adapter(lora)
         try:
-            error = await self._pool.load_adapter(lora)
+            answers = await self._pool.ask_one(LoadAdapter(lora), AdapterLoaded, lora.digest)
         except EngineUnavailable as lost:
             if found_keys(lost.doing, [named.digest]):
                 poison = self._poison.blame(named, lost.doing, on_trial=False, now=_now())
                 raise lost if poison is None else poison from None
             raise
-        if error is not None:
+        if (error := next((each.error for each in answers if each.error is not None), None)) is not None:
             raise ReportedError(error)
 
     def _short(self, name: str) -> list[str]:

@@ -14,6 +14,7 @@ from engine.lora.group_loader import GroupLoader
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Answer
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
@@ -22,7 +23,7 @@ from engine.wire.token_delta import ErrorInfo
 class AdapterCourier(Courier):
     def __init__(self, slots: AdapterSlots, loader: GroupLoader):
         self._slots, self._loader = slots, loader
-        self._calls: dict[int, str] = {}  # ids of LoadAdapter, by the number of the command
+        self._asked: dict[int, LoadAdapter] = {}  # by the number of the load
 
     @property
     def is_awaited(self) -> bool:
@@ -41,17 +42,18 @@ class AdapterCourier(Courier):
         if not isinstance(command, LoadAdapter):
             return False
         try:
-            self._calls[server.core.apply(AdapterNumbered(command.lora))] = command.call_id
+            self._asked[server.core.apply(AdapterNumbered(command.lora))] = command
             server.core.idle = False
         except ServingError as error:
-            server.tell(AdapterLoaded(command.call_id, ErrorInfo.of(error)))
+            server.tell(Answer.to(command, AdapterLoaded(ErrorInfo.of(error))))
         return True
 
     def arrived(self, now: float) -> Iterator[Input]:
         for number, error in self._loader.finished():
             yield AdapterRead(number, error)
-            if call_id := self._calls.pop(number, None):
-                self.notices.append(AdapterLoaded(call_id, None if error is None else ErrorInfo.of(error)))
+            if asked := self._asked.pop(number, None):
+                loaded = AdapterLoaded(None if error is None else ErrorInfo.of(error))
+                self.notices.append(Answer.to(asked, loaded))
 
     def deliver(self, take: TakeMessages) -> None:
         for load in take("adapters"):
@@ -65,5 +67,5 @@ class NoAdapterCourier(Courier):
         if not isinstance(command, LoadAdapter):
             return False
         error = AdapterError.without_slots(command.lora.name)
-        server.tell(AdapterLoaded(command.call_id, ErrorInfo.of(error)))
+        server.tell(Answer.to(command, AdapterLoaded(ErrorInfo.of(error))))
         return True

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.wire.messages import Command, Notice
+from engine.wire.messages import Command, Question
 from engine.wire.part_record import PartRecord
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.remote_request import Peer
@@ -82,11 +82,10 @@ class HoldStats(PartRecord, frozen=True, kw_only=True):
     request has used."""
 
 
-class GiveHolds(Command, frozen=True):
+class GiveHolds(Question, frozen=True):
     """Ask for up to `limit` holds that no GiveHolds has returned since their last use, those that last longest first.
     Answered by HeldPrompts. The holds stay here as well."""
 
-    call_id: str
     limit: int
 
 
@@ -112,10 +111,9 @@ class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the end of the hold."""
 
 
-class HeldPrompts(Notice, frozen=True):
+class HeldPrompts(msgspec.Struct, frozen=True):
     """Answers GiveHolds."""
 
-    call_id: str
     peer: Peer | None
     """The engine itself, if others can fetch blocks from it."""
     prompts: list[HeldPrompt]

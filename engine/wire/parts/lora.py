@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.wire.messages import Command, Notice
+import msgspec
+
+from engine.wire.messages import Question
 from engine.wire.part_record import PartRecord
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
@@ -57,17 +59,15 @@ class SequenceAdapter(PartRecord, frozen=True, array_like=True):
         return (self.slot,)
 
 
-class LoadAdapter(Command, frozen=True):
+class LoadAdapter(Question, frozen=True):
     """Check that an adapter fits the model, and read its weights into host memory on every rank. Answered by
     AdapterLoaded."""
 
-    call_id: str
     lora: ModelAdapter
 
 
-class AdapterLoaded(Notice, frozen=True):
-    """Says that a LoadAdapter command has ended."""
+class AdapterLoaded(msgspec.Struct, frozen=True):
+    """Answers LoadAdapter."""
 
-    call_id: str
     error: ErrorInfo | None = None
     """Why no request can be computed with the adapter."""

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deployments.adapters.adapter import Adapter
@@ -20,6 +21,7 @@ from engine.black_box import ended_key, read_key
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 
@@ -35,10 +37,10 @@ class Pool:
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
-        self.loaded.append(lora)
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
+        self.loaded.append(question.lora)
         await asyncio.sleep(0)
-        return self.error
+        return [AdapterLoaded(), AdapterLoaded(self.error)]
 
 
 class DyingPool(Pool):
@@ -48,15 +50,15 @@ class DyingPool(Pool):
         super().__init__()
         self.replicas = [EngineReplica("127.0.0.1") for _ in range(deaths)]
 
-    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
         if not self.replicas:
-            return await super().load_adapter(lora)
+            return await super().ask_one(question, kind, adapter)
         replica = self.replicas.pop(0)
         replica.connect("tcp://127.0.0.1:9")
         running = asyncio.create_task(replica.run())
         asyncio.get_running_loop().call_soon(replica.fail, "rank 0 died")
         try:
-            return await replica.load_adapter(lora)
+            return [msgspec.msgpack.decode(await replica.ask(question), type=kind)]
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -182,7 +184,7 @@ async def test_a_load_whose_engine_dies_is_asked_of_another_one(tmp_path, monkey
 async def test_a_load_that_no_engine_answers_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(registry_module, "LOAD_TIMEOUT_S", 0.01)
     pool = Pool()
-    pool.load_adapter = lambda _: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    pool.ask_one = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
     registry = make(pool=pool)
     with pytest.raises(EngineUnavailable, match=r"within 0\.01 s"):
         await registry.load("sql", str(write_adapter(tmp_path / "sql")), in_place=False)
@@ -209,9 +211,9 @@ class EndingPool(Pool):
         super().__init__()
         self.by_itself = by_itself
 
-    async def load_adapter(self, lora: ModelAdapter) -> ErrorInfo | None:
-        self.loaded.append(lora)
-        doing = [ended_key(str(len(self.loaded))), read_key(lora.digest)]
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
+        self.loaded.append(question.lora)
+        doing = [ended_key(str(len(self.loaded))), read_key(adapter)]
         raise EngineUnavailable("rank 0 died", doing if self.by_itself else [])
 
 
