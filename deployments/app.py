@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
 from typing import Any
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.http.bodies import Bodies
 from deployments.http.debug import VERSION
@@ -31,7 +30,7 @@ from deployments.openai.batches.routes import BatchRoutes
 from deployments.openai.responses.routes import ResponsesRoutes
 from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import OpenAIRoutes
-from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.options.console import ConsoleConfig
@@ -51,11 +50,11 @@ def http_app(
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
-    tables: Callable[[ModelInfo], AdapterTable] = lambda _: MemoryTable(),
+    scope: str | None = None,
 ) -> FastAPI:
     """Build the application. Raises ConfigError for an invalid file of API keys.
 
-    models: served models by name. tables: function that returns the table of a model's adapters.
+    models: served models by name. scope: name of the application on Serve; None for a single ingress.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api_keys = auth.keys()
@@ -76,7 +75,7 @@ def http_app(
             quotas=quotas,
             store=values,
             console=console,
-            tables=tables,
+            scope=scope,
         )
     )
     served.further += [found for part in parts if (found := part.further_models()) is not None]
@@ -111,6 +110,7 @@ def http_app(
     routes.append(Route(KEY, "GET", "/openapi.json", openapi))
     add_routes(app, routes)
     app.state.routes = routes  # for the table in docs/security.md
+    app.state.parts = parts
     if api_keys is not None and not auth.admin_keys:
         logger.warning("no key may call the routes for admins, since ingress.admin_keys has no name (docs/security.md)")
 

@@ -21,6 +21,9 @@ class EdgePart:
         """Return models that requests may name besides those of the configuration."""
         return None
 
+    def told(self) -> None:
+        """The end of this part in another ingress has changed what they share."""
+
     def middleware(self) -> Sequence[Middleware]:
         """Return ASGI middleware that sees a request after its API key was checked."""
         return ()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from deployments.adapters.table import AdapterTable
 from deployments.edge_part import EdgePart
 from deployments.frontend.api_keys import ApiKeys
 from deployments.http.bodies import Bodies, PartFields
@@ -15,6 +17,7 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.engine_metrics import PartMetrics
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.model_part import ModelPart
+from deployments.openai.served.model_source import ModelSource
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.options.console import ConsoleConfig
@@ -65,8 +68,8 @@ class EdgeSetup:
     quotas: Quotas
     store: KeyValueStore
     console: ConsoleConfig
-    tables: Callable[[ModelInfo], AdapterTable]
-    """Returns the table of a model's adapters, which ingresses share."""
+    scope: str | None
+    """Name of the application on Serve, whose ingresses share values by it; None for a single ingress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,10 @@ class PartSpec:
 
 
 def _adapters(setup: EdgeSetup) -> EdgePart:
-    models, may_change = AdapterModels(setup.models, setup.tables), setup.auth.allow_runtime_lora_updating
+    models, may_change = (
+        AdapterModels(setup.models, setup.scope, setup.telemetry.peers),
+        setup.auth.allow_runtime_lora_updating,
+    )
     return AdapterRoutes(setup.models, models, setup.bodies, may_change=may_change)
 
 
@@ -186,3 +192,20 @@ def model_parts(model: ServedModel, images: ImageLoader | None = None) -> list[M
     """images: None if the model reads text only."""
     setup = ModelSetup(model, images)
     return [part for spec in PARTS if (part := spec.model(setup)) is not None]
+
+
+def configured(source: ModelSource) -> dict[str, Any]:
+    """Return what parts read of a model's configuration, by their names. Raises StartupError."""
+    return {name: found for name, module in _modules("configured") if (found := module.read(source)) is not None}
+
+
+def named(info: ModelInfo, name: str) -> ModelInfo:
+    """Return the facts of a model under a name that requests may use, such as that of an adapter. Raises
+    RequestError."""
+    return next((found for _, module in _modules("configured") if (found := module.named(info, name))), info)
+
+
+def _modules(file: str) -> list[tuple[str, ModuleType]]:
+    """Return the parts that have a file of this name, each with the file."""
+    paths = [(spec.name, f"{__package__}.{spec.name}.{file}") for spec in PARTS]
+    return [(name, import_module(path)) for name, path in paths if find_spec(path) is not None]

@@ -8,16 +8,17 @@ import time
 from collections.abc import Collection
 from weakref import WeakValueDictionary
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
-from deployments.adapters.table import AdapterTable
 from deployments.frontend.retry import BACK_OFF_S, ENGINE_GONE
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
+from deployments.parts.adapters.files import open_served
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.parts.adapters.table import AdapterTable
 from deployments.poison.named import named_adapter
 from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool
+from deployments.served_adapter import ServedAdapter
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
 from engine.wire.parts.adapter import ModelAdapter
@@ -56,7 +57,7 @@ class AdapterRegistry:
         self._reading = asyncio.Lock()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
-    async def find(self, name: str) -> Adapter | None:
+    async def find(self, name: str) -> ServedAdapter | None:
         """Return the adapter of a name, which may be `model:adapter`; None if there is none. Raises AdapterError for an
         adapter of the dynamic folder that cannot be used."""
         for short in self._short(name):
@@ -86,10 +87,10 @@ class AdapterRegistry:
             await self._read(0.0)
             if name in self._known and not in_place:
                 raise AdapterAlreadyLoaded(name)
-            adapter = await asyncio.to_thread(Adapter.open, name, path, self.model, self._config.max_rank)
-            self._poison.check_named(named_adapter(adapter.lora), _now())
+            adapter = await asyncio.to_thread(open_served, name, path, self.model, self._config.max_rank)
+            self._poison.check_named(named_adapter(adapter.record), _now())
             if not await self._pool.asleep():
-                await self._load_in_engine(adapter.lora)
+                await self._load_in_engine(adapter.record)
             if in_place:
                 await self._table.replace(adapter)
             elif not await self._table.add(adapter):

@@ -7,16 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
-from deployments.adapters.table import MemoryTable
 from deployments.errors import PoisonRequest
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters import registry as registry_module
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
+from deployments.parts.adapters.files import open_served
 from deployments.parts.adapters.registry import AdapterRegistry
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.parts.adapters.table import MemoryTable
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
+from deployments.served_adapter import ServedAdapter
 from engine.black_box import ended_key, read_key
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.lora.errors import AdapterError, AdapterNotFound
@@ -69,8 +70,8 @@ def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: A
     return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool(), Poison())  # type: ignore[arg-type]
 
 
-def configured(folder: Path) -> Adapter:
-    return Adapter.open("own", str(write_adapter(folder / "own")), "base", 16)
+def configured(folder: Path) -> ServedAdapter:
+    return open_served("own", str(write_adapter(folder / "own")), "base", 16)
 
 
 async def test_an_adapter_is_found_by_its_name_alone_and_behind_that_of_its_model(tmp_path):
@@ -173,7 +174,7 @@ async def test_a_load_whose_engine_dies_is_asked_of_another_one(tmp_path, monkey
     if deaths < registry_module.LOAD_ATTEMPTS:
         await registry.load("sql", path, in_place=False)
         found = await registry.find("sql")
-        assert found is not None and pool.loaded == [found.lora]
+        assert found is not None and pool.loaded == [found.record]
     else:
         with pytest.raises(EngineUnavailable, match="rank 0 died"):
             await registry.load("sql", path, in_place=False)
