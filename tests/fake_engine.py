@@ -16,6 +16,7 @@ from engine.core.stats import RequestMetrics
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
 from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
@@ -25,7 +26,7 @@ from engine.wire.parts.handoffs import (
     PrefillReplicas,
     RemoteRequestFailed,
 )
-from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold, ReleaseHolds
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
 from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified

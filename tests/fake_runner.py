@@ -41,7 +41,8 @@ from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.parts.speculation import Prediction
