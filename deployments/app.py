@@ -34,7 +34,8 @@ from deployments.openai.served.served_model import ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.options.console import ConsoleConfig
-from deployments.parts.table import EdgeSetup, edge_parts, part_fields
+from deployments.parts.setup import EdgeSetup
+from deployments.parts.table import edge_parts, part_fields, part_metrics
 from deployments.pooling.routes import PoolingRoutes
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
@@ -76,6 +77,7 @@ def http_app(
             store=values,
             console=console,
             scope=scope,
+            metrics=part_metrics(),
         )
     )
     served.further += [found for part in parts if (found := part.further_models()) is not None]
@@ -83,7 +85,7 @@ def http_app(
         *OpenAIRoutes(served, idempotent, bodies).routes(),
         *PoolingRoutes(served, bodies).routes(),
         *AnthropicRoutes(served, idempotent, bodies).routes(),
-        *ResponsesRoutes(served, stored, idempotent, bodies).routes(),
+        *ResponsesRoutes(served, stored, idempotent, bodies, [part.response_deleted for part in parts]).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
         *(route for part in parts for route in part.routes()),

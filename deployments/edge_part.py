@@ -28,6 +28,9 @@ class EdgePart:
         """Return ASGI middleware that sees a request after its API key was checked."""
         return ()
 
+    async def response_deleted(self, name: str) -> None:
+        """A stored response with this id is deleted. Raises EngineUnavailable if a replica does not answer."""
+
     def running(self) -> AbstractAsyncContextManager[None]:
         """Return a block inside which the application lives, for what the part does besides answering requests."""
         return nullcontext()
