@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, Self, runtime_checkable
+
+import msgspec
 
 from engine.errors import InvalidParameter, RequestError
+from engine.parts.table import part_modules
 from engine.wire.parts.adapter import ModelAdapter
 
 
-@runtime_checkable
-class AdapterRequest(Protocol):
-    """How a caller names an adapter of some kind."""
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter, named as in vLLM."""
 
-    def with_digest(self) -> Self:
-        """Return it with the digest of the adapter's files as they are now. Raises InvalidParameter for an adapter that
-        cannot be read."""
+    lora_name: str
+    """The adapter's name; it does not affect the result."""
+    lora_int_id: int = 0
+    """vLLM's number of the adapter; it has no effect."""
+    lora_path: str = ""
+    """Folder or Hub id."""
+    digest: str = ""
+    """As in ModelAdapter; if it is empty, it is read from the files."""
 
+    @property
     def adapter(self) -> ModelAdapter:
-        """Return the record by which requests name the adapter to an engine."""
+        """The record by which requests name the adapter to engines."""
+        return ModelAdapter(self.lora_name, self.lora_path, self.digest)
 
 
-AdapterRequests = AdapterRequest | Sequence[AdapterRequest | None] | None
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each; None for the model itself."""
 
 
-def with_digests(requests: AdapterRequests, count: int) -> list[AdapterRequest | None]:
+def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | None]:
     """Return the adapter of each of `count` prompts, with the digest of its files as they are now. Raises RequestError
     for another number of adapters, and InvalidParameter for one that cannot be read."""
-    if requests is None or isinstance(requests, AdapterRequest):
-        requests = [requests] * count
-    if len(requests) != count:
-        raise RequestError(f"lora_request has {len(requests)} entries for {count} prompts", "lora_request")
-    known: dict[AdapterRequest, AdapterRequest] = {}
-    for each in filter(None, requests):
-        if not isinstance(each, AdapterRequest):
-            raise InvalidParameter("lora_request", each, "LoRARequest(lora_name, lora_int_id, lora_path)")
-        if each not in known:
-            known[each] = each.with_digest()
-    return [each and known[each] for each in requests]
+    if lora_requests is None or isinstance(lora_requests, LoRARequest):
+        lora_requests = [lora_requests] * count
+    if len(lora_requests) != count:
+        raise RequestError(f"lora_request has {len(lora_requests)} entries for {count} prompts", "lora_request")
+    known: dict[LoRARequest, LoRARequest] = {}
+    for lora in filter(None, lora_requests):
+        if not isinstance(lora, LoRARequest) or not (lora.lora_path and isinstance(lora.lora_path, str)):
+            raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_int_id, lora_path)")
+        if lora not in known:
+            known[lora] = msgspec.structs.replace(lora, digest=lora.digest or digest_of_files(lora.adapter))
+    return [lora and known[lora] for lora in lora_requests]
 
 
-def adapter_of(request: AdapterRequest | None) -> ModelAdapter | None:
-    return None if request is None else request.adapter()
+def digest_of_files(adapter: ModelAdapter) -> str:
+    """Return the digest of an adapter's files, which its part reads; empty if there is no such part, as engines refuse
+    the adapter then. Raises InvalidParameter if it cannot be read."""
+    return next((module.digest_of_files(adapter) for module in part_modules("adapter_files")), "")
+
+
+def adapter_of(lora: LoRARequest | None) -> ModelAdapter | None:
+    return None if lora is None else lora.adapter

@@ -31,7 +31,7 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.offline.adapters import AdapterRequest, AdapterRequests, adapter_of, with_digests
+from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
 from engine.offline.outputs import (
@@ -191,7 +191,7 @@ class LLM:
         sampling_params: GivenParams = None,
         *,
         use_tqdm: bool = True,
-        lora_request: AdapterRequests = None,
+        lora_request: LoRARequests = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (a text, token ids, or vLLM's TextPrompt or TokensPrompt). Returns one result per
@@ -208,7 +208,7 @@ class LLM:
         prompts: Sequence[ParsedPrompt | ImagePrompt | list[int]],
         sampling_params: GivenParams,
         use_tqdm: bool,
-        lora_requests: AdapterRequests,
+        lora_requests: LoRARequests,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         params, adapters = self._params_for(prompts, sampling_params), with_digests(lora_requests, len(prompts))
@@ -242,7 +242,7 @@ class LLM:
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: GivenParams = None,
         use_tqdm: bool = True,
-        lora_request: AdapterRequests = None,
+        lora_request: LoRARequests = None,
         priority: Priority = None,
         chat_template: str | Path | None = None,
         *,
@@ -310,7 +310,7 @@ class LLM:
         *,
         prompt_name: str | None = None,
         use_tqdm: bool = True,
-        lora_request: AdapterRequests = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt (text, or token ids), in order.
 
@@ -330,7 +330,7 @@ class LLM:
         *,
         instruction: str | None = None,
         use_tqdm: bool = True,
-        lora_request: AdapterRequest | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document (`data_2`) fits the query (`data_1`), or its own query if there are as many
         queries as documents, in the order of the documents.
@@ -347,7 +347,7 @@ class LLM:
         prompt: PromptType,
         params: EngineParams,
         request_id: str | None = None,
-        lora_request: AdapterRequest | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Return a request that is not computed yet; `run` computes it.
 
@@ -361,7 +361,7 @@ class LLM:
         prompt: ParsedPrompt | ImagePrompt | list[int],
         params: EngineParams,
         request_id: str | None = None,
-        lora_request: AdapterRequest | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         text, salt, images = None, "", list[MultiModalFeatureSpec]()
         if isinstance(prompt, ParsedPrompt):

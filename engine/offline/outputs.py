@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from engine.offline.adapters import AdapterRequest
+from engine.offline.adapters import LoRARequest
 from engine.wire.parts.images import MultiModalFeatureSpec
 from engine.wire.token_delta import RequestTimes, TokenLogprob
 
@@ -62,7 +62,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  #: one per prompt token, first None
     num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
-    lora_request: AdapterRequest | None = None  #: with the digest of the adapter's files
+    lora_request: LoRARequest | None = None  #: with the digest of the adapter's files
     cache_salt: str = ""  #: prompts with other salts share no cached prefixes with it
     detokenize: bool = True  #: whether its outputs have a text
     priority: int = 0  #: smaller ones run first, with `scheduling_policy="priority"`

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import NOT_FINITE
 from engine.errors import EngineError, InvalidParameter, RequestError
-from engine.offline.adapters import AdapterRequest, AdapterRequests, adapter_of, with_digests
+from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
 from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ParsedPrompt
@@ -48,7 +48,7 @@ class OfflinePooling:
         params: PoolingParams,
         prompt_name: str | None,
         use_tqdm: bool,
-        lora_request: AdapterRequests,
+        lora_request: LoRARequests,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt. Raises RequestError or EngineError."""
         if any(prompt.images for prompt in prompts):
@@ -69,7 +69,7 @@ class OfflinePooling:
         params: PoolingParams,
         instruction: str | None,
         use_tqdm: bool,
-        lora_request: AdapterRequest | None,
+        lora_request: LoRARequest | None,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each document for the query, or for its own. Raises RequestError or EngineError."""
         queries, documents = _texts("data_1", queries), _texts("data_2", documents)
@@ -103,7 +103,7 @@ class OfflinePooling:
         return PoolingPrompts(self._tokenizer, self._tasks, self._core.max_model_len)
 
     def _pool(
-        self, jobs: list[PoolingPrompt], use_tqdm: bool, lora_requests: AdapterRequests, salts: Sequence[str] = ()
+        self, jobs: list[PoolingPrompt], use_tqdm: bool, lora_requests: LoRARequests, salts: Sequence[str] = ()
     ) -> list[TokenDelta]:
         """Compute the jobs. Returns their deltas in order. Raises RequestError or EngineError, after aborting
         all jobs. salts: of the prefix cache, one for each job."""

@@ -33,7 +33,15 @@ FITTINGS = ("speculation", "handoffs", "pooling", "images")
 """Folders of engine/parts whose `fitting.py` fits options and model to each other, in the order in which they do."""
 
 
+def part_modules(file: str) -> list[ModuleType]:
+    """Return the `FILE.py` of the folders in PARTS that have one."""
+    return _found([f"{__package__}.{folder}.{file}" for folder in PARTS])
+
+
 def rank_modules(file: str) -> list[ModuleType]:
     """Return the `rank/FILE.py` of the folders in RANK_PARTS that have one."""
-    names = [f"{__package__}.{folder}.rank.{file}" for folder in RANK_PARTS]
+    return _found([f"{__package__}.{folder}.rank.{file}" for folder in RANK_PARTS])
+
+
+def _found(names: list[str]) -> list[ModuleType]:
     return [import_module(name) for name in names if find_spec(name) is not None]

@@ -50,7 +50,7 @@ class AdapterCourier(Courier):
 
     def arrived(self, now: float) -> Iterator[Input]:
         for number, error in self._loader.finished():
-            yield AdapterRead(number, error)
+            yield AdapterRead(number, None if error is None else error.message)
             if asked := self._asked.pop(number, None):
                 loaded = AdapterLoaded(None if error is None else ErrorInfo.of(error))
                 self.notices.append(Answer.to(asked, loaded))

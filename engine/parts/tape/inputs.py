@@ -17,7 +17,6 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.images.inputs import ImageWentOn
 from engine.parts.kv_tiers.inputs import TiersAnswered
-from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.parts.snapshot_kinds import ORDINARY
 from engine.parts.tape.answers import Answers, ReplayedGrammar
 from engine.parts.tape.object_graph import MAX_ZEROS
@@ -264,22 +263,6 @@ class ImageShape(Shape, frozen=True):
         return ImageWentOn(Failed(handoff_id, self.failed, 0, retry=False))
 
 
-class AdapterNumberedShape(Shape, frozen=True):
-    lora: ModelAdapter
-    """Without its path."""
-
-    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterNumbered:
-        return AdapterNumbered(self.lora)
-
-
-class AdapterReadShape(Shape, frozen=True):
-    number: int
-    error: ErrorKind
-
-    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterRead:
-        return AdapterRead(self.number, error_of(self.error))
-
-
 class SavedShape(msgspec.Struct, frozen=True, array_like=True):
     """A hold in the store."""
 
@@ -375,7 +358,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 SHAPED = {
-    Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, AdapterNumbered, AdapterRead, TiersAnswered,
+    Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, TiersAnswered,
 }  # fmt: skip
 """Inputs that are on a tape in another form."""
 Detail = CommitDetails | Ended

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from engine.errors import RequestError
 from engine.lora.errors import AdapterError
 from engine.parts.kept import adapter_of
 from engine.parts.lora.adapter_slots import AdapterSlots
@@ -62,8 +61,7 @@ class Adapted(Harness):
         failed = load.lora.name == self.failing
         if not failed:
             self.device[load.slot] = load.lora.digest
-        error = RequestError("cannot be loaded") if failed else None
-        self.scheduler.apply(AdapterRead(load.number, error), 0.0)
+        self.scheduler.apply(AdapterRead(load.number, "cannot be loaded" if failed else None), 0.0)
         self.record()
 
     def check_reads(self, read: list[tuple[int, str]]) -> None:
