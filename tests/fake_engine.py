@@ -13,6 +13,7 @@ import numpy as np
 import zmq
 
 from engine.core.stats import RequestMetrics
+from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
 from engine.wire.parts.adapter import ModelAdapter
@@ -27,7 +28,6 @@ from engine.wire.parts.handoffs import (
     RemoteRequestFailed,
 )
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.parts.tape import TakeTape

@@ -13,10 +13,10 @@ from engine.devices.device import Device
 from engine.errors import ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
 from engine.lora.errors import AdapterError
+from engine.lora.messages import AdapterAnswer, AdapterLoad
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import Factors
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterAnswer, AdapterLoad
 
 logger = logging.getLogger(__name__)
 

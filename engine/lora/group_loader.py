@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.errors import RequestError
 from engine.lora.adapter_loader import AdapterLoader
+from engine.lora.messages import AdapterAnswer, AdapterLoad
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterAnswer, AdapterLoad
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster

@@ -21,8 +21,8 @@ from deployments.replicas.pools import EnginePool
 from deployments.served_adapter import ServedAdapter
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
+from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 
 logger = logging.getLogger(__name__)
 

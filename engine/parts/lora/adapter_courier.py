@@ -11,12 +11,12 @@ from engine.core.mail.courier import Courier, Server, TakeMessages
 from engine.errors import ServingError
 from engine.lora.errors import AdapterError
 from engine.lora.group_loader import GroupLoader
+from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Answer
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 
 

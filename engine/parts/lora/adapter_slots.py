@@ -13,10 +13,10 @@ from engine.core.request import Request
 from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.lora.errors import AdapterError
+from engine.lora.messages import AdapterLoad, AdapterStats, SequenceAdapter
 from engine.parts.kept import ADAPTER, adapter_of
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter, digest_of, extra_keys
-from engine.wire.parts.lora import AdapterLoad, AdapterStats, SequenceAdapter
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 

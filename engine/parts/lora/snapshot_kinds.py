@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.lora.messages import AdapterLoad, SequenceAdapter
 from engine.parts.lora.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
 from engine.parts.snapshot_kinds import SnapshotKinds
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterLoad, SequenceAdapter
 
 
 def load_without_path(load: AdapterLoad) -> AdapterLoad:

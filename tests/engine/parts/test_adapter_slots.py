@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from engine.lora.errors import AdapterError
+from engine.lora.messages import SequenceAdapter
 from engine.parts.kept import adapter_of
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead
 from engine.wire.parts.adapter import ModelAdapter, digest_of
-from engine.wire.parts.lora import SequenceAdapter
 from tests.fake_runner import Harness
 
 

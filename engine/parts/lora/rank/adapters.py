@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.devices.device import StagedCopy
 from engine.lora.adapter_loader import AdapterLoader
 from engine.lora.layers import LinearAdapters
+from engine.lora.messages import AdapterAnswer, AdapterLoad, SequenceAdapter
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import row_table
 from engine.model.models.llama import Model
@@ -22,7 +23,6 @@ from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.runner.step_layout import StepLayout
-from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, SequenceAdapter
 from engine.wire.plan import StepPlan
 
 

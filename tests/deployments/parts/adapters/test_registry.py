@@ -21,8 +21,8 @@ from deployments.served_adapter import ServedAdapter
 from engine.black_box import ended_key, read_key
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.lora.errors import AdapterError, AdapterNotFound
+from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.wire.parts.adapter import ModelAdapter
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 
