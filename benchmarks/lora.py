@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.peer_servers import stop
 from benchmarks.peers import SETTLE_S, preloaded
+from benchmarks.small_shape import SHAPE
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
@@ -45,23 +46,6 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
 
-#: As SmolLM2-135M.
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
 BATCH, PROMPT_LEN = 32, 8
 ADAPTERS = (0, 1, 8, 32)  # in a batch
 ANSWER = 128  # tokens of the answers for which adapters are merged
