@@ -108,7 +108,7 @@ class ServePool:
     async def ask_one(self, question: Question, kind: type[A], adapter: str = "") -> list[A]:
         prompt = PromptDigest(f"ask-{secrets.token_hex(8)}", 1, (), adapter=adapter)
         call = RoutingContext(prompt)  # it counts as no request
-        answers = await _answer(self._handle.ask.remote(question, context=call), call)
+        answers = await _answer(self._handle.ask.remote(question, None, call), call)
         return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     async def tell(self, command: Command, peers: bool = False) -> None:
