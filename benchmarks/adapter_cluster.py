@@ -147,7 +147,7 @@ def main() -> None:
         folder.mkdir()
         for i in range(ADAPTERS):
             make_adapter(folder / str(i), model, args.rank, i)
-        extra = [make_adapter(Path(made, str(i)), model, args.rank, ADAPTERS + i).lora_path for i in range(EXTRA)]
+        extra = [make_adapter(Path(made, str(i)), model, args.rank, ADAPTERS + i).path for i in range(EXTRA)]
         for policy in args.policies:
             run(policy, folder, extra, args)
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
-from benchmarks.lora import SHAPE
+from benchmarks.small_shape import SHAPE
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig

@@ -31,7 +31,8 @@ from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 

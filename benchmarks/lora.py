@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.peer_servers import stop
 from benchmarks.peers import SETTLE_S, preloaded
+from benchmarks.small_shape import SHAPE
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
@@ -42,26 +43,9 @@ from engine.core.engine import EngineCore
 from engine.lora.adapter_files import open_adapter
 from engine.model.config import ModelConfig
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
 
-#: As SmolLM2-135M.
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
 BATCH, PROMPT_LEN = 32, 8
 ADAPTERS = (0, 1, 8, 32)  # in a batch
 ANSWER = 128  # tokens of the answers for which adapters are merged
@@ -84,7 +68,7 @@ class LoRAReport:
     """How long PEFT takes to merge an adapter and to unmerge it."""
 
 
-def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRARequest:
+def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> ModelAdapter:
     """Write an adapter of all linear layers, with random weights."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -103,10 +87,10 @@ def make_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> LoRA
     modules = sorted({name.rpartition(".")[2] for name in sizes})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest)
+    return ModelAdapter(folder.name, str(folder), open_adapter(folder).digest)
 
 
-def add(core: EngineCore, name: str, tokens: int, lora: LoRARequest | None) -> None:
+def add(core: EngineCore, name: str, tokens: int, lora: ModelAdapter | None) -> None:
     prompt = random.Random(name).choices(range(3, core.model_config.vocab_size), k=PROMPT_LEN)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     core.add(GenerateRequest(request_id=name, prompt=prompt, params=params).asking(lora))
@@ -135,7 +119,7 @@ def merged_tokens_per_s(core: EngineCore, adapters: int, merge_s: float, tokens:
     return ANSWER * BATCH / (adapters * group_s)
 
 
-def tokens_per_s(core: EngineCore, adapters: list[LoRARequest], tokens: int, batch: int = BATCH) -> float:
+def tokens_per_s(core: EngineCore, adapters: list[ModelAdapter], tokens: int, batch: int = BATCH) -> float:
     """Tokens per second of a batch, once all of it decodes."""
     for i in range(batch):
         add(core, str(i), tokens, adapters[i % len(adapters)] if adapters else None)
@@ -160,10 +144,10 @@ class Vllm:
         )
         self._read()
 
-    def tokens_per_s(self, adapters: list[LoRARequest], tokens: int) -> float:
+    def tokens_per_s(self, adapters: list[ModelAdapter], tokens: int) -> float:
         assert self._process.stdin
         asked = {
-            "adapters": [lora.lora_path for lora in adapters], "tokens": tokens, "batch": BATCH,
+            "adapters": [lora.path for lora in adapters], "tokens": tokens, "batch": BATCH,
             "prompt_len": PROMPT_LEN, "vocab_size": self._vocab_size,
         }  # fmt: skip
         print(json.dumps(asked), file=self._process.stdin, flush=True)
@@ -179,7 +163,7 @@ class Vllm:
         raise SystemExit("vllm has ended; its own error stands above")
 
 
-def gaps(core: EngineCore, tokens: int, adapters: Sequence[LoRARequest | None]) -> tuple[list[float], list[float]]:
+def gaps(core: EngineCore, tokens: int, adapters: Sequence[ModelAdapter | None]) -> tuple[list[float], list[float]]:
     """Return the seconds between tokens of streams, and those of each of further requests of one token, which come one
     after another, each for one of the adapters."""
     for i in range(STREAMS):

@@ -10,14 +10,11 @@ import msgspec
 from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.fingerprint import fingerprint
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
 from deployments.frontend.admission import AdmissionLimits
+from deployments.openai.served.model_source import ModelSource
 from deployments.openai.served.served_model import ModelInfo
-from deployments.parts.adapters.places import place_of
-from engine.errors import ConfigError, Described, InvalidParameter, StartupError
-from engine.lora.bucket import SCHEMES, is_bucket
-from engine.lora.errors import AdapterError
+from deployments.parts.table import configured
+from engine.errors import ConfigError, Described, InvalidParameter
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.checkpoint.resolve import has_image_processor, resolve, resolve_tokenizer
@@ -89,30 +86,10 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
         closed_objects=engine.structured_outputs.disable_additional_properties,
-        adapters=_adapters(model) if engine.enable_lora else None,
+        of=configured(ModelSource(model.name, model.model_dump(), engine)),
         prices=model.price_list(),
         tape_mib=engine.tape_mib,
     )
-
-
-def _adapters(model: ModelSection) -> AdapterSources:
-    """Read the listed adapters. Raises StartupError for an adapter that cannot be used."""
-    max_rank, folder = model.engine_config().max_lora_rank, model.lora.dynamic_folder
-    if folder is not None and not is_bucket(folder) and not Path(folder).expanduser().is_dir():
-        limit = f"an existing folder, or the URL of a folder in a bucket ({', '.join(SCHEMES)})"
-        raise ConfigError(f"lora.dynamic_folder of model {model.name!r}", folder, limit)
-    try:
-        place_of(folder).names()
-    except AdapterError as error:
-        raise StartupError(f"lora.dynamic_folder of model {model.name!r}: {error}") from None
-    try:
-        modules = tuple(
-            Adapter.open(module.name, module.path, module.base_model_name or model.name, max_rank)
-            for module in model.lora_modules
-        )
-    except AdapterError as error:
-        raise StartupError(f"lora_modules of model {model.name!r}: {error}") from None
-    return AdapterSources(modules=modules, dynamic_folder=folder, max_rank=max_rank)
 
 
 def _check_pools(model: ModelSection, config: ModelConfig) -> None:

@@ -18,8 +18,8 @@ from cluster.autoscaling.slo import POLICY
 from cluster.entry_point import BUILDER
 from cluster.serve_flags import ABOVE_MODELS, keys_of, model_args
 from cluster.vllm.command import arguments, translated
+from engine.bucket_url import SCHEMES, is_bucket
 from engine.errors import ConfigError, Described, RequestError, StartupError
-from engine.lora.bucket import SCHEMES, is_bucket
 
 logger = logging.getLogger(__name__)
 

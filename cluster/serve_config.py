@@ -58,12 +58,6 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
     return names
 
 
-def lists_adapters(serve_config: Mapping[str, Any]) -> bool:
-    return any(
-        model.lora_modules for _, application in ours(serve_config) for model in AppConfig.of(application).models
-    )
-
-
 def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
     """Return whether weights and KV caches, judging by file sizes, take more than half of the available memory."""
     needed = 0.0

@@ -16,8 +16,8 @@ from cluster.autoscaling.slo import POLICY
 from cluster.entry_point import BUILDER, HOST, PORT
 from cluster.flags import EngineFlags, flag, with_flags
 from deployments.frontend.api_keys import key_line
+from engine.bucket_url import is_bucket
 from engine.errors import ConfigError, InvalidParameter, RequestError
-from engine.lora.bucket import is_bucket
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]

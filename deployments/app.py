@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
 from typing import Any
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from deployments.adapters.table import AdapterTable, MemoryTable
 from deployments.anthropic.routes import AnthropicRoutes
 from deployments.http.bodies import Bodies
 from deployments.http.debug import VERSION
@@ -31,11 +30,12 @@ from deployments.openai.batches.routes import BatchRoutes
 from deployments.openai.responses.routes import ResponsesRoutes
 from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import OpenAIRoutes
-from deployments.openai.served.served_model import ModelInfo, ServedModel
+from deployments.openai.served.served_model import ServedModel
 from deployments.openai.served.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.options.console import ConsoleConfig
-from deployments.parts.table import EdgeSetup, edge_parts, part_fields
+from deployments.parts.setup import EdgeSetup
+from deployments.parts.table import edge_parts, part_fields, part_metrics
 from deployments.pooling.routes import PoolingRoutes
 from deployments.quotas.quotas import Quotas
 from deployments.storage.config import StoreConfig, open_store
@@ -51,11 +51,11 @@ def http_app(
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
-    tables: Callable[[ModelInfo], AdapterTable] = lambda _: MemoryTable(),
+    scope: str | None = None,
 ) -> FastAPI:
     """Build the application. Raises ConfigError for an invalid file of API keys.
 
-    models: served models by name. tables: function that returns the table of a model's adapters.
+    models: served models by name. scope: name of the application on Serve; None for a single ingress.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api_keys = auth.keys()
@@ -76,7 +76,8 @@ def http_app(
             quotas=quotas,
             store=values,
             console=console,
-            tables=tables,
+            scope=scope,
+            metrics=part_metrics(),
         )
     )
     served.further += [found for part in parts if (found := part.further_models()) is not None]
@@ -84,7 +85,7 @@ def http_app(
         *OpenAIRoutes(served, idempotent, bodies).routes(),
         *PoolingRoutes(served, bodies).routes(),
         *AnthropicRoutes(served, idempotent, bodies).routes(),
-        *ResponsesRoutes(served, stored, idempotent, bodies).routes(),
+        *ResponsesRoutes(served, stored, idempotent, bodies, [part.response_deleted for part in parts]).routes(),
         *idempotent.routes(),
         *batch_routes.routes(),
         *(route for part in parts for route in part.routes()),
@@ -111,6 +112,7 @@ def http_app(
     routes.append(Route(KEY, "GET", "/openapi.json", openapi))
     add_routes(app, routes)
     app.state.routes = routes  # for the table in docs/security.md
+    app.state.parts = parts
     if api_keys is not None and not auth.admin_keys:
         logger.warning("no key may call the routes for admins, since ingress.admin_keys has no name (docs/security.md)")
 

@@ -7,6 +7,7 @@ import asyncio
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.parts.table import replica_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
 from deployments.replicas.pairing import pair
@@ -23,7 +24,7 @@ class Decode(EngineDeployment):
     ):
         """peers: deployments that can compute prompts or encode images for this one."""
         async with self._starting():
-            pools = await self._start_engine(config, spec, peers)
+            pools = await self._start_engine(config, spec, peers, replica_parts)
             if "prefill" in pools:
                 limit_s = spec.startup_timeout_s
                 await asyncio.gather(*(pair(engine, pools["prefill"], limit_s) for engine in self._engines.all))

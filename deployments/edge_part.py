@@ -21,9 +21,15 @@ class EdgePart:
         """Return models that requests may name besides those of the configuration."""
         return None
 
+    def told(self) -> None:
+        """The end of this part in another ingress has changed what they share."""
+
     def middleware(self) -> Sequence[Middleware]:
         """Return ASGI middleware that sees a request after its API key was checked."""
         return ()
+
+    async def response_deleted(self, name: str) -> None:
+        """A stored response with this id is deleted. Raises EngineUnavailable if a replica does not answer."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Return a block inside which the application lives, for what the part does besides answering requests."""

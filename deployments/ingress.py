@@ -24,8 +24,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
-from deployments.adapters.gcs_table import GcsTable
-from deployments.adapters.table import AdapterTable
 from deployments.app import http_app
 from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.drain.orphaned_node import end_orphaned_node
@@ -67,9 +65,8 @@ class IngressPeers(NoPeers):
         found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
         return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
-    async def adapters_changed(self) -> None:
-        """Tell the other ingresses that an adapter was loaded or unloaded."""
-        await self._call("adapters_changed")
+    async def tell(self, part: str) -> None:
+        await self._call("told", part)
 
     async def refuse(self, model: str, named: Named) -> None:
         """Make all ingresses refuse something with which engines have ended."""
@@ -132,7 +129,6 @@ class Ingress:
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
-        self._adapter_tables: list[GcsTable] = []
         auth = replace(options.auth, is_on_loopback=await asyncio.to_thread(ray_compat.is_on_loopback))
         try:
             self._app = http_app(
@@ -142,7 +138,7 @@ class Ingress:
                 options.batches,
                 options.store,
                 options.console,
-                self._adapter_table,
+                serve.get_replica_context().app_name,
             )
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
@@ -196,17 +192,12 @@ class Ingress:
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
-    async def adapters_changed(self) -> bytes:
-        """Note that another ingress has loaded or unloaded an adapter."""
-        for table in self._adapter_tables:
-            table.num_heard += 1
+    async def told(self, part: str) -> bytes:
+        """Note that this part of another ingress has changed what all share. part: name of its class."""
+        for each in self._app.state.parts:
+            if type(each).__name__ == part:
+                each.told()
         return b""
-
-    def _adapter_table(self, info: ModelInfo) -> AdapterTable:
-        app, weights = serve.get_replica_context().app_name, info.identity.weights if info.identity else ""
-        table = GcsTable(f"{app}/{info.name}/{weights}", IngressPeers().adapters_changed)
-        self._adapter_tables.append(table)
-        return table
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
         tokenizer = ChatTokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ray.serve.handle import DeploymentHandle
 
+from deployments.parts.table import replica_parts
 from deployments.replicas.engine_deployment import EngineDeployment
 from engine.config import EngineConfig
 from engine.wire.stats.handoff_stats import PeerPool
@@ -17,4 +18,4 @@ class Prefill(EngineDeployment):
     ):
         """peers: deployments that can encode images for this one."""
         async with self._starting():
-            await self._start_engine(config, spec, peers)
+            await self._start_engine(config, spec, peers, replica_parts)

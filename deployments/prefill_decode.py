@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.decode import Decode
+from deployments.parts.table import replica_parts
 from deployments.replicas.engine_deployment import own_handle
 from deployments.replicas.role_follower import RoleFollower
 from engine.config import EngineConfig
@@ -27,7 +28,7 @@ class PrefillDecode(Decode):
     ):
         """peers: deployments that can encode images for this one."""
         async with self._starting():
-            await self._start_engine(config, spec, {**peers, "prefill": own_handle()})
+            await self._start_engine(config, spec, {**peers, "prefill": own_handle()}, replica_parts)
             await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)

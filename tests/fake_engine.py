@@ -13,8 +13,11 @@ import numpy as np
 import zmq
 
 from engine.core.stats import RequestMetrics
+from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Abort, Add, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import ReportCost, SequenceCost
 from engine.wire.parts.handoffs import (
     CancelDispatch,
@@ -24,11 +27,10 @@ from engine.wire.parts.handoffs import (
     PrefillReplicas,
     RemoteRequestFailed,
 )
-from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, HoldOutcome, PromptHold, ReleaseHolds
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
-from engine.wire.parts.tape import TakeTape, TapeTaken
+from engine.wire.parts.tape import TakeTape
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
@@ -83,7 +85,7 @@ class FakeEngine:
         self.peer: Peer | None = None
         self.tape = b""
         self.cached_tokens = 0
-        self.loaded: list[LoRARequest] = []
+        self.loaded: list[ModelAdapter] = []
         self.adapter_error: ErrorInfo | None = None
         self.told: list[RemoteRequestFailed | PrefillReplicas] = []
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
@@ -148,18 +150,18 @@ class FakeEngine:
                 self.remote_requests.append(remote_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
-            case GiveHolds(call_id, limit):
+            case GiveHolds(limit):
                 given, self.held = self.held[:limit], self.held[limit:]
-                self._notices.put(HeldPrompts(call_id, self.peer, given))
+                self._notices.put(Answer.to(command, HeldPrompts(self.peer, given)))
             case ReleaseHolds():
                 self.released.append(command)
             case ResetPrefixCache():
                 self.resets += 1
-            case TakeTape(call_id):
-                self._notices.put(TapeTaken(call_id, self.tape))
-            case LoadAdapter(call_id, lora):
+            case TakeTape():
+                self._notices.put(Answer.to(command, self.tape))
+            case LoadAdapter(lora):
                 self.loaded.append(lora)
-                self._notices.put(AdapterLoaded(call_id, self.adapter_error))
+                self._notices.put(Answer.to(command, AdapterLoaded(self.adapter_error)))
             case RemoteRequestFailed() | PrefillReplicas():
                 self.told.append(command)
 

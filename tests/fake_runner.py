@@ -40,9 +40,10 @@ from engine.parts.speculation.speculator import Speculator, any_number
 from engine.parts.stages.micro_batches import MicroBatches
 from engine.spec_decode.drafter import HostDrafter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.kv_fetching import KVHolder
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.parts.speculation import Prediction
 from engine.wire.parts.states import NO_STATES, StateStep
@@ -398,7 +399,7 @@ class Harness:
         prefill="auto",
         pooling: PoolingParams | None = None,
         prediction: list[int] | None = None,
-        lora: LoRARequest | None = None,
+        lora: ModelAdapter | None = None,
         kv_source: KVSource | None = None,
         kv_holder: KVHolder | None = None,
         client: str = "",

@@ -102,15 +102,13 @@ def check(
     Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel-size 2
     """
     if what.endswith((".yaml", ".yml")):
-        from cluster.serve_config import check_serve_config, lists_adapters, load
+        from cluster.cli.check.parts import part_checks
+        from cluster.serve_config import check_serve_config, load
 
         serve_config = load(Path(what))
         names = check_serve_config(serve_config)
-        if lists_adapters(serve_config):
-            from cluster.cli.check.adapters import check_listed  # seconds: torch
-
-            for warning in check_listed(serve_config):
-                print(f"warning: {warning.topic}: {warning}", file=sys.stderr)
+        for warning in [warning for check in part_checks() for warning in check.configuration(serve_config)]:
+            print(f"warning: {warning.topic}: {warning}", file=sys.stderr)
         print(f"{what} is fine; models: {', '.join(names)}", file=sys.stderr)
         return
     from cluster.cli.models import check_model

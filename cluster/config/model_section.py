@@ -163,8 +163,11 @@ class ModelSection(Section):
         if handoff is not None and handoff.move_requests and len(self.pools) == 1 and engines[0].handoff is None:
             limit = "given, or `encode`, or several decode replicas, because of the `handoff` section"
             raise ConfigError(f"{path}.prefill", None, limit)
-        if self.has_adapters and not all(engine.enable_lora for engine in engines):
-            raise ConfigError(f"{path}.engine.enable_lora", False, "true, or left out, because the model has adapters")
+        for key, needed in EngineConfig.for_adapters().items() if self.has_adapters else ():
+            for value in (getattr(engine, key) for engine in engines):
+                if value != needed:
+                    limit = f"{str(needed).lower()}, or left out, because the model has adapters"
+                    raise ConfigError(f"{path}.engine.{key}", value, limit)
         for key in ("pipeline_parallel_size", "pipeline_layers"):
             values = [getattr(engine, key) for engine in engines]
             if len(set(values)) > 1:
@@ -217,11 +220,14 @@ class ModelSection(Section):
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # set it here: ingresses and routers need it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
-        options.setdefault("enable_lora", self.has_adapters)
+        for_adapters = EngineConfig.for_adapters()
+        if self.has_adapters:
+            options = for_adapters | options
         if role == "encode":  # not as in the other pools
             options["tensor_parallel_size"] = given(self.pools[role].engine).get("tensor_parallel_size", 1)
             options["pipeline_parallel_size"], options["pipeline_layers"], options["data_parallel_size"] = 1, None, 1
-            options["enable_lora"] = options["enable_eplb"] = options["enable_elastic_ep"] = False
+            options["enable_eplb"] = options["enable_elastic_ep"] = False
+            options |= dict.fromkeys(for_adapters, False)
             options["all2all_backend"] = "auto"
         if role != "encode" and self.encode is not None:
             options["encode"] = HandoffConfig(role="decode", **self._handoff_options)

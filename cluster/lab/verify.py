@@ -24,7 +24,6 @@ from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
 from cluster.serve_config import load, ours
 from cluster.serve_flags import YAML, configuration
-from deployments.adapters.table import MemoryTable
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.http.bodies import Bodies
 from deployments.http.context import RequestContext
@@ -35,10 +34,8 @@ from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_body import ChatBody
 from deployments.openai.completion_body import CompletionBody
-from deployments.openai.served.served_model import ModelInfo, ServedModel
-from deployments.parts.adapters.registry import AdapterRegistry
-from deployments.parts.table import model_parts, part_fields
-from deployments.poison.poison import Poison
+from deployments.openai.served.served_model import ServedModel
+from deployments.parts.table import model_parts, named, part_fields
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
 from engine.offline.llm import LLM
@@ -121,7 +118,7 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     except msgspec.ValidationError:
         raise incomplete from None
     section, ingress = _find(model, answer["model"])
-    info = _with_adapter(model_info(section, ingress), answer["model"])
+    info = named(model_info(section, ingress), answer["model"])
     assert info.fingerprint is not None
     if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
         return Verdict(parts, [])
@@ -254,17 +251,6 @@ def _find(model: str, name: str | None) -> tuple[ModelSection, IngressSection]:
 
 def _modules(section: ModelSection) -> list[str]:
     return [module.name for module in section.lora_modules]
-
-
-def _with_adapter(info: ModelInfo, name: str) -> ModelInfo:
-    """Return the facts of the model with its adapter of this name, if it has one. Raises AdapterError."""
-    no_engine: Any = SimpleNamespace()
-    names = info.name, *info.aliases
-    if info.adapters is None or name in names:
-        return info
-    registry = AdapterRegistry(info.name, names, info.adapters, MemoryTable(), no_engine, Poison())
-    adapter = asyncio.run(registry.find(name))
-    return info if adapter is None else info.adapted(adapter)
 
 
 def _engine_options(section: ModelSection) -> Json:

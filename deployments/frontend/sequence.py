@@ -21,8 +21,8 @@ from deployments.observability.telemetry import HttpRequest
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import SequenceCost
-from engine.wire.parts.holds import HoldOutcome
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Verified
 from engine.wire.remote_request import KVSource

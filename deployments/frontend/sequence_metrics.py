@@ -12,9 +12,9 @@ from deployments.frontend.observers import Reason, SequenceObserver, SequenceVie
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, MAX_TEXT_TOKENS, SequenceTimeline
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.handoffs import HandoffTimes
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.timeline import TimelineEvent
 from engine.wire.token_delta import RequestTimes, TokenDelta
 
@@ -31,7 +31,7 @@ class SequenceMetrics(SequenceObserver):
         counts_prompt: whether the API key has used the prompt's tokens; other sequences of the same prompt have not
         used them again."""
         request = sequence.retry.request
-        lora = request.record(LoRARequest)
+        lora = request.record(ModelAdapter)
         self._sequence, self._http, self._context = sequence, http, context
         self._stats, self._timelines = context.stats, context.timelines
         self._quiet, self._counts_prompt = quiet, counts_prompt
@@ -41,7 +41,7 @@ class SequenceMetrics(SequenceObserver):
             request_id=request.request_id,
             model=context.model,
             key=self._payer,
-            adapter=None if lora is None else lora.lora_name,
+            adapter=None if lora is None else lora.name,
             prompt_tokens=len(request.prompt),
             arrived_at=http.started_ns / 1e9,
         )

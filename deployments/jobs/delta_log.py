@@ -15,8 +15,8 @@ from deployments.jobs.event_ids import NoEventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.part_record import PartRecord, told
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import SequenceCost
-from engine.wire.parts.holds import HoldOutcome
 from engine.wire.parts.speculation import Prediction, Verified
 from engine.wire.token_delta import TokenDelta
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 
-from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.observers import SequenceObserver, SequenceView
 from deployments.frontend.sequence_context import SequenceContext
@@ -17,10 +16,11 @@ from deployments.jobs.errors import AnswerNotReproducible, IdempotencyKeyInUse, 
 from deployments.jobs.event_ids import NoEventIds
 from deployments.jobs.lease import Lease
 from deployments.jobs.record import JobRecord, record_key
+from deployments.served_adapter import ServedAdapter
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.costs import SequenceCost
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.token_delta import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Job:
         if self._task is not None and not self._log.ended:
             self._task.cancel()
 
-    async def _add(self, fingerprint: str | None, adapter: Adapter | None) -> bool:
+    async def _add(self, fingerprint: str | None, adapter: ServedAdapter | None) -> bool:
         """Store the record, so that any ingress can compute the answer. Returns whether this ingress got the lease."""
         self.record.fingerprint, self.record.adapter = fingerprint, adapter
         # first the lease: whoever finds the record before this ingress has the lease may complete the answer
@@ -215,7 +215,7 @@ class Job:
             logger.warning("lease not released job_id=%s error=%s", self.job_id, unavailable)
 
 
-def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> Adapter | None:
+def _adapter(frontend: SequenceContext, prompts: list[list[GenerateRequest]]) -> ServedAdapter | None:
     """Return the adapter of the requests, which all have the same one; None if they have none."""
-    lora = prompts[0][0].record(LoRARequest)
-    return None if lora is None else Adapter.of(lora, frontend.model)
+    lora = prompts[0][0].record(ModelAdapter)
+    return None if lora is None else ServedAdapter.of(lora, frontend.model)

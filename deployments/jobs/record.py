@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from deployments.adapters.adapter import Adapter
 from deployments.frontend.retry import signed
+from deployments.served_adapter import ServedAdapter
 from deployments.storage.key_value import KeyValueStore, StoredValueCorrupt, sealed
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import seed_of
@@ -33,7 +33,7 @@ class JobRecord(msgspec.Struct):
     """32 random hex digits, from which seeds and ids are derived."""
     fingerprint: str | None = None
     """Fingerprint of the model that began it (ModelInfo)."""
-    adapter: Adapter | None = None
+    adapter: ServedAdapter | None = None
     """Adapter that its request named, even if the name belongs to another adapter now; None for no adapter."""
     failed: bool = False
     """Whether its newest computation has failed after some tokens. The next one is charged as a new request."""

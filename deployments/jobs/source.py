@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 from weakref import WeakSet
 
-from deployments.adapters.adapter import Adapter
 from deployments.frontend.generation import LiveGeneration
 from deployments.frontend.sequence import RequestUsage
 from deployments.frontend.sequence_context import SequenceContext
 from deployments.jobs.event_ids import MAX_CHOICES, EventIds, NoEventIds, Position
 from deployments.jobs.job import Job
 from deployments.jobs.record import JobRecord
+from deployments.served_adapter import ServedAdapter
 from engine.text.text_stream import TextChunk
 from engine.wire.generate_request import GenerateRequest
 
@@ -45,7 +45,7 @@ class GenerationSource(Protocol):
         """Whether an ingress has begun the answer, so that it needs no admission."""
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> ServedAdapter | None:
         """Adapter with which the answer was begun; None if it was begun without one, or has not begun."""
 
     @property
@@ -135,7 +135,7 @@ class JobSource:
         return self._job.begun
 
     @property
-    def adapter(self) -> Adapter | None:
+    def adapter(self) -> ServedAdapter | None:
         return self._job.record.adapter
 
     def hex_id(self, name: str) -> str:

@@ -57,6 +57,10 @@ class NoPeers:
         """Return the newest scaling changes of all pools, oldest first."""
         return []
 
+    async def tell(self, part: str) -> None:
+        """Tell the ends of a part in all ingresses that what they share has changed. part: name of its class, an
+        EdgePart."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
@@ -98,7 +102,7 @@ class Telemetry:
         self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
-        self._peers = peers or NoPeers()
+        self.peers = peers or NoPeers()
 
     def close(self) -> None:
         """Send the remaining traces. Takes up to two seconds."""
@@ -131,16 +135,16 @@ class Telemetry:
         return [line for each in (self.own_usage(), *await self._others("usage", IngressUsage)) for line in each.lines]
 
     async def _others(self, what: str, kind: type[Report]) -> list[Report]:
-        found = await self._peers.ask(what, kind)
+        found = await self.peers.ask(what, kind)
         return [report for report in found if report.ingress_id != self.stats.ingress_id]
 
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest changes of all pools, oldest first."""
-        return await self._peers.scaling_changes()
+        return await self.peers.scaling_changes()
 
     async def router_tapes(self, own: list[bytes]) -> list[bytes]:
         """Return the tapes of the routers in all ingresses that answer. own: those in this ingress."""
-        others = await self._peers.ask("router_tapes", list[bytes], self.stats.ingress_id)
+        others = await self.peers.ask("router_tapes", list[bytes], self.stats.ingress_id)
         return [*own, *(tape for tapes in others for tape in tapes)]
 
     def own_timelines(self, name: str) -> list[SequenceTimeline]:
@@ -152,7 +156,7 @@ class Telemetry:
 
         Raises RequestNotFound if none of them knows the request.
         """
-        others = await self._peers.ask("timelines", list[SequenceTimeline], name)
+        others = await self.peers.ask("timelines", list[SequenceTimeline], name)
         every = [*others, self.own_timelines(name)]
         found = {each.request_id: each for timelines in every for each in timelines if key in (None, each.key)}
         if not found:

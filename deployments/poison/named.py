@@ -10,8 +10,8 @@ import msgspec
 
 from engine.black_box import compile_key, compute_key, found_keys, read_key
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from engine.wire.parts.images import images_in
-from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction
 
@@ -26,13 +26,13 @@ class Named(NamedTuple):
     """Whether it is only the request itself, so that another request of the same step may be the cause."""
 
 
-def named_adapter(lora: LoRARequest) -> Named:
-    return Named(read_key(lora.digest), f"read adapter {lora.lora_name!r}")
+def named_adapter(lora: ModelAdapter) -> Named:
+    return Named(read_key(lora.digest), f"read adapter {lora.name!r}")
 
 
 def _named(request: GenerateRequest) -> list[Named]:
     """Return what other requests may name too, and engines read or compile."""
-    lora = request.record(LoRARequest)
+    lora = request.record(ModelAdapter)
     found = [] if lora is None else [named_adapter(lora)]
     if (grammar := request.params.structured_outputs) is not None:
         found.append(Named(compile_key(grammar.kind, grammar.text), "compiled its grammar or schema"))
@@ -46,7 +46,7 @@ def _images(request: GenerateRequest) -> Named:
 
 def _own(request: GenerateRequest) -> Named:
     """The prompt, and all that decides what is computed; not what names one request."""
-    lora = request.record(LoRARequest)
+    lora = request.record(ModelAdapter)
     images = [feature.mm_hash for feature in images_in(request)]
     params = msgspec.structs.replace(request.params, seed=None)
     pooling, prediction = request.record(PoolingParams), request.record(Prediction)

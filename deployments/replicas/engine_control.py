@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,15 +16,10 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
-from engine.wire.messages import Command, Drain, EngineStatus, Notice, ResetPrefixCache
+from engine.wire.messages import Answer, Command, Drain, EngineStatus, Notice, Question
 from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, MoveRequests, SetRole
-from engine.wire.parts.holds import GiveHolds, HeldPrompts, ReleaseHolds
-from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
-from engine.wire.parts.lora import AdapterLoaded, LoadAdapter, LoRARequest
-from engine.wire.parts.tape import TakeTape, TapeTaken
 from engine.wire.stats.handoff_stats import PeerPool, Role
-from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ class EngineControl:
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._num_answers = 0
         self._call_ids = count()
-        self._questions: dict[str, asyncio.Future[Any]] = {}
+        self._questions: dict[str, asyncio.Future[bytes]] = {}
         self._broken: str | None = None
         self._lost = False  # whether it alone has died, of several
         self._refuses: str | None = None
@@ -120,45 +115,26 @@ class EngineControl:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        """Make the engine read an adapter, and wait until it has. Returns the error if it cannot, else None. Raises
+    async def ask(self, question: Question, timeout_s: float | None = None) -> bytes:
+        """Ask the engine, and return its answer in msgpack. timeout_s: None to wait as long as the engine lives. Raises
         EngineUnavailable."""
-        loaded: AdapterLoaded = await self._ask(lambda call_id: LoadAdapter(call_id, lora), None)
-        return loaded.error
-
-    async def hot_prefixes(self, limit: int, timeout_s: float) -> HotPrefixes:
-        """Return the engine's most used cached prefixes. Raises EngineUnavailable."""
-        found: HotPrefixes = await self._ask(lambda call_id: ListHotPrefixes(call_id, limit), timeout_s)
-        return found
-
-    async def give_holds(self, limit: int, timeout_s: float) -> HeldPrompts:
-        """Return holds of the engine, for another engine (GiveHolds). Raises EngineUnavailable."""
-        found: HeldPrompts = await self._ask(lambda call_id: GiveHolds(call_id, limit), timeout_s)
-        return found
-
-    async def tape(self, key: bytes, timeout_s: float) -> bytes:
-        """Return the engine's tape: an EngineTape in msgpack, its hashes with this key; empty if it records none.
-        Raises EngineUnavailable."""
-        from engine.parts.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
-
-        found: TapeTaken = await self._ask(TakeTape, timeout_s)
-        return await asyncio.to_thread(tape_with_key, found.tape, key) if found.tape else b""
-
-    async def _ask(self, command: Callable[[str], Command], timeout_s: float | None) -> Any:
-        """Send a command, and return its answer. command: returns it for the id of a call. timeout_s: None to wait as
-        long as the engine lives."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         call_id = str(next(self._call_ids))
         answer = self._questions[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(command(call_id))
+            self._send(msgspec.structs.replace(question, call_id=call_id))
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered within {timeout_s:g} s") from None
         finally:
             del self._questions[call_id]
+
+    def tell(self, command: Command) -> None:
+        """Send a command that has no answer. Raises EngineUnavailable if the engine is unhealthy."""
+        self.check_health()
+        self._send(command)
 
     @property
     def num_answers(self) -> int:
@@ -182,17 +158,6 @@ class EngineControl:
         """Refuse new calls with EngineUnavailable, and tell the routers. Open calls continue."""
         self._refuses = reason
         self._send(Drain())
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the engine's prefix cache. Raises EngineUnavailable if the engine is unhealthy."""
-        self.check_health()
-        self._send(ResetPrefixCache())
-
-    def release_holds(self, name: str, client: str | None) -> None:
-        """End the holds of this name. client: whose holds end; None for all clients. Raises EngineUnavailable if the
-        engine is unhealthy."""
-        self.check_health()
-        self._send(ReleaseHolds(name, client))
 
     def expect_pause(self, seconds: float, generation: int) -> None:
         """Count the engine as healthy even if it is silent and makes no progress, for this time at most: until it goes
@@ -258,9 +223,9 @@ class EngineControl:
     def handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
-        elif isinstance(notice, AdapterLoaded | HotPrefixes | HeldPrompts | TapeTaken):
-            if (answer := self._questions.get(notice.call_id)) is not None and not answer.done():
-                answer.set_result(notice)
+        elif isinstance(notice, Answer):
+            if (asked := self._questions.get(notice.call_id)) is not None and not asked.done():
+                asked.set_result(notice.answer)
         elif isinstance(notice, DispatchRemote) and notice.pool in self._dispatchers:
             self._dispatchers[notice.pool].dispatch(notice.request)
         elif isinstance(notice, CancelDispatch) and self._dispatchers:

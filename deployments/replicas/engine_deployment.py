@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,11 +21,11 @@ from deployments.drain.orphaned_node import end_orphaned_node
 from deployments.replicas.departure import POLL_INTERVAL_S, depart
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.hold_moves import move_holds
 from deployments.replicas.left_tapes import LeftTapes
 from deployments.replicas.pools import KeptTape, PoolTapes
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.replica_engines import ReplicaEngines
+from deployments.replicas.replica_part import OtherReplicas, ReplicaPart, ReplicaSetup
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServePool, ServeRemotePool
 from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
@@ -35,9 +36,10 @@ from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.messages import Command, Question
+from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
+from engine.wire.parts.tape import TakeTape
 from engine.wire.stats.handoff_stats import PeerPool
-from engine.wire.token_delta import ErrorInfo
 from placement.console_log import log_to_console
 from placement.rank_actor import EngineTask
 from placement.rank_group import RankGroup
@@ -62,13 +64,14 @@ class EngineDeployment:
 
     _engines: ReplicaEngines[EngineReplica]
     _engine: EngineReplica  # the only engine, or the first
+    _parts: Sequence[ReplicaPart]
     _left_tapes: LeftTapes
     _choices: Sequence[NoChoiceLog]  # of the routers to the pools that compute for this replica
     _ranks: RankGroup | None = None  # until the constructor starts them
     _commands_to: list[str]  # addresses on which the engines take commands
     _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
-    _departure: asyncio.Task[None] | None = None  # waits for the end, and then lets requests and holds move
+    _departure: asyncio.Task[None] | None = None  # waits for the end, and then lets requests move
 
     @asynccontextmanager
     async def _starting(self) -> AsyncGenerator[None]:
@@ -87,12 +90,16 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, DeploymentHandle]
+        self,
+        config: EngineConfig,
+        spec: GroupSpec,
+        peers: Mapping[PeerPool, DeploymentHandle],
+        parts: Callable[[ReplicaSetup], Sequence[ReplicaPart]],
     ) -> dict[PeerPool, ServeRemotePool]:
         """Start the engines, and return the pools of `peers` once the model is loaded. Raises StartupError or
         EngineUnavailable.
 
-        peers: deployments that can compute prompts or encode images for this one.
+        peers: deployments that can compute prompts or encode images for this one. parts: makes the ends of features.
         """
         size, tape_mib = config.shared_block_size, config.tape_mib
         pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in peers.items()}
@@ -106,6 +113,7 @@ class EngineDeployment:
         }
         self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]
+        self._parts = parts(ReplicaSetup(config=config))
         self._left_tapes = LeftTapes(config, self._engines.ids)
         self._choices = [pool.choices for pool in pools.values()]
         self._ranks = ranks = RankGroup(spec)
@@ -134,21 +142,27 @@ class EngineDeployment:
         gone."""
         return msgspec.msgpack.encode(self._engines.statuses())
 
-    async def load_adapter(self, lora: LoRARequest, call: RoutingContext) -> ErrorInfo | None:
-        """Make all engines read an adapter. Returns the error if one cannot, else None. Raises EngineUnavailable."""
-        return await self._engines.load_adapter(lora)
+    async def ask(
+        self, question: Question, timeout_s: float | None = None, context: RoutingContext | None = None
+    ) -> list[bytes]:
+        """Return the answers of all engines (EngineControl.ask). context: of a call to one replica, for the router.
+        Raises EngineUnavailable."""
+        return await self._engines.ask(question, timeout_s)
 
-    async def hot_prefixes(self) -> bytes:
-        """Return the most used cached prefixes of each engine: HotPrefixes in msgpack. Raises EngineUnavailable."""
-        found = (engine.hot_prefixes(MAX_PREFIXES, ASK_TIMEOUT_S) for engine in self._engines.all)
-        return msgspec.msgpack.encode(await asyncio.gather(*found))
+    async def tell(self, command: Command) -> None:
+        """Send a command to all engines. Raises EngineUnavailable."""
+        self._engines.tell(command)
 
     async def tapes(self, key: bytes) -> PoolTapes:
-        """Return the tape of each engine that records one (EngineControl.tape), and those of this replica's routers.
-        Raises EngineUnavailable."""
-        found = await asyncio.gather(*(engine.tape(key, TAPE_TIMEOUT_S) for engine in self._engines.all))
+        """Return the tape of each engine that records one, its hashes with this key, and those of this replica's
+        routers. Raises EngineUnavailable."""
+        from engine.parts.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
+
+        taken = [msgspec.msgpack.decode(tape) for tape in await self._engines.ask(TakeTape(), TAPE_TIMEOUT_S)]
+        keyed = (asyncio.to_thread(tape_with_key, tape, key) for tape in taken if tape)
+        found = await asyncio.gather(*keyed)
         routers = [tape for log in self._choices for tape in log.take(self._engines.ids[0])]
-        return PoolTapes([tape for tape in found if tape], routers)
+        return PoolTapes(found, routers)
 
     async def keep_tapes(self, reason: str) -> None:
         """Write the tape of each engine that records one to a file. Raises EngineUnavailable."""
@@ -171,7 +185,7 @@ class EngineDeployment:
         starts = (
             warm_start(
                 engine,
-                pool.hot_prefixes,
+                partial(pool.ask, ListHotPrefixes(MAX_PREFIXES), HotPrefixes, ASK_TIMEOUT_S),
                 timeout_s=config.handoff.warm_start_timeout_s,
                 max_bytes=config.handoff.warm_start_bytes,
                 host=ray.util.get_node_ip_address(),
@@ -180,12 +194,6 @@ class EngineDeployment:
             for engine in self._engines.all
         )
         await asyncio.gather(*starts)
-
-    async def reset_prefix_cache(self) -> None:
-        self._engines.reset_prefix_cache()
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        self._engines.release_holds(name, client)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""
@@ -199,7 +207,7 @@ class EngineDeployment:
         self._engines.check_health()
 
     async def _until_replaced(self, config: EngineConfig) -> str:
-        """Wait until there is time to replace engines that were lost, and let the holds of the others move. Returns
+        """Wait until there is time to replace engines that were lost, and let what the others have move. Returns
         why to restart."""
         reason = await self._engines.until_idle_without_lost()
         with suppress(TimeoutError):
@@ -239,21 +247,22 @@ class EngineDeployment:
         return [rebalance(engine, statuses, slots) for engine in self._engines.all]
 
     async def _leave(self, config: EngineConfig, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Move requests and holds to other replicas. goes_on: as for `depart`."""
+        """Move requests, and what parts keep, to other replicas. goes_on: as for `depart`."""
         leaving: list[Coroutine[Any, Any, None]] = []
         pool = ServePool(own_handle(), block_size=config.shared_block_size)
         host, key = ray.util.get_node_ip_address(), await asyncio.to_thread(ray_compat.cluster_key)
         statuses = self._engines.others(ServeRemotePool(own_handle()).statuses)
+        others = OtherReplicas(statuses=statuses, send=pool.generate, model=self._model, host=host, key=key)
         for engine in self._engines.all:
             leaving += [
                 depart(engine, statuses, config.max_num_seqs, goes_on),
-                move_holds(engine, statuses, pool.generate, model=self._model, host=host, key=key),
+                *(part.leave(engine, others) for part in self._parts),
             ]
         await asyncio.gather(*leaving)
 
     async def _depart(self, config: EngineConfig) -> None:
-        """Move requests and holds to other replicas when Serve or a SIGTERM tells this replica to stop. Serve waits
-        until they have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
+        """Move requests, and what parts keep, to other replicas when Serve or a SIGTERM tells this replica to stop.
+        Serve waits until they have left. After a SIGTERM, the process ends once they have left, or after TERM_S."""
         loop, signalled, pipe = asyncio.get_running_loop(), asyncio.Event(), ray_compat.pipe_of_sigterm()
 
         def on_sigterm() -> None:
@@ -278,7 +287,7 @@ class EngineDeployment:
     async def __del__(self) -> None:
         """Stop the replica. Serve calls it after the last request, when it removes the replica."""
         if self._departure is not None:
-            await asyncio.wait([self._departure], timeout=TERM_S)  # holds may still be on their way
+            await asyncio.wait([self._departure], timeout=TERM_S)  # what parts keep may still be on its way
         self._stop()
 
     def _stop(self) -> None:

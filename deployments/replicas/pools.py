@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -12,10 +12,10 @@ from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import EngineStatus
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.messages import Command, EngineStatus, Question
 from engine.wire.stats.handoff_stats import PeerPool
-from engine.wire.token_delta import ErrorInfo
+
+A = TypeVar("A")
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
@@ -68,17 +68,13 @@ class EnginePool(EngineClient, Protocol):
     async def asleep(self) -> bool:
         """Return whether there are no replicas because none is needed; the next request starts one."""
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        """Make one replica read an adapter. Returns the error if it cannot, else None. Raises ServingError if no
-        replica answers."""
+    async def ask_one(self, question: Question, kind: type[A], adapter: str = "") -> list[A]:
+        """Ask all engines of one replica. kind: of the answers. adapter: digest of the adapter for whose requests the
+        router would choose the replica. Raises ServingError if no replica answers."""
 
-    async def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches of all replicas in all pools. Raises EngineUnavailable if a replica does not
-        answer."""
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        """End the holds that have this name, or are of the response with this id, on all replicas. client: client whose
-        holds end; None for all clients. Raises EngineUnavailable if a replica does not answer."""
+    async def tell(self, command: Command, peers: bool = False) -> None:
+        """Send a command to all engines. peers: whether those that compute for the pool get it too. Raises
+        EngineUnavailable if a replica does not answer."""
 
     async def tapes(self, key: bytes) -> PoolTapes:
         """Return the tapes of the replicas in all pools that record some and answer. key: that of the hashes of

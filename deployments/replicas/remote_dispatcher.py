@@ -11,8 +11,8 @@ from deployments.routing.stats import RoutingStats
 from engine.black_box import compute_key, found_keys, read_key
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import Command, EngineStatus
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.handoffs import PrefillReplica, PrefillReplicas, RemoteRequestFailed
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
 
@@ -126,7 +126,7 @@ class RemoteDispatcher:
 def _with_request(doing: Sequence[str], remote_request: RemoteRequest) -> Sequence[str]:
     """Return what an engine was doing when it ended, with the request's own id if it computed its prompt; nothing if it
     did not work on it."""
-    lora = remote_request.record(LoRARequest)
+    lora = remote_request.record(ModelAdapter)
     handoff, request = compute_key(remote_request.handoff_id), compute_key(remote_request.request_id)
     keys = [handoff] if lora is None else [handoff, read_key(lora.digest)]
     found = found_keys(doing, keys)

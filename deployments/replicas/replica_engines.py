@@ -11,10 +11,8 @@ from typing import Generic, TypeVar
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.pools import ReplicaStatus
-from engine.wire.messages import EngineStatus
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.messages import Command, EngineStatus, Question
 from engine.wire.stats.handoff_stats import Role
-from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +53,14 @@ class ReplicaEngines(Generic[E]):
 
         return of_other_replicas
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        """Make all engines read an adapter. Returns the first error, else None. Raises EngineUnavailable."""
-        errors = await asyncio.gather(*(engine.load_adapter(lora) for engine in self.all))
-        return next((error for error in errors if error is not None), None)
+    async def ask(self, question: Question, timeout_s: float | None = None) -> list[bytes]:
+        """Return the answers of all engines (EngineControl.ask). Raises EngineUnavailable."""
+        return await asyncio.gather(*(engine.ask(question, timeout_s) for engine in self.all))
+
+    def tell(self, command: Command) -> None:
+        """Send a command to all engines. Raises EngineUnavailable if one is unhealthy."""
+        for engine in self.all:
+            engine.tell(command)
 
     @property
     def num_answers(self) -> int:
@@ -68,14 +70,6 @@ class ReplicaEngines(Generic[E]):
     def set_role(self, role: Role) -> None:
         for engine in self.all:
             engine.set_role(role)
-
-    def reset_prefix_cache(self) -> None:
-        for engine in self.all:
-            engine.reset_prefix_cache()
-
-    def release_holds(self, name: str, client: str | None) -> None:
-        for engine in self.all:
-            engine.release_holds(name, client)
 
     def check_health(self) -> None:
         """Raise EngineUnavailable if an engine is gone, silent, or makes no progress. If the others can go on without

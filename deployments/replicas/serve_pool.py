@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import A, KeptTape, PoolTapes, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.choice_log import choice_log
 from deployments.routing.config import Role
@@ -27,16 +27,16 @@ from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Command, Question
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from engine.wire.parts.images import images_in
-from engine.wire.parts.kv_fetching import HotPrefixes
-from engine.wire.parts.lora import LoRARequest, digest_of
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
-from engine.wire.token_delta import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
+CALL_S = 1.0  # for a call to a replica, besides the time of its engine
 TAPE_TIMEOUT_S = 30.0
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
@@ -76,7 +76,7 @@ class ServePool:
             first.cache_salt,
             first.session_id,
             images_in(first),
-            digest_of(first.record(LoRARequest)),
+            digest_of(first.record(ModelAdapter)),
         )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
@@ -105,18 +105,18 @@ class ServePool:
         deployment = await _deployment_status(self._handle)
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        prompt = PromptDigest(f"adapter-{secrets.token_hex(8)}", 1, (), adapter=lora.digest)
+    async def ask_one(self, question: Question, kind: type[A], adapter: str = "") -> list[A]:
+        prompt = PromptDigest(f"ask-{secrets.token_hex(8)}", 1, (), adapter=adapter)
         call = RoutingContext(prompt)  # it counts as no request
-        found: ErrorInfo | None = await _answer(self._handle.load_adapter.remote(lora, call), call)
-        return found
+        answers = await _answer(self._handle.ask.remote(question, None, call), call)
+        return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
-    async def reset_prefix_cache(self) -> None:
-        for handle in self._all:
-            await self._tell_all(handle, "reset_prefix_cache")
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        await self._tell_all(self._handle, "release_holds", name, client)
+    async def tell(self, command: Command, peers: bool = False) -> None:
+        for handle in self._all if peers else [self._handle]:
+            answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
+            missing = sum(isinstance(answer, BaseException) for answer in answers)
+            if missing or not (answers or await self.asleep()):
+                raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
 
     async def tapes(self, key: bytes) -> PoolTapes:
         found: list[PoolTapes] = await self._of_all("tapes", key)
@@ -143,13 +143,6 @@ class ServePool:
     def own_tape(self, router: str) -> list[bytes]:
         return self._choices.take(router)
 
-    async def _tell_all(self, handle: DeploymentHandle, method: str, *args: Any) -> None:
-        """Call a method of all replicas of a deployment. Raises EngineUnavailable if one does not answer."""
-        answers = await ray_compat.broadcast(handle, method, STATUS_TIMEOUT_S, *args)
-        missing = sum(isinstance(answer, BaseException) for answer in answers)
-        if missing or not (answers or await self.asleep()):
-            raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
-
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return dict(zip(self._peers, await asyncio.gather(*map(_statuses, self._peers.values())), strict=True))
 
@@ -171,7 +164,7 @@ class ServeRemotePool:
             remote_request.token_ids,
             remote_request.cache_salt,
             images=images_in(remote_request),
-            adapter=digest_of(remote_request.record(LoRARequest)),
+            adapter=digest_of(remote_request.record(ModelAdapter)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
@@ -179,14 +172,15 @@ class ServeRemotePool:
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self._handle)
 
-    async def hot_prefixes(self) -> list[HotPrefixes]:
-        """Return the most used cached prefixes of each engine of the replicas that are up and answer."""
+    async def ask(self, question: Question, kind: type[A], timeout_s: float) -> list[A]:
+        """Ask all engines of the replicas that are up, and return the answers of those that answer. kind: of the
+        answers. timeout_s: for an engine to answer."""
         deployment = await _deployment_status(self._handle)
         if deployment is None or not deployment.replica_states.get("RUNNING"):
             return []
-        answers = await ray_compat.broadcast(self._handle, "hot_prefixes", STATUS_TIMEOUT_S)
-        found = (msgspec.msgpack.decode(a, type=list[HotPrefixes]) for a in answers if isinstance(a, bytes))
-        return [prefixes for of_replica in found for prefixes in of_replica]
+        found = await ray_compat.broadcast(self._handle, "ask", timeout_s + CALL_S, question, timeout_s)
+        answers = (answer for of_replica in found if isinstance(of_replica, list) for answer in of_replica)
+        return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     async def state(self) -> PoolState:
         deployment = await _deployment_status(self._handle)

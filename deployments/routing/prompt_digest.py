@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deployments.routing.prefix_index import block_keys
 from engine.wire.block_hash import block_hashes
+from engine.wire.parts.adapter import extra_keys
 from engine.wire.parts.images import MultiModalFeatureSpec, places_of
-from engine.wire.parts.lora import extra_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,6 @@ def open_setup(
     if config.torch_compile and model.transformers:
         limit = f"false for {model.architecture}, which transformers' own code computes"
         raise ConfigError("torch_compile", True, limit)
-    if config.torch_compile and config.enable_lora:
-        raise ConfigError("torch_compile", True, "false with enable_lora, because compiled layers have no adapters")
     if model.recurrent is not None or model.latent is not None or model.gemma is not None:
         check_layers(config, model)
     check_experts(config, model)
@@ -62,7 +60,7 @@ def check_tested(config: EngineConfig, model: ModelConfig) -> None:
     parts = {
         "recurrent layers": model.recurrent is not None,
         "latent attention": model.latent is not None,
-        "adapters": config.enable_lora,
+        **dict.fromkeys(config.added_to_layers, True),
         "quantized experts": model.moe is not None and model.quantization is not None,
     }
     untested = [part for part, present in parts.items() if present]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from engine.config import EngineConfig
 from engine.devices.device import is_gpu
@@ -27,8 +26,8 @@ from engine.kernel_trial.rank_alone import RankAlone
 from engine.kernel_trial.record import TrialRecord
 from engine.kernel_trial.reduced_model import reduced
 from engine.kernel_trial.steps import PROMPTS, compute_steps, most_tokens, num_blocks
+from engine.kernel_trial.tried_part import tried_parts
 from engine.model.config import ModelConfig
-from engine.model.layers.lora import LinearAdapters
 from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
@@ -121,8 +120,8 @@ def try_kernels(
 
     runner = open_runner(trial_config(config), reduced(model), folder, RankAlone(config.tensor_parallel_size))
     try:
-        if config.enable_lora:
-            fill_adapters(runner.model)
+        for part in tried_parts(runner):
+            part.fill()
         runner.layers.graphs.drop()  # one kernel after another, at first
         verdicts = try_each(runner)
         if dependent_launch.in_use(runner.device.torch_device):
@@ -139,16 +138,6 @@ def try_each(runner: Any) -> list[Verdict]:
     with KernelTrial(runner.device).watching(runner) as trial:
         compute_steps(runner)
     return list(trial.verdicts.values())
-
-
-def fill_adapters(model: nn.Module) -> None:
-    """Fill all slots for adapters with random factors, the same each time."""
-    for layer in [value for module in model.modules() for value in vars(module).values()]:
-        if isinstance(layer, LinearAdapters):
-            generator = torch.Generator(layer.weights.a.device).manual_seed(0)
-            layer.weights.a.normal_(std=0.1, generator=generator)
-            layer.weights.b.normal_(std=0.1, generator=generator)
-            layer.weights.ranks.fill_(layer.weights.rank)
 
 
 def trial_config(config: EngineConfig) -> EngineConfig:
@@ -168,11 +157,8 @@ def trial_config(config: EngineConfig) -> EngineConfig:
         num_gpu_blocks_override=num_blocks(block_size),
         load_format="dummy",
         enable_prefix_caching=False,
-        enable_lora=config.enable_lora,
-        max_loras=1 if config.enable_lora else None,
-        max_lora_rank=config.max_lora_rank,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
-        allow_untested_kernels=config.allow_untested_kernels,
         num_threads=config.num_threads,
+        **config.for_kernels(),
     )

@@ -4,13 +4,13 @@ with a grammar's mask."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from engine.kernel_trial.tried_part import TriedPart, tried_parts
 from engine.model.kv_groups import KVCacheGroup
-from engine.wire.parts.lora import SequenceAdapter
 from engine.wire.parts.states import StateStep
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
@@ -39,10 +39,10 @@ def compute_steps(runner: Any) -> tuple[list[int], int, int]:
     them were replayed graphs."""
     for tensor in memory_of(runner):
         tensor.zero_()  # what no sequence writes is compared too
-    groups, vocab_size, lora = runner.model_config.kv_groups, runner.model_config.vocab_size, runner.config.enable_lora
+    groups, vocab_size = runner.model_config.kv_groups, runner.model_config.vocab_size
     tokens: list[int] = []
     steps = replays = 0
-    for plan in trial_plans(vocab_size, groups, runner.block_size, lora):
+    for plan in trial_plans(vocab_size, groups, runner.block_size, tried_parts(runner)):
         inputs = runner.prepare(plan)
         result = runner.collect(runner.launch(inputs))
         tokens += [token for sampled in result.tokens for token in sampled]
@@ -58,11 +58,12 @@ def memory_of(runner: Any) -> list[Tensor]:
 
 
 def trial_plans(
-    vocab_size: int, groups: tuple[KVCacheGroup, ...], block_size: int, adapters: bool
+    vocab_size: int, groups: tuple[KVCacheGroup, ...], block_size: int, parts: Sequence[TriedPart] = ()
 ) -> Iterator[StepPlan]:
-    """Return the plans in order. Each sequence has all its blocks from its first step on. adapters: whether sequences
-    but the second use the adapter in slot 0."""
+    """Return the plans in order. Each sequence has all its blocks from its first step on. parts: of the rank, which
+    all sequences but the second use."""
     rng, done = random.Random(0), dict.fromkeys(range(len(PROMPTS)), 0)
+    used = [part.use() for part in parts]
     width = -(-most_tokens() // block_size)
     for step, counts in enumerate((*CHUNKS, *(dict.fromkeys(seqs, 1) for seqs in DECODES))):
         decoding = counts if step >= len(CHUNKS) else {}
@@ -72,7 +73,7 @@ def trial_plans(
             added=[
                 NewSequence(
                     slot, [rng.randrange(vocab_size) for _ in range(PROMPTS[slot])], PROMPTS[slot], SAMPLINGS[slot],
-                    seed=slot, parts={SequenceAdapter.part: SequenceAdapter(0)} if adapters and slot != 1 else {},
+                    seed=slot, parts={each.part: each for each in used} if slot != 1 else {},
                 )
                 for slot in new
             ],

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.devices.device import Device
-from engine.kernel_trial.twins import MEANINGS, Op, name_of, twin
+from engine.kernel_trial.tried_part import tried_parts
+from engine.kernel_trial.twins import MEANINGS, Op, name_of, twin, twins
 from engine.model.batch import Batch
 from engine.model.ops.gpu.libraries import attention
 from engine.model.quantization.rows import QuantizedRows
@@ -67,13 +68,15 @@ class KernelTrial:
 
         def watch(owner: Any) -> None:
             for name, value in list(vars(owner).items()):
-                if type(value).__name__ in WITH_KERNELS:
-                    watch(value)
-                elif (watched := self.watched(value)) is not value:
+                if (watched := self.watched(value)) is not value:
                     replaced.append((owner, name, value))
                     setattr(owner, name, watched)
 
-        for owner in (runner, *runner.parts.all, *runner.model.modules()):
+        parts = tried_parts(runner)
+        for part in parts:
+            twins().update(part.twins())
+        added = [each for part in parts for each in part.added()]
+        for owner in (runner, *runner.parts.all, *runner.model.modules(), *added):
             watch(owner)
         try:
             yield self
@@ -167,9 +170,6 @@ class WatchedKernel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
-
-
-WITH_KERNELS = ("LinearAdapters",)  # classes of objects that hold kernels and are no modules
 
 
 def remade(value: tuple[Any, ...], parts: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from engine.model.ops import moe
 from engine.model.ops import sampling as plain_sampling
 from engine.model.ops.elementwise import activations, norms
 from engine.model.ops.elementwise import gates as gates_ops
-from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, low_rank, sampling
+from engine.model.ops.gpu import activation, fused_quantize, latent_attention, latent_rope, logits, sampling
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu.experts import grouped_mm, routing
 from engine.model.ops.gpu.experts import moe as gpu_moe
@@ -26,7 +26,6 @@ from engine.model.ops.gpu.recurrent import causal_conv, gates, linear_attention
 from engine.model.ops.latent import attention as latent_plain
 from engine.model.ops.logits.masks import apply_masks_plain
 from engine.model.ops.logits.penalties import penalise_plain
-from engine.model.ops.lora.low_rank import add_plain
 from engine.model.ops.norm import add_rms_norm_plain, rms_norm_plain
 from engine.model.ops.recurrent.causal_conv import causal_conv_plain
 from engine.model.ops.recurrent.gates import gates_plain
@@ -62,7 +61,7 @@ def name_of(kernel: Any) -> str:
 
 @cache
 def twins() -> dict[Op, Op]:
-    """Return the plain version of each kernel."""
+    """Return the plain version of each kernel. A trial adds those of parts (TriedPart.twins)."""
     return {
         gpu_norm.rms_norm: rms_norm_plain,
         gpu_norm.add_rms_norm: add_rms_norm_plain,
@@ -85,7 +84,6 @@ def twins() -> dict[Op, Op]:
         gpu_moe.mix_some_experts: mix_experts_plain,
         grouped_mm.mix_experts: mix_experts_plain,
         grouped_mm.mix_some_experts: mix_experts_plain,
-        low_rank.add: add_plain,
         logits.apply_masks: apply_masks_plain,
         logits.penalise: penalise_plain,
         sampling.sample_rows: partial(plain_sampling.sample_rows_plain, plain_sampling.draw_rows_plain),

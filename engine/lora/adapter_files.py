@@ -12,10 +12,11 @@ from typing import NamedTuple
 from safetensors import SafetensorError, deserialize
 
 from engine import pocket
+from engine.bucket_url import is_bucket
 from engine.devices.host_memory import free_host_memory
 from engine.errors import Described
 from engine.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
-from engine.lora.bucket import WEIGHTS_FILE, is_bucket, local_copy
+from engine.lora.bucket import WEIGHTS_FILE, local_copy
 from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.lora.module_patterns import MAX_LENGTH
 from engine.model.checkpoint.resolve import HUB_ID

@@ -13,9 +13,10 @@ from engine.devices.device import Device
 from engine.errors import ServingError
 from engine.lora.adapter_files import WEIGHTS_FILE, open_adapter
 from engine.lora.errors import AdapterError
+from engine.lora.messages import AdapterAnswer, AdapterLoad
 from engine.lora.model_adapters import ModelAdapters
 from engine.model.low_rank import Factors
-from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class AdapterLoader:
     def load(self, command: AdapterLoad) -> None:
         self._executor.submit(self._load, command)
 
-    def check(self, lora: LoRARequest) -> Future[None]:
+    def check(self, lora: ModelAdapter) -> Future[None]:
         """Read an adapter; the future raises AdapterError if it cannot be used."""
         return self._executor.submit(self._check, lora)
 
@@ -59,18 +60,18 @@ class AdapterLoader:
         except ServingError as problem:
             error = str(problem)
         except Exception as problem:  # it must not take more than its requests with it
-            logger.exception("adapter failed name=%s path=%s", command.lora.lora_name, command.lora.lora_path)
-            error = f"adapter {command.lora.lora_name!r}: {type(problem).__name__}: {problem}"
+            logger.exception("adapter failed name=%s path=%s", command.lora.name, command.lora.path)
+            error = f"adapter {command.lora.name!r}: {type(problem).__name__}: {problem}"
         logger.info(
             "adapter loaded name=%s digest=%s slot=%d seconds=%.2f error=%s",
-            command.lora.lora_name, command.lora.digest[:8], command.slot, time.perf_counter() - started, error,
+            command.lora.name, command.lora.digest[:8], command.slot, time.perf_counter() - started, error,
         )  # fmt: skip
         self._answers.put(AdapterAnswer(command.number, error))
 
-    def _check(self, lora: LoRARequest) -> None:
+    def _check(self, lora: ModelAdapter) -> None:
         self._factors(lora)
 
-    def _factors(self, lora: LoRARequest) -> dict[int, Factors]:
+    def _factors(self, lora: ModelAdapter) -> dict[int, Factors]:
         """Return this rank's part of an adapter, from host memory or from the adapter's files."""
         if lora.digest in self._kept:
             self._kept.move_to_end(lora.digest)
@@ -82,9 +83,9 @@ class AdapterLoader:
             self._kept.popitem(last=False)
         return factors
 
-    def _read(self, lora: LoRARequest) -> dict[int, Factors]:
-        files = open_adapter(lora.lora_path, lora.lora_name)
+    def _read(self, lora: ModelAdapter) -> dict[int, Factors]:
+        files = open_adapter(lora.path, lora.name)
         if files.digest != lora.digest:
             limit = f"the file with the digest {lora.digest}; the file has changed since the request arrived"
-            raise AdapterError(lora.lora_name, WEIGHTS_FILE, files.digest, limit)
+            raise AdapterError(lora.name, WEIGHTS_FILE, files.digest, limit)
         return self._adapters.factors(files)

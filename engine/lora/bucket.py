@@ -16,18 +16,12 @@ from engine.lora.adapter_config import CONFIG_FILE
 from engine.lora.errors import AdapterError, AdapterNotFound
 from engine.user_folder import user_folder
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 WEIGHTS_FILE = "adapter_model.safetensors"
 COPIES = "~/.cache/manta/adapters"
 MAX_BYTES = 20 << 30
 """Size of all local copies together, beyond which those that were used least recently are deleted."""
 TRIES = 3  # of a copy, if the files change meanwhile
 T = TypeVar("T")
-
-
-def is_bucket(path: str) -> bool:
-    scheme, found, _ = path.partition("://")
-    return bool(found) and scheme in SCHEMES
 
 
 class Bucket:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from engine.distributed.no_broadcaster import NoBroadcaster
 from engine.errors import RequestError
 from engine.lora.adapter_loader import AdapterLoader
-from engine.wire.parts.lora import AdapterAnswer, AdapterLoad, LoRARequest
+from engine.lora.messages import AdapterAnswer, AdapterLoad
+from engine.wire.parts.adapter import ModelAdapter
 
 if TYPE_CHECKING:  # it needs pyzmq
     from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -43,7 +44,7 @@ class GroupLoader:
         done = [number for number, answers in self._answers.items() if len(answers) == self._ranks]
         return [(number, error_of(self._answers.pop(number))) for number in done]
 
-    def check(self, lora: LoRARequest) -> None:
+    def check(self, lora: ModelAdapter) -> None:
         """Wait until this rank has read an adapter. Raises AdapterError if the rank cannot use it."""
         self._loader.check(lora).result(CHECK_TIMEOUT_S)
 

@@ -13,10 +13,10 @@ from engine.errors import Described
 from engine.lora.adapter_files import ALL_EXPERTS, REFUSED, WEIGHTS_FILE, AdapterFiles, TensorEntry
 from engine.lora.errors import AdapterError
 from engine.lora.expert_factors import ExpertSizes, of_each_expert
+from engine.lora.layers import GroupedAdapters, LinearAdapters
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.layers.latent_attention import HeadProjections
 from engine.model.layers.linear import AS_STORED, Order, Product
-from engine.model.layers.lora import GroupedAdapters, LinearAdapters
 from engine.model.layers.moe import Experts
 from engine.model.low_rank import LANES, AdapterRows, Factors, filled, in_columns
 from engine.model.models.llama import Model
@@ -104,9 +104,9 @@ class ModelAdapters:
                 continue
             if isinstance(module, Experts) and module.split.shared:
                 self._reasons = self._reasons | REASONS_IF_SHARED
-            if isinstance(module, Experts) and module.takes_adapters and not for_gpu:
+            if isinstance(module, Experts) and module.takes_addends and not for_gpu:
                 self._add_experts(path, module)
-            elif isinstance(module, HeadProjections) and module.heads_take_adapters and not for_gpu:
+            elif isinstance(module, HeadProjections) and module.heads_take_addends and not for_gpu:
                 self._add_heads(path, module)
             elif isinstance(module, Product) and module.takes_addend:
                 shards = list(module.weights.values())
@@ -114,11 +114,15 @@ class ModelAdapters:
                 self._add(layer, path, module.weights, order=module.order)
 
     @property
+    def linear(self) -> list[LinearAdapters]:
+        """Of layers that keep adapters in slots."""
+        return [layer for layer in self._layers if isinstance(layer, LinearAdapters)]
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of all slots together. Adapters of experts and heads have no slots, and take memory when they are
         loaded."""
-        some = [layer.weights for layer in self._layers if isinstance(layer, LinearAdapters)]
-        return sum(weights.a.nbytes + weights.b.nbytes for weights in some)
+        return sum(layer.weights.a.nbytes + layer.weights.b.nbytes for layer in self.linear)
 
     def factors(self, files: AdapterFiles) -> dict[int, Factors]:
         """Return this rank's part of an adapter, by layer number. Raises AdapterError if the adapter does not fit the
@@ -177,7 +181,7 @@ class ModelAdapters:
             others = set(range(module.num_experts)) - set(module.split.own)
             names = itertools.product(others, weights)
             self._elsewhere |= {self._model.checkpoint_name(f"{path}.{i}.{name}.weight") for i, name in names}
-        module.adapters = layers[0], layers[1]
+        module.addends = layers
         self._experts[self._model.checkpoint_name(path)] = ExpertPlaces(
             module,
             ExpertSizes(
@@ -197,7 +201,7 @@ class ModelAdapters:
             layers.append(layer := GroupedAdapters([own], module.heads, self.rows, module.dtype, module.device))
             places.append([Place(layer, head, 0, own, AS_STORED) for head in range(module.heads)])
         self._layers += layers
-        module.key_adapters, module.value_adapters = layers
+        module.key_addend, module.value_addend = layers
         self._heads[self._model.checkpoint_name(f"{path}.weight")] = shard, list(zip(*places, strict=True))
 
     def _changes(self, files: AdapterFiles) -> Iterator[Change]:
@@ -233,7 +237,8 @@ class ModelAdapters:
     def _of_heads(
         self, files: AdapterFiles, change: Change, shard: Shard, heads: list[tuple[Place, Place]]
     ) -> Iterator[Change]:
-        """Yield what an adapter adds to each head's projections to keys and values. shard: this rank's outputs of
+        """Yield what an adapter adds to each head's projections to keys and values: A transposed times B transposed,
+        with B's rows for the keys of that head, and B A, with B's rows for its values. shard: this rank's outputs of
         both."""
         check_sizes(files, change, *shard.shape)
         own = change.b[shard.start : shard.start + shard.size].unflatten(0, (len(heads), -1))

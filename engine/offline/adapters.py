@@ -7,7 +7,27 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import InvalidParameter, RequestError
-from engine.wire.parts.lora import LoRARequest
+from engine.parts.table import part_modules
+from engine.wire.parts.adapter import ModelAdapter
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter, named as in vLLM."""
+
+    lora_name: str
+    """The adapter's name; it does not affect the result."""
+    lora_int_id: int = 0
+    """vLLM's number of the adapter; it has no effect."""
+    lora_path: str = ""
+    """Folder or Hub id."""
+    digest: str = ""
+    """As in ModelAdapter; if it is empty, it is read from the files."""
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The record by which requests name the adapter to engines."""
+        return ModelAdapter(self.lora_name, self.lora_path, self.digest)
+
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each; None for the model itself."""
@@ -15,7 +35,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | None]:
     """Return the adapter of each of `count` prompts, with the digest of its files as they are now. Raises RequestError
-    for another number of adapters, and AdapterError for one that cannot be read."""
+    for another number of adapters, and InvalidParameter for one that cannot be read."""
     if lora_requests is None or isinstance(lora_requests, LoRARequest):
         lora_requests = [lora_requests] * count
     if len(lora_requests) != count:
@@ -25,8 +45,15 @@ def with_digests(lora_requests: LoRARequests, count: int) -> list[LoRARequest | 
         if not isinstance(lora, LoRARequest) or not (lora.lora_path and isinstance(lora.lora_path, str)):
             raise InvalidParameter("lora_request", lora, "LoRARequest(lora_name, lora_int_id, lora_path)")
         if lora not in known:
-            from engine.lora.adapter_files import open_adapter  # here, since prompts without adapters do without
-
-            digest = lora.digest or open_adapter(lora.lora_path, lora.lora_name).digest
-            known[lora] = msgspec.structs.replace(lora, digest=digest)
+            known[lora] = msgspec.structs.replace(lora, digest=lora.digest or digest_of_files(lora.adapter))
     return [lora and known[lora] for lora in lora_requests]
+
+
+def digest_of_files(adapter: ModelAdapter) -> str:
+    """Return the digest of an adapter's files, which its part reads; empty if there is no such part, as engines refuse
+    the adapter then. Raises InvalidParameter if it cannot be read."""
+    return next((module.digest_of_files(adapter) for module in part_modules("adapter_files")), "")
+
+
+def adapter_of(lora: LoRARequest | None) -> ModelAdapter | None:
+    return None if lora is None else lora.adapter

@@ -31,7 +31,7 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.offline.adapters import LoRARequests, with_digests
+from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
 from engine.offline.outputs import (
@@ -50,7 +50,6 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.images import MultiModalFeatureSpec, PromptImages
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams as EngineParams
 from engine.wire.stats.engine_stats import EngineStats
@@ -462,7 +461,7 @@ class LLM:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 params=params.sequence(output.index),
-            ).asking(PromptImages.of(request.mm_features), request.lora_request)
+            ).asking(PromptImages.of(request.mm_features), adapter_of(request.lora_request))
 
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, EngineParams]], live: dict[str, _Sequence]

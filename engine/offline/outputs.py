@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+from engine.offline.adapters import LoRARequest
 from engine.wire.parts.images import MultiModalFeatureSpec
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.token_delta import RequestTimes, TokenLogprob
 
 Output = TypeVar("Output")

@@ -13,14 +13,13 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import NOT_FINITE
 from engine.errors import EngineError, InvalidParameter, RequestError
-from engine.offline.adapters import LoRARequests, with_digests
+from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
 from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ParsedPrompt
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from engine.wire.token_delta import TokenDelta
 
@@ -113,7 +112,7 @@ class OfflinePooling:
                 request_id=f"{self._config.seed}-{next(self._numbers)}",
                 prompt=job.token_ids,
                 cache_salt=salt,
-            ).asking(job.params, lora)
+            ).asking(job.params, adapter_of(lora))
             for job, lora, salt in zip(
                 jobs, with_digests(lora_requests, len(jobs)), salts or [""] * len(jobs), strict=True
             )

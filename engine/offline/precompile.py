@@ -11,17 +11,20 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
+from engine.model.models.llama import Model
 from engine.model.ops.gpu import logits as logit_edits
 from engine.model.ops.gpu import sampling
 from engine.model.ops.gpu.compile_target import Variant, variants
 from engine.model.ops.logits.penalties import Penalties
 from engine.offline.weightless_model import META, PROCESSORS, WeightlessModel, as_on_a_gpu
+from engine.parts.table import rank_modules
 from engine.runner.graphs.cuda_graphs import MAX_DECODE_SIZE, decode_sizes, mixed_sizes
 from engine.runner.graphs.warm_up import CHUNKS, CONTEXTS
 
@@ -76,7 +79,6 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
     if capability not in PROCESSORS:
         raise ValueError(f"compute capability {capability}, where {sorted(PROCESSORS)} are known")
     dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-    adapters = (config.lora_slots, config.max_lora_rank) if config.enable_lora else None
     weightless = WeightlessModel(
         model,
         ranks=config.tensor_parallel_size,
@@ -84,13 +86,19 @@ def needed(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn,
         block_size=config.known_block_size,
-        adapters=adapters,
+        extend=partial(extend_layers, config),
     )
     context = config.max_model_len or model.max_position_embeddings
     with variants(capability[0] * 10 + capability[1]) as found:
         for step in first_steps(config, context, images=model.longest_span > 0):
             compute(weightless, step)
     return list(found.values())
+
+
+def extend_layers(config: EngineConfig, model: Model) -> None:
+    """Add to the layers of a model without weights what parts of a rank do."""
+    for module in rank_modules("weightless"):
+        module.extend(model, config)
 
 
 def compile_all(wanted: Iterable[Variant], capability: tuple[int, int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
-from engine.lora.model_adapters import ModelAdapters
 from engine.model import fused_rows
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.loader import pack_weights
+from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch, moe, quantized_linear
 from engine.model.ops.latent import tiles
@@ -96,7 +96,7 @@ class WeightlessModel:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     block_size: int = 64
-    adapters: tuple[int, int] | None = None  #: slots for adapters, and their highest rank
+    extend: Callable[[Model], None] = lambda model: None  #: adds to the layers, as parts of a rank do
     launched: list[str] = field(default_factory=list)
 
     @torch.inference_mode()
@@ -105,8 +105,7 @@ class WeightlessModel:
             self.tp: TPGroup = RankOf(self.ranks, self.launched)
             self.model = build_model(self.config, ShardPlan(self.tp), self.dtype, META)
             pack_weights(self.model)
-            if self.adapters is not None:
-                ModelAdapters(self.model, *self.adapters, 8192, META)
+            self.extend(self.model)
             fused_rows.fuse(self.model)
 
     @torch.inference_mode()

@@ -8,7 +8,6 @@ from typing import Literal
 from engine.config_options import check_limits, option
 from engine.errors import ConfigError
 from engine.options.kv_events import KVEventOptions
-from engine.options.lora import LoRAOptions
 from engine.options.section import set_section
 from engine.options.stages import StageOptions
 
@@ -36,7 +35,7 @@ class EPLBConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions(KVEventOptions, LoRAOptions, StageOptions):
+class ExpertOptions(KVEventOptions, StageOptions):
     enable_expert_parallel: bool = option(
         False,
         "Give each of the `tensor_parallel_size` x `data_parallel_size` ranks some whole experts of a mixture, instead "
@@ -100,13 +99,9 @@ class ExpertOptions(KVEventOptions, LoRAOptions, StageOptions):
         if self.kv_events_config is not None and self.kv_events_config.publishes:
             self.kv_events_config.check_engines(self.data_parallel_size)
         set_section(self, "eplb_config", EPLBConfig)
-        if self.enable_eplb:
-            if not self.enable_expert_parallel or self.tensor_parallel_size * self.data_parallel_size == 1:
-                raise ConfigError("enable_eplb", True, "false without enable_expert_parallel on at least two ranks")
-            if self.enable_lora:
-                raise ConfigError(
-                    "enable_eplb", True, "false with enable_lora, because adapters of experts do not move"
-                )
+        several = self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size > 1
+        if self.enable_eplb and not several:
+            raise ConfigError("enable_eplb", True, "false without enable_expert_parallel on at least two ranks")
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel_size == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config_options import check_limits, option
 from engine.engine_options import EngineOptions
@@ -39,6 +39,24 @@ class KernelOptions(EngineOptions):
         "GPU memory kept free for CUDA graphs. A step without a graph of its size is padded to a "
         "larger one, or runs without a graph.",
     )
+
+    @property
+    def added_to_layers(self) -> tuple[str, ...]:
+        """What features add to the products of layers, in the plural."""
+        return ()
+
+    @classmethod
+    def for_adapters(cls) -> dict[str, Any]:
+        """Return the options that engines need to compute a model with adapters."""
+        return {}
+
+    def without_layers(self) -> dict[str, Any]:
+        """Return the options by which an engine without a language model differs."""
+        return {"enforce_eager": True, "torch_compile": False, "allow_untested_kernels": True}
+
+    def for_kernels(self) -> dict[str, Any]:
+        """Return the options that change which kernels layers use, in a small engine that tries each."""
+        return {"allow_untested_kernels": self.allow_untested_kernels}
 
     def check(self) -> None:
         super().check()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.request import Request
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import MultiModalFeatureSpec
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import KVSource
 
-LORA, IMAGES, KV_SOURCE = "lora", "images", "kv_source"  # in Request.of
+ADAPTER, IMAGES, KV_SOURCE = "adapter", "images", "kv_source"  # in Request.of
 
 
-def lora_of(request: Request) -> LoRARequest | None:
+def adapter_of(request: Request) -> ModelAdapter | None:
     """Return the adapter of a request."""
-    return request.of.get(LORA)
+    return request.of.get(ADAPTER)
 
 
 def images_of(request: Request) -> Sequence[MultiModalFeatureSpec]:

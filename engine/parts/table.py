@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
     "pooling", "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation",
@@ -27,3 +31,17 @@ RANK_PARTS = (
 
 FITTINGS = ("speculation", "handoffs", "pooling", "images")
 """Folders of engine/parts whose `fitting.py` fits options and model to each other, in the order in which they do."""
+
+
+def part_modules(file: str) -> list[ModuleType]:
+    """Return the `FILE.py` of the folders in PARTS that have one."""
+    return _found([f"{__package__}.{folder}.{file}" for folder in PARTS])
+
+
+def rank_modules(file: str) -> list[ModuleType]:
+    """Return the `rank/FILE.py` of the folders in RANK_PARTS that have one."""
+    return _found([f"{__package__}.{folder}.rank.{file}" for folder in RANK_PARTS])
+
+
+def _found(names: list[str]) -> list[ModuleType]:
+    return [import_module(name) for name in names if find_spec(name) is not None]

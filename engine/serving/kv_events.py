@@ -10,7 +10,7 @@ from engine.core.engine_stats import load_of
 from engine.core.output import Event
 from engine.core.scheduler import Scheduler
 from engine.parts.handoffs.handoffs import Handoffs
-from engine.parts.holds.holds import Holds
+from engine.parts.kept_prefixes import KeepsPrefixes
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_groups.windowed_kv_cache import window_blocks
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
@@ -43,7 +43,7 @@ class KVEventPublisher:
         self._blocks = HashChanges()
         tiers = scheduler.parts.get(KVOffloading)
         self._below = NoHashes() if tiers is None else tiers.hashes
-        self._holds, fetching = scheduler.parts.get(Holds), scheduler.parts.get(KVFetching)
+        self._kept, fetching = scheduler.parts.get(KeepsPrefixes), scheduler.parts.get(KVFetching)
         self._peer = None if fetching is None else fetching.peer
         self._subscribers: dict[str, _Subscriber] = {}  # by address
         self._sent_at = self._due_at = float("-inf")
@@ -100,7 +100,7 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before computing the load: this is called in every step
         load = load_of(self._scheduler)
-        held, role = b"" if self._holds is None else b"".join(self._holds.ends), self._own_role
+        held, role = b"" if self._kept is None else b"".join(self._kept.ends), self._own_role
         told = (load, held, role) == (self._load, self._held, self._role)
         changed = self.draining or self._blocks or not told
         if not (changed or self._admitted or self._prefilled):

@@ -8,7 +8,7 @@ From the engine:    TokenBatch (token_delta.py) to each ingress that has request
 
 from __future__ import annotations
 
-from typing import Any, Literal, Union
+from typing import Any, Literal, Self, Union
 
 import msgspec
 
@@ -29,9 +29,30 @@ class Notice(msgspec.Struct, frozen=True, tag=True):
     """What an engine tells its replica's control actor. Those of features are in wire/parts/."""
 
 
+class Question(Command, frozen=True, kw_only=True):
+    """A command that an engine answers by one Answer."""
+
+    call_id: str = ""
+    """Set by the control actor that asks."""
+
+
+class Answer(Notice, frozen=True):
+    """The answer to a Question."""
+
+    call_id: str
+    answer: bytes
+    """In msgpack. The question says what it is, so that a control actor passes on answers that it does not know."""
+
+    @classmethod
+    def to(cls, question: Question, answer: Any) -> Self:
+        return cls(question.call_id, msgspec.msgpack.encode(answer))
+
+
 def kinds_of(base: type[msgspec.Struct]) -> Any:
     """Return the union of all messages of a kind that this process has imported, for decoders."""
-    return Union[tuple(base.__subclasses__())]  # noqa: UP007
+    kinds = [kind for kind in base.__subclasses__() if kind is not Question]
+    asked = Question.__subclasses__() if base is Command else []
+    return Union[(*kinds, *asked)]
 
 
 class EngineStatus(Notice, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.lora.adapter_files import open_adapter
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from tests import models, pooling_models
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
@@ -117,14 +117,14 @@ class Models:
             lambda folder, sizes: write_authors(folder, PlainEagle3(False, DRAFT_VOCAB, **sizes), **layers, **sizes),
         )
 
-    def adapters(self, kind: Kind) -> list[LoRARequest]:
+    def adapters(self, kind: Kind) -> list[ModelAdapter]:
         """Two adapters of the model of a kind."""
         model = self.folder(kind)
         folders = [self._root / f"{model.name} {name}" for name in ("one", "two")]
         for seed, folder in enumerate(folders):
             if not folder.exists():
                 write_adapter(folder, model, seed)
-        return [LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest) for folder in folders]
+        return [ModelAdapter(folder.name, str(folder), open_adapter(folder).digest) for folder in folders]
 
     def _made_for(self, kind: Kind, name: str, write: Callable[[Path, dict[str, int]], object]) -> Path:
         """The same for a drafter, as wide as the model of a kind."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineUnavailable
+from engine.wire.messages import ResetPrefixCache
 from tests.days.cluster import Replica
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def strike(world: World, fault: Fault) -> None:
                 replica.deployment.scale(1 + fault.number % 3)
         case "reset cache":
             with suppress(EngineUnavailable):
-                replica.reset_prefix_cache()
+                replica.tell(ResetPrefixCache())
 
 
 def _is_at(moment: str, replica: Replica) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 from fastapi import FastAPI
 
 from deployments.app import http_app
@@ -27,15 +28,16 @@ from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.table import model_parts
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import A, KeptTape, PoolTapes, ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
+from engine.parts.tape.ring import tape_with_key
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.messages import Command, Question
 from engine.wire.parts.pooling import SupportedTasks
+from engine.wire.parts.tape import TakeTape
 from engine.wire.stats.handoff_stats import PeerPool
-from engine.wire.token_delta import ErrorInfo
 from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer
 
@@ -74,18 +76,15 @@ class LocalPool:
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        return await self._replica.load_adapter(lora)
+    async def ask_one(self, question: Question, kind: type[A], adapter: str = "") -> list[A]:
+        return [msgspec.msgpack.decode(await self._replica.ask(question), type=kind)]
 
-    async def reset_prefix_cache(self) -> None:
-        self._replica.reset_prefix_cache()
-
-    async def release_holds(self, name: str, client: str | None) -> None:
-        self._replica.release_holds(name, client)
+    async def tell(self, command: Command, peers: bool = False) -> None:
+        self._replica.tell(command)
 
     async def tapes(self, key: bytes) -> PoolTapes:
-        tape = await self._replica.tape(key, 60.0)
-        return PoolTapes([tape] if tape else [], [])
+        tape = msgspec.msgpack.decode(await self._replica.ask(TakeTape()))
+        return PoolTapes([tape_with_key(tape, key)] if tape else [], [])
 
     async def keep_tapes(self, reason: str) -> None:
         self.kept.append(reason)

@@ -166,7 +166,7 @@ async def real_api(
     usage_files: NoUsageFiles | None = None,
 ) -> AsyncGenerator[RealApi]:
     """folder: a model, served as `tiny` or as `info` says."""
-    adapted = info is not None and info.adapters is not None
+    adapted = info is not None and "adapters" in info.of
     async with (
         running_engine(folder, "decode-1", enable_lora=adapted) as (engine, replica),
         serving(folder, engine, LocalPool(replica), tracing, info, auth, usage_files) as client,

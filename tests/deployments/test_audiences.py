@@ -13,14 +13,15 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
 from deployments.app import http_app
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from deployments.http.route import ADMIN, KEY, OPEN, OWNER, Route
 from deployments.observability.telemetry import Telemetry
+from deployments.parts.adapters.files import open_served
+from deployments.parts.adapters.sources import AdapterSources
 from deployments.parts.console import feed
+from deployments.served_adapter import ServedAdapter
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api
 
@@ -46,7 +47,7 @@ def of(route: Route) -> str:
 @dataclass
 class Server:
     api: FakeApi
-    adapter: Adapter
+    adapter: ServedAdapter
 
     async def send(self, route: str, headers: dict[str, str], body: Any = None) -> httpx.Response:
         method, path = route.split()
@@ -73,9 +74,9 @@ class Server:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncGenerator[Server]:
-    adapter = Adapter.open("own", str(write_adapter(folder / "own")), "fake", 16)
+    adapter = open_served("own", str(write_adapter(folder / "own")), "fake", 16)
     sources = AdapterSources(modules=(adapter,), dynamic_folder=None, max_rank=16)
-    async with fake_api(auth=AUTH, adapters=sources) as api:
+    async with fake_api(auth=AUTH, of={"adapters": sources}) as api:
         await api.until_status()
         yield Server(api, adapter)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cluster.cli.check.adapters import check_adapters, layers_of
 from cluster.cli.check.finding import Finding
+from cluster.cli.check.parts import part_checks
 from cluster.cli.check.placement import Deployment, deployments_of, place
 from cluster.config.app_config import AppConfig
 from cluster.config.model_section import ModelSection
@@ -115,12 +115,10 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         quantized = ", to which a GPU dequantizes weights of four bits"
     most = "at most" if engine.pipeline_parallel_size > 1 else "about"
     yield Finding("ok", topic, f"{most} {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
-    if engine.enable_lora:
-        layers = layers_of(model, role)
-        slots = f"{engine.lora_slots} slots for adapters of rank {engine.max_lora_rank}"
-        yield Finding("ok", topic, f"{slots}: {layers.slot_bytes / GIB:.2f} GiB per rank")
-        weights += layers.slot_bytes
-        yield from check_adapters(model, layers)
+    for check in part_checks():
+        added, findings = check.pool(model, role, topic)
+        weights += added
+        yield from findings
     if engine.enable_expert_parallel and shape.moe is not None:
         experts, ranks = shape.moe.num_experts, engine.tensor_parallel_size * engine.data_parallel_size
         largest = -(-(experts + (engine.redundant_experts or 0)) // ranks)

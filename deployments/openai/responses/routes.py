@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
@@ -47,9 +47,17 @@ NAMED_EVENTS = EventFormat(encode=named_event, end=b"")
 
 
 class ResponsesRoutes:
-    def __init__(self, models: ServedModels, store: ResponseStore, idempotent: IdempotentRoutes, bodies: Bodies):
+    def __init__(
+        self,
+        models: ServedModels,
+        store: ResponseStore,
+        idempotent: IdempotentRoutes,
+        bodies: Bodies,
+        deleted: Sequence[Callable[[str], Awaitable[None]]],
+    ):
+        """deleted: called with the id of each response that is deleted."""
         self._models, self._store, self._idempotent = models, store, idempotent
-        self._bodies = bodies
+        self._bodies, self._deleted = bodies, deleted
         self._background = BackgroundResponses(store, idempotent.jobs)
 
     def routes(self) -> list[Route]:
@@ -207,7 +215,7 @@ class ResponsesRoutes:
     async def delete(self, request: Request, name: str) -> HttpResponse:
         owner = owner_of(request)
         await self._background.cancel(owner, name, delete=True)
-        await asyncio.gather(*(pool.release_holds(name, None) for pool in self._models.pools().values()))
+        await asyncio.gather(*(tell(name) for tell in self._deleted))
         return json_response(DeletedResponse(name))
 
 

@@ -16,8 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
 from deployments.billing.prices import FREE, Prices
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
@@ -40,6 +38,7 @@ from deployments.openai.template_body import TemplateBody, TokenizeBody
 from deployments.poison.poison import Poison
 from deployments.poison.sequence_trial import SequenceTrial
 from deployments.replicas.pools import EnginePool
+from deployments.served_adapter import ServedAdapter
 from engine.errors import (
     EngineUnavailable,
     InvalidParameter,
@@ -111,15 +110,15 @@ class ModelInfo:
     reasoning_parser: ReasoningParserName = "auto"
     closed_objects: bool = True
     """Whether an object whose JSON schema says nothing of further properties has none."""
-    adapters: AdapterSources | None = None
-    """Adapters of the model; None if its engines compute none."""
-    adapter: Adapter | None = None
+    of: Mapping[str, Any] = field(default_factory=dict)
+    """What parts have read of the model's configuration, by their names."""
+    adapter: ServedAdapter | None = None
     """The adapter with which requests are computed; None for the model itself."""
     prices: Prices = FREE
     tape_mib: int = 0
     """MiB for the newest choices of replicas; 0 for none."""
 
-    def adapted(self, adapter: Adapter) -> ModelInfo:
+    def adapted(self, adapter: ServedAdapter) -> ModelInfo:
         """Return the facts about the model with this adapter, which is listed as a separate model."""
         fingerprint = self.fingerprint and f"{self.fingerprint}_{adapter.digest[:8]}"
         return replace(self, name=adapter.name, root=adapter.path, aliases=(), fingerprint=fingerprint, adapter=adapter)
@@ -178,7 +177,7 @@ class ServedModel:
             generation_observers=overriding(found, ModelPart.generation_observer),
         )
 
-    def adapted(self, adapter: Adapter) -> ServedModel:
+    def adapted(self, adapter: ServedAdapter) -> ServedModel:
         """Return the model with this adapter, which shares everything with the model itself."""
         model = copy.copy(self)
         model.info = self.info.adapted(adapter)
@@ -222,7 +221,7 @@ class ServedModel:
             cache_salt=cache_salt,
             session_id=context.session_id,
             model=self.info.identity,
-        ).asking(None if self.info.adapter is None else self.info.adapter.lora)
+        ).asking(None if self.info.adapter is None else self.info.adapter.record)
         for share in self._shares:
             request = share(request)
         return request

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 
-from deployments.adapters.table import AdapterTable
 from deployments.jobs.source import GenerationSource
+from deployments.observability.telemetry import NoPeers
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.openai.served.served_models import FurtherModel, FurtherModels, ServedModels
+from deployments.parts.adapters.files import is_unchanged
 from deployments.parts.adapters.registry import AdapterRegistry
+from deployments.parts.adapters.sources import sources_of
+from deployments.parts.adapters.table import AdapterTable, MemoryTable
+
+TOLD = "AdapterRoutes"  # the end of the part that other ingresses tell
 
 
 class AdapterModels(FurtherModels):
-    def __init__(self, models: ServedModels, tables: Callable[[ModelInfo], AdapterTable]):
-        """tables: function that returns the table of a model's adapters."""
-        self._models = models
-        self.registries = {
-            name: AdapterRegistry(
-                name, (name, *model.info.aliases), config, tables(model.info), model.pool, model.poison
-            )
-            for name, model in models.items()
-            if (config := model.info.adapters) is not None
-        }
+    def __init__(self, models: ServedModels, scope: str | None, peers: NoPeers):
+        """scope: as in EdgeSetup. peers: the other ingresses."""
+        self._models, self._scope, self._peers = models, scope, peers
+        self.tables: dict[str, AdapterTable] = {}
+        self.registries: dict[str, AdapterRegistry] = {}
+        for name, model in models.items():
+            if (sources := sources_of(model.info)) is not None:
+                table = self.tables[name] = self._table(model.info)
+                names = name, *model.info.aliases
+                self.registries[name] = AdapterRegistry(name, names, sources, table, model.pool, model.poison)
 
     def __contains__(self, name: object) -> bool:
         """May look into a folder."""
@@ -37,7 +43,7 @@ class AdapterModels(FurtherModels):
         answer can be computed only while the adapter's files are unchanged. Raises AdapterError for an adapter that
         cannot be used."""
         begun = source.adapter
-        if begun is not None and (source.started or await asyncio.to_thread(begun.is_unchanged)):
+        if begun is not None and (source.started or await asyncio.to_thread(is_unchanged, begun)):
             base = self._models.get(begun.parent)
             return None if base is None else base.adapted(begun)
         for parent, registry in self.registries.items():
@@ -49,3 +55,13 @@ class AdapterModels(FurtherModels):
         for base, registry in self.registries.items():
             for name, path in await registry.listed():
                 yield FurtherModel(name, base, path)
+
+    def _table(self, info: ModelInfo) -> AdapterTable:
+        """Return the table of a model's adapters, which ingresses share."""
+        if self._scope is None:
+            return MemoryTable()
+        from deployments.parts.adapters.gcs_table import GcsTable  # needs Ray
+
+        weights = info.identity.weights if info.identity else ""
+        tell = partial(self._peers.tell, TOLD)
+        return GcsTable(f"{self._scope}/{info.name}/{weights}", tell)

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections import OrderedDict
 
-from deployments.adapters.adapter import Adapter
+from deployments.parts.adapters.files import open_served
 from deployments.parts.adapters.places import Version, place_of
+from deployments.served_adapter import ServedAdapter
 from engine.lora.errors import AdapterError
 
 MISSING_S = 5.0
@@ -15,7 +16,7 @@ MISSING_S = 5.0
 MAX_KNOWN = 4096  # names, of each kind
 MAX_LISTED = 1000
 
-_Found = tuple[float, Version, Adapter]  # with when its version was looked at
+_Found = tuple[float, Version, ServedAdapter]  # with when its version was looked at
 
 
 class DynamicFolder:
@@ -27,12 +28,12 @@ class DynamicFolder:
 
     def __init__(self, folder: str | None, parent: str, max_rank: int):
         """folder: on a disk or in a bucket; None if the model has no dynamic folder. parent, max_rank: see
-        Adapter.open."""
+        open_served."""
         self._place, self._parent, self._max_rank = place_of(folder), parent, max_rank
         self._found: OrderedDict[str, _Found] = OrderedDict()
         self._missing: OrderedDict[str, tuple[float, AdapterError | None]] = OrderedDict()  # with the end of MISSING_S
 
-    async def find(self, name: str) -> Adapter | None:
+    async def find(self, name: str) -> ServedAdapter | None:
         """Return the adapter of this name, or None. Raises AdapterError if it cannot be used."""
         until, error = self._missing.get(name, (0.0, None))
         if time.monotonic() < until:
@@ -67,7 +68,7 @@ class DynamicFolder:
     def path_of(self, name: str) -> str:
         return self._place.path_of(name)
 
-    def _open(self, name: str) -> Adapter | None:
+    def _open(self, name: str) -> ServedAdapter | None:
         looked_at, known = time.monotonic(), self._found.get(name)
         try:
             version = self._place.version(name)
@@ -80,7 +81,7 @@ class DynamicFolder:
         if known is not None and known[1] == version:
             adapter = known[2]
         else:
-            adapter = Adapter.open(name, self.path_of(name), self._parent, self._max_rank)
+            adapter = open_served(name, self.path_of(name), self._parent, self._max_rank)
         self._found[name] = looked_at, version, adapter
         _keep_newest(self._found)
         return adapter

@@ -7,7 +7,7 @@ import time
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from deployments.observability.engine_metrics import PartMetrics, Row
-from engine.wire.parts.lora import AdapterStats
+from engine.lora.messages import AdapterStats
 
 
 def _requests(stats: AdapterStats) -> dict[int, dict[str, dict[str, float]]]:

@@ -6,8 +6,9 @@ import logging
 import time
 from pathlib import Path
 
+from engine.bucket_url import is_bucket
 from engine.lora.adapter_config import CONFIG_FILE
-from engine.lora.bucket import WEIGHTS_FILE, Bucket, is_bucket
+from engine.lora.bucket import WEIGHTS_FILE, Bucket
 from engine.lora.errors import AdapterError
 
 logger = logging.getLogger(__name__)

@@ -8,19 +8,21 @@ import time
 from collections.abc import Collection
 from weakref import WeakValueDictionary
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
-from deployments.adapters.table import AdapterTable
 from deployments.frontend.retry import BACK_OFF_S, ENGINE_GONE
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
+from deployments.parts.adapters.files import open_served
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.parts.adapters.table import AdapterTable
 from deployments.poison.named import named_adapter
 from deployments.poison.poison import Poison
 from deployments.replicas.pools import EnginePool
+from deployments.served_adapter import ServedAdapter
 from engine.black_box import found_keys
 from engine.errors import EngineUnavailable, InvalidParameter, ServingError
-from engine.wire.parts.lora import LoRARequest
+from engine.lora.messages import AdapterLoaded, LoadAdapter
+from engine.wire.parts.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class AdapterRegistry:
         self._reading = asyncio.Lock()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
-    async def find(self, name: str) -> Adapter | None:
+    async def find(self, name: str) -> ServedAdapter | None:
         """Return the adapter of a name, which may be `model:adapter`; None if there is none. Raises AdapterError for an
         adapter of the dynamic folder that cannot be used."""
         for short in self._short(name):
@@ -85,10 +87,10 @@ class AdapterRegistry:
             await self._read(0.0)
             if name in self._known and not in_place:
                 raise AdapterAlreadyLoaded(name)
-            adapter = await asyncio.to_thread(Adapter.open, name, path, self.model, self._config.max_rank)
-            self._poison.check_named(named_adapter(adapter.lora), _now())
+            adapter = await asyncio.to_thread(open_served, name, path, self.model, self._config.max_rank)
+            self._poison.check_named(named_adapter(adapter.record), _now())
             if not await self._pool.asleep():
-                await self._load_in_engine(adapter.lora)
+                await self._load_in_engine(adapter.record)
             if in_place:
                 await self._table.replace(adapter)
             elif not await self._table.add(adapter):
@@ -113,7 +115,7 @@ class AdapterRegistry:
         await self._read(READ_S)
         await self._folder.read()
 
-    async def _load_in_engine(self, lora: LoRARequest) -> None:
+    async def _load_in_engine(self, lora: ModelAdapter) -> None:
         """Make an engine read an adapter. If the engine is lost, ask another one: the router avoids an engine that has
         just lost a call, if there are others. Raises PoisonRequest, ReportedError, EngineUnavailable."""
         try:
@@ -126,23 +128,23 @@ class AdapterRegistry:
                             raise
                         logger.warning(
                             "adapter is read by another engine model=%s adapter=%s attempt=%d: %s",
-                            self.model, lora.lora_name, attempt, error,
+                            self.model, lora.name, attempt, error,
                         )  # fmt: skip
                     await asyncio.sleep(attempt * BACK_OFF_S)
                 await self._ask_engine(lora)
         except TimeoutError:
             raise EngineUnavailable(f"no engine has read the adapter within {LOAD_TIMEOUT_S:g} s") from None
 
-    async def _ask_engine(self, lora: LoRARequest) -> None:
+    async def _ask_engine(self, lora: ModelAdapter) -> None:
         named = named_adapter(lora)
         try:
-            error = await self._pool.load_adapter(lora)
+            answers = await self._pool.ask_one(LoadAdapter(lora), AdapterLoaded, lora.digest)
         except EngineUnavailable as lost:
             if found_keys(lost.doing, [named.digest]):
                 poison = self._poison.blame(named, lost.doing, on_trial=False, now=_now())
                 raise lost if poison is None else poison from None
             raise
-        if error is not None:
+        if (error := next((each.error for each in answers if each.error is not None), None)) is not None:
             raise ReportedError(error)
 
     def _short(self, name: str) -> list[str]:

@@ -49,6 +49,10 @@ class AdapterRoutes(EdgePart):
     def further_models(self) -> AdapterModels:
         return self._adapters
 
+    def told(self) -> None:
+        for table in self._adapters.tables.values():
+            table.num_heard += 1
+
     def routes(self) -> list[Route]:
         if not self._may_change:
             return []

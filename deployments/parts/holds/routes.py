@@ -14,6 +14,7 @@ from deployments.http.json_body import json_response
 from deployments.http.route import OWNER, Route
 from deployments.openai.served.served_models import ServedModels
 from engine.errors import InvalidParameter
+from engine.wire.parts.holds import ReleaseHolds
 
 
 class ReleasedHolds(msgspec.Struct):
@@ -35,6 +36,11 @@ class HoldRoutes(EdgePart):
         keys."""
         if not 0 < len(name) <= 4 * MAX_SESSION_ID:
             raise InvalidParameter("name", name, f"between 1 and {4 * MAX_SESSION_ID} characters")
-        client = key_client(request)
-        await asyncio.gather(*(pool.release_holds(name, client) for pool in self._models.pools().values()))
+        await self._release(name, key_client(request))
         return json_response(ReleasedHolds(name))
+
+    async def response_deleted(self, name: str) -> None:
+        await self._release(name, None)
+
+    async def _release(self, name: str, client: str | None) -> None:
+        await asyncio.gather(*(pool.tell(ReleaseHolds(name, client)) for pool in self._models.pools().values()))

@@ -19,6 +19,7 @@ from deployments.observability.prometheus import CONTENT_TYPE, Metrics
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.served.served_models import ServedModels
+from engine.wire.messages import ResetPrefixCache
 
 COUNTS = "counts by model, adapter and route; by API key to admins only"
 DECISIONS = "what schedulers and routers have decided, without text"
@@ -97,7 +98,7 @@ class OperatorRoutes(EdgePart):
         return Response()
 
     async def reset_prefix_cache(self) -> Response:
-        await asyncio.gather(*(pool.reset_prefix_cache() for pool in self._models.pools().values()))
+        await asyncio.gather(*(pool.tell(ResetPrefixCache(), peers=True) for pool in self._models.pools().values()))
         return Response()
 
     async def metrics(self, request: Request) -> Response:

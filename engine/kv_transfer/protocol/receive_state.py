@@ -9,8 +9,8 @@ from itertools import accumulate
 from engine.kv_transfer.protocol.messages import Progress
 from engine.wire.block_hash import block_hash, root_hash, with_places
 from engine.wire.handoff import FirstToken
+from engine.wire.parts.adapter import ModelAdapter, digest_of, extra_keys
 from engine.wire.parts.images import images_in, places_of
-from engine.wire.parts.lora import LoRARequest, digest_of, extra_keys
 from engine.wire.remote_request import RemoteRequest
 
 MAX_READ_TOKENS = 4096  # per read, so that blocks of earlier reads survive the death of prefill
@@ -120,7 +120,7 @@ class ReceiveState:
 
 def hash_prompt(remote_request: RemoteRequest, block_size: int) -> bytes:
     """Return the hash of the last block of the request's prompt, full or not. This hash covers the whole prompt."""
-    parent = root_hash(remote_request.cache_salt, extra_keys(digest_of(remote_request.record(LoRARequest))))
+    parent = root_hash(remote_request.cache_salt, extra_keys(digest_of(remote_request.record(ModelAdapter))))
     places = places_of(images_in(remote_request))
     for start in range(0, len(remote_request.token_ids), block_size):
         tokens = remote_request.token_ids[start : start + block_size]

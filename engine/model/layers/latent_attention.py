@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.layers.grouped_addend import GroupedAddend
 from engine.model.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from engine.model.layers.lora import NO_ADAPTERS, GroupedAdapters, NoAdapters
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.recurrent.gated_delta_net import head_shard
 from engine.model.layers.rope import rope_table
@@ -120,14 +120,13 @@ class HeadProjections(Linear):
     """Each head's projections from latents to keys and to values: `kv_b_proj`, [heads * (nope_dim + value_dim), rank].
 
     `pack` dequantizes the weight and splits it, so that each head gets to_keys [rank, nope_dim] and to_values
-    [value_dim, rank]. An adapter's product B A is split likewise: to_keys gets A transposed times B transposed, with
-    B's rows for the keys of that head; to_values gets B A, with B's rows for its values.
+    [value_dim, rank]. What is added to the weight is split likewise.
     """
 
     takes_addend = False
     stored: StoredWeight | None
-    key_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
-    value_adapters: GroupedAdapters | NoAdapters = NO_ADAPTERS
+    key_addend: GroupedAddend | None = None
+    value_addend: GroupedAddend | None = None
 
     def __init__(self, weight: Shard, heads: int, nope_dim: int, format: WeightFormat | None):
         super().__init__({"": weight}, format)
@@ -141,7 +140,8 @@ class HeadProjections(Linear):
         return all(isinstance(weights, Tensor) for weights in (self.to_keys, self.to_values))
 
     @property
-    def heads_take_adapters(self) -> bool:
+    def heads_take_addends(self) -> bool:
+        """Whether `key_addend` and `value_addend` can be added to the products of the heads."""
         return self.device.type in ("cpu", "meta")
 
     def pack(self) -> None:
@@ -159,13 +159,15 @@ class HeadProjections(Linear):
         """Project queries to latents: [tokens, heads, nope_dim] -> [tokens, heads, rank + room]. The last `room` values
         of a head are uninitialised; only `stacked` weights leave any."""
         latents = of_heads(q, self.to_keys, room)
-        self.key_adapters.add_each(latents, q)
+        if self.key_addend is not None:
+            self.key_addend.add_each(latents, q)
         return latents
 
     def from_latent(self, out: Tensor) -> Tensor:
         """Project latents to values: [tokens, heads, rank] -> [tokens, heads, value_dim]."""
         values = of_heads(out, self.to_values)
-        self.value_adapters.add_each(values, out)
+        if self.value_addend is not None:
+            self.value_addend.add_each(values, out)
         return values
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from engine.model.config import ModelConfig
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.expert_split import split_experts
+from engine.model.layers.grouped_addend import GroupedAddend
 from engine.model.layers.linear import PaddedLinear, Product
-from engine.model.layers.lora import NO_ADAPTERS, GroupedAdapters, NoAdapters
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import dispatch, linear, quantized_linear
 from engine.model.ops import moe as ops
@@ -142,8 +142,8 @@ class Experts(Sharded):
     of these."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, the op for quantized experts, and their packed `gate_up` and `down`; None if they are not quantized."""
-    adapters: tuple[GroupedAdapters | NoAdapters, GroupedAdapters | NoAdapters] = (NO_ADAPTERS, NO_ADAPTERS)
-    """Of `gate_up` and of `down`."""
+    addends: Sequence[GroupedAddend] = ()
+    """What is added to the products of `gate_up` and of `down`; empty if nothing is."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: ShardPlan, format: WeightFormat | None = None
@@ -183,9 +183,9 @@ class Experts(Sharded):
             self.down = nn.Parameter(torch.empty(count, self.row_size, columns.size), requires_grad=False)
 
     @property
-    def takes_adapters(self) -> bool:
-        """Whether adapters can change the experts. True if the experts have `kernels`, or if the model is on the meta
-        device. Engines that share experts keep adapters in slots of their own, so experts cannot know them."""
+    def takes_addends(self) -> bool:
+        """Whether `addends` can be added. True if the experts have `kernels`, or if the model is on the meta device.
+        Experts that several engines share cannot know what each of these adds."""
         return not self.split.shared and (bool(self.kernels) or self.device.type == "meta")
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Experts(Sharded):
         if self.kernels:
             return [
                 ops.mix_packed(
-                    x, part.gate_up, part.down, self.activation, experts, weights, part.biases, self.adapters_of(i)
+                    x, part.gate_up, part.down, self.activation, experts, weights, part.biases, self.addends_of(i)
                 )
                 for i, part in enumerate(self.kernels)
             ]
@@ -223,7 +223,7 @@ class Experts(Sharded):
         expert. experts: as for `mix`."""
         weights = self.kernels[part]
         return ops.pair_rows(
-            x, weights.gate_up, weights.down, self.activation, experts, weights.biases, self.adapters_of(part)
+            x, weights.gate_up, weights.down, self.activation, experts, weights.biases, self.addends_of(part)
         )
 
     def combine_rows(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -232,9 +232,9 @@ class Experts(Sharded):
         packed = all(isinstance(weight, Tensor) for weight in (self.kernels[0].gate_up, self.kernels[0].down))
         return ops.combine_rows(rows, experts, weights, packed)
 
-    def adapters_of(self, part: int) -> list[ops.AddToPairs]:
-        """Return what adapters add to a part of `gate_up` and of `down`. Empty without adapters."""
-        return [partial(one.add, part=part) for one in self.adapters if one is not NO_ADAPTERS]
+    def addends_of(self, part: int) -> list[ops.AddToPairs]:
+        """Return what is added to a part of `gate_up` and of `down`; empty if nothing is."""
+        return [partial(one.add, part=part) for one in self.addends]
 
     def shards(self) -> Shards:
         shards: Shards = {}

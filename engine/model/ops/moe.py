@@ -175,33 +175,33 @@ def pack_each(weights: Tensor) -> Tensor | list[Weight]:
 
 def mix_packed(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
-    experts: Tensor, weights: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
+    experts: Tensor, weights: Tensor, biases: Biases = None, addends: Sequence[AddToPairs] = (),
 ) -> Tensor:  # fmt: skip
     """Compute experts whose weights `pack_each` has packed, or quantized ones."""
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         from engine.model.ops.cpu.moe import experts as cpu
 
-        return cpu.mix_experts(x, gate_up, down, activation, experts, weights, biases, adapters)
-    return mix_experts_plain(x, gate_up, down, activation, experts, weights, biases, adapters)
+        return cpu.mix_experts(x, gate_up, down, activation, experts, weights, biases, addends)
+    return mix_experts_plain(x, gate_up, down, activation, experts, weights, biases, addends)
 
 
 def mix_experts_plain(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
-    experts: Tensor, weights: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
+    experts: Tensor, weights: Tensor, biases: Biases = None, addends: Sequence[AddToPairs] = (),
 ) -> Tensor:  # fmt: skip
     """Compute expert by expert, each for the tokens routed to it.
 
     x: [tokens, hidden]; gate_up: [num_experts, 2 * intermediate, hidden]; down: [num_experts, hidden, intermediate];
-    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each; adapters: of gate_up and of
+    experts: [tokens, k] int64; weights: [tokens, k]; biases: [num_experts, outputs] each; addends: of gate_up and of
     down. Returns [tokens, hidden].
     """
-    mixed, order = pair_products(x, gate_up, down, activation, experts, biases, adapters)
+    mixed, order = pair_products(x, gate_up, down, activation, experts, biases, addends)
     return add_pairs(mixed, order, weights)
 
 
 def pair_products(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
-    experts: Tensor, biases: Biases, adapters: Sequence[AddToPairs],
+    experts: Tensor, biases: Biases, addends: Sequence[AddToPairs],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the products of the pairs of a token and an expert that this rank has, [pairs, hidden], sorted by expert,
     and the numbers of these pairs, [pairs]."""
@@ -212,7 +212,7 @@ def pair_products(
     if not own:
         return x[:0], order
     tokens = order // experts.shape[1]
-    add_up, add_down = adapters or (add_nothing, add_nothing)
+    add_up, add_down = addends or (add_nothing, add_nothing)
     first, second = biases or (None, None)
     rows = x[tokens]
     hidden = products(rows, gate_up, first, counts)
@@ -232,7 +232,7 @@ def add_pairs(mixed: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 def pair_rows(
     x: Tensor, gate_up: Tensor | list[Weight], down: Tensor | list[Weight], activation: Activation,
-    experts: Tensor, biases: Biases = None, adapters: Sequence[AddToPairs] = (),
+    experts: Tensor, biases: Biases = None, addends: Sequence[AddToPairs] = (),
 ) -> Tensor:  # fmt: skip
     """Return the product of each pair of a token and an expert, not weighted: [tokens, k, hidden]; 0 where another rank
     has the expert. Weights as for `mix_packed`."""
@@ -240,11 +240,11 @@ def pair_rows(
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         from engine.model.ops.cpu.moe import experts as cpu
 
-        mixed, place = cpu.pair_products(x, gate_up, down, activation, experts, biases, adapters)
+        mixed, place = cpu.pair_products(x, gate_up, down, activation, experts, biases, addends)
         places = place.flatten()
         out[places >= 0] = mixed[places[places >= 0]]
     else:
-        mixed, order = pair_products(x, gate_up, down, activation, experts, biases, adapters)
+        mixed, order = pair_products(x, gate_up, down, activation, experts, biases, addends)
         out[order] = mixed
     return out.view(*experts.shape, x.shape[1])
 

@@ -278,9 +278,9 @@ class Llama4Experts(OurExperts):
         self.num_experts, self.k = moe.num_experts, moe.experts_per_token
 
     @property
-    def takes_adapters(self) -> bool:
-        """Whether adapters can change the experts. With several experts per token, rows are not the step's tokens."""
-        return super().takes_adapters and self.k == 1
+    def takes_addends(self) -> bool:
+        """Whether `addends` can be added. With several experts per token, rows are not the step's tokens."""
+        return super().takes_addends and self.k == 1
 
     def forward(self, routed_in: Tensor) -> Tensor:  # type: ignore[override]
         rows = routed_in.unflatten(0, (self.num_experts, -1)).transpose(0, 1)  # [tokens, experts, hidden]

@@ -7,7 +7,7 @@ import msgspec
 from engine.core.door.outputs import Outputs
 from engine.core.request import Request
 from engine.parts.handoffs.remote_prompt import remote_of
-from engine.parts.kept import images_of, lora_of
+from engine.parts.kept import adapter_of, images_of
 from engine.wire.handoff import HandoffAction, OpenHandoff
 from engine.wire.parts.images import PromptImages
 from engine.wire.remote_request import Peer, RemoteRequest
@@ -56,7 +56,7 @@ class HandoffRequests:
             fingerprint=self.fingerprint,
             decode=decode,
             timeout_s=timeout_s,
-        ).asking(PromptImages.of(images_of(request)), lora_of(request))
+        ).asking(PromptImages.of(images_of(request)), adapter_of(request))
 
     def prefix(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:
         """Return the RemoteRequest for the KV of tokens [skip, upto), which another engine has cached. timeout_s:

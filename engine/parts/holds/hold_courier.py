@@ -6,6 +6,7 @@ import msgspec
 
 from engine.core.mail.courier import Courier, Server
 from engine.parts.holds.inputs import HoldsGiven, HoldsReleased
+from engine.wire.messages import Answer
 from engine.wire.parts.holds import GiveHolds, HeldPrompts, ReleaseHolds
 from engine.wire.remote_request import Peer
 
@@ -17,8 +18,8 @@ class HoldCourier(Courier):
 
     def take(self, command: msgspec.Struct, server: Server) -> bool:
         match command:
-            case GiveHolds(call_id, limit):
-                server.tell(HeldPrompts(call_id, self._peer, server.core.apply(HoldsGiven(limit))))
+            case GiveHolds(limit):
+                server.tell(Answer.to(command, HeldPrompts(self._peer, server.core.apply(HoldsGiven(limit)))))
             case ReleaseHolds(name, client):
                 server.core.apply(HoldsReleased(name, client))
             case _:

@@ -14,8 +14,9 @@ from engine.costs.block_usage import BlockUsage
 from engine.costs.request_cost import BlockAccount, RequestCost, cost_of
 from engine.parts.kv_tiers.prefix_pins import longest_prefix, pin, unpin
 from engine.parts.kv_tiers.tier import Tier
-from engine.wire.parts.holds import HoldEnd, HoldMark, HoldOutcome, HoldRefusal, HoldStats
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
+from engine.wire.parts.cache_writes import HoldOutcome, HoldRefusal
+from engine.wire.parts.holds import HoldEnd, HoldMark, HoldStats
 
 MAX_HOLDS = 4096  # of all clients together
 MAX_HOLDS_PER_CLIENT = 1024  # prefixes of one prompt share blocks, but each takes memory for the names of its blocks
@@ -29,7 +30,7 @@ class PromptOfHold:
 
     tokens: array[int]
     cache_salt: str
-    lora: LoRARequest | None
+    adapter: ModelAdapter | None
 
 
 @dataclass(slots=True, eq=False)

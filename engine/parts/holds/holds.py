@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.core.door.part import Part
 from engine.core.engine_stats import block_load
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
@@ -15,19 +14,21 @@ from engine.costs.request_cost import RequestCost, cost_of
 from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.parts.holds.request_holds import RequestHolds, holds_of
-from engine.parts.kept import lora_of
+from engine.parts.kept import adapter_of
+from engine.parts.kept_prefixes import KeepsPrefixes
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.tier import Tier
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldOutcome, HoldStats, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldStats, PromptHold
 from engine.wire.remote_request import RemoteRequest
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
 LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
 
 
-class Holds(Part):
+class Holds(KeepsPrefixes):
     """Keeps prefixes in the prefix cache, or in a tier below it, until their time ends.
 
     A hold is granted or refused once its prompt is computed up to the mark; the outcome is sent with the first token.
@@ -269,7 +270,7 @@ class Holds(Part):
 
 
 def prompt_of(request: Request, num_tokens: int) -> PromptOfHold:
-    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, lora_of(request))
+    return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, adapter_of(request))
 
 
 def in_store(hold: Hold) -> bool:
@@ -280,7 +281,7 @@ def held_prompt(hold: Hold, prompt: PromptOfHold, now: float) -> HeldPrompt:
     return HeldPrompt(
         token_ids=prompt.tokens.tolist(),
         cache_salt=prompt.cache_salt,
-        lora=prompt.lora,
+        adapter=prompt.adapter,
         client=hold.client,
         name=hold.name,
         response_id=hold.response_id,

@@ -10,7 +10,8 @@ from engine.parts.holds.holds import Holds
 from engine.parts.holds.no_holds import NoHolds
 from engine.parts.holds.request_holds import RequestHolds
 from engine.parts.snapshot_kinds import SnapshotKinds, Zeros
-from engine.wire.parts.holds import HoldMark, HoldOutcome
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark
 
 
 def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:

@@ -26,6 +26,6 @@ def fit(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, ModelCo
 def images_only(config: EngineConfig) -> EngineConfig:
     """Return the options of an engine that only encodes images, with all options for language models off."""
     return replace(
-        config, enforce_eager=True, speculative_config=None, torch_compile=False, kv_cache_dtype="auto",
-        enable_lora=False, enable_expert_parallel=False, enable_eplb=False, allow_untested_kernels=True,
+        config, speculative_config=None, kv_cache_dtype="auto", enable_expert_parallel=False, enable_eplb=False,
+        **config.without_layers(),
     )  # fmt: skip

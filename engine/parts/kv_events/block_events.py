@@ -9,7 +9,7 @@ from engine.core.block_pool import BlockObserver
 from engine.core.mail.courier import Courier
 from engine.core.request import Request
 from engine.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from engine.parts.kept import lora_of
+from engine.parts.kept import adapter_of
 from engine.wire.parts.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
 
 MEDIUM = "GPU"  # vLLM's name of the cache itself, on any device
@@ -130,7 +130,7 @@ class BlockEvents(BlockObserver):
             block_size=size,
             lora_id=None,
             medium=MEDIUM,
-            lora_name=None if (lora := lora_of(request)) is None else lora.lora_name,
+            lora_name=None if (adapter := adapter_of(request)) is None else adapter.name,
             extra_keys=keys if any(keys) else None,
             group_idx=self._group,
             kv_cache_spec_kind=self._kind,
@@ -144,9 +144,9 @@ class BlockEvents(BlockObserver):
 def extra_keys(request: Request, start: int, end: int) -> tuple[object, ...] | None:
     """Return what the KV of tokens [start, end) depends on besides the tokens before `end`, in vLLM's order; None if
     the tokens alone determine it."""
-    lora = () if (adapter := lora_of(request)) is None else (adapter.lora_name,)
+    names = () if (adapter := adapter_of(request)) is None else (adapter.name,)
     images = tuple(
         (name.hex(), offset - start) for offset, stop, name in request.prefix.places if offset < end and start < stop
     )
     salt = (request.prefix.salt,) if request.prefix.salt and not start else ()
-    return (*lora, *images, *salt) or None
+    return (*names, *images, *salt) or None

@@ -7,6 +7,7 @@ import msgspec
 from engine.core.mail.courier import Courier, Server
 from engine.core.output import Event
 from engine.parts.kv_fetching.prefix_counter import PrefixCounter
+from engine.wire.messages import Answer
 from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
 from engine.wire.remote_request import Peer
 
@@ -19,7 +20,7 @@ class FetchCourier(Courier):
     def take(self, command: msgspec.Struct, server: Server) -> bool:
         if not isinstance(command, ListHotPrefixes):
             return False
-        server.tell(HotPrefixes(command.call_id, self._peer, self._prefixes.hottest(command.limit)))
+        server.tell(Answer.to(command, HotPrefixes(self._peer, self._prefixes.hottest(command.limit))))
         return True
 
     def seen(self, event: Event) -> None:

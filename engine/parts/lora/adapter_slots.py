@@ -13,9 +13,10 @@ from engine.core.request import Request
 from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.lora.errors import AdapterError
-from engine.parts.kept import LORA, lora_of
+from engine.lora.messages import AdapterLoad, AdapterStats, SequenceAdapter
+from engine.parts.kept import ADAPTER, adapter_of
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import AdapterLoad, AdapterStats, LoRARequest, SequenceAdapter, digest_of, extra_keys
+from engine.wire.parts.adapter import ModelAdapter, digest_of, extra_keys
 from engine.wire.plan import StepPlan
 from engine.wire.remote_request import RemoteRequest
 
@@ -24,7 +25,7 @@ from engine.wire.remote_request import RemoteRequest
 class AdapterSlot:
     """One slot on the device, and the adapter in it."""
 
-    lora: LoRARequest | None = None
+    lora: ModelAdapter | None = None
     load: int = 0
     """Number of the command that loads the adapter; 0 once it is loaded."""
     last_step: int = 0
@@ -43,11 +44,11 @@ class AdapterSlot:
 class NoAdapterSlots(Part):
     """Of an engine without adapters."""
 
-    asks = LoRARequest
+    asks = ModelAdapter
 
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
-        if (lora := asked.record(LoRARequest)) is not None:
-            raise AdapterError.without_slots(lora.lora_name)
+        if (lora := asked.record(ModelAdapter)) is not None:
+            raise AdapterError.without_slots(lora.name)
 
 
 class AdapterSlots(Part):
@@ -58,7 +59,7 @@ class AdapterSlots(Part):
     wait behind it, so a popular adapter cannot keep another adapter out for ever.
     """
 
-    asks = LoRARequest
+    asks = ModelAdapter
     _queue: RequestQueue
 
     def __init__(self, max_loras: int):
@@ -87,23 +88,23 @@ class AdapterSlots(Part):
         return [slot.digest for slot in self.slots if slot.lora is not None and not slot.load]
 
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
-        if (lora := asked.record(LoRARequest)) is not None:
+        if (lora := asked.record(ModelAdapter)) is not None:
             self.check_adapter(lora)
 
-    def check_adapter(self, lora: LoRARequest) -> None:
+    def check_adapter(self, lora: ModelAdapter) -> None:
         """Raise AdapterError if this engine cannot compute requests with the adapter."""
         if not lora.digest:
-            raise AdapterError(lora.lora_name, "digest", "", "the digest of the adapter's files")
+            raise AdapterError(lora.name, "digest", "", "the digest of the adapter's files")
 
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
-        if (lora := asked.record(LoRARequest)) is not None:
-            request.of[LORA] = lora
+        if (lora := asked.record(ModelAdapter)) is not None:
+            request.of[ADAPTER] = lora
             request.prefix.extra_keys += extra_keys(lora.digest)
 
     def may_start(self, request: Request) -> bool:
         """Return whether a waiting request may start: a slot has its adapter, and no earlier request waits for that
         slot. If no slot has the adapter, it is loaded as soon as a slot is free."""
-        if (lora := lora_of(request)) is None:
+        if (lora := adapter_of(request)) is None:
             return True
         slot = self._by_digest.get(lora.digest)
         if slot is None:
@@ -112,7 +113,7 @@ class AdapterSlots(Part):
         return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
 
     def started(self, request: Request) -> None:
-        if (lora := lora_of(request)) is not None:
+        if (lora := adapter_of(request)) is not None:
             slot = self._running[request] = self._by_digest[lora.digest]
             slot.kept_for = None
             request.attach(SequenceAdapter(self.slots.index(slot)))
@@ -132,14 +133,14 @@ class AdapterSlots(Part):
         queue = self._queue
         return AdapterStats(self.max_loras, self.digests, names_in(queue.running), names_in(queue.waiting))
 
-    def new_load(self, lora: LoRARequest) -> int:
+    def new_load(self, lora: ModelAdapter) -> int:
         """Ask the ranks to read an adapter into host memory. Returns the command's number."""
         self.check_adapter(lora)
         load = AdapterLoad(self._new_number(), lora)
         self.out.post("adapters", load)
         return load.number
 
-    def loaded(self, number: int, failed: bool) -> LoRARequest | None:
+    def loaded(self, number: int, failed: bool) -> ModelAdapter | None:
         """Record that a load command has succeeded on all ranks or failed on one. Returns the adapter if loading it
         into a slot has failed, else None."""
         slot = next((slot for slot in self.slots if slot.load == number), None)
@@ -153,7 +154,7 @@ class AdapterSlots(Part):
     def audit(self, running: Sequence[Request]) -> None:
         """Raise AssertionError if a running request's adapter is not in a slot."""
         for request in running:
-            if (lora := lora_of(request)) is not None:
+            if (lora := adapter_of(request)) is not None:
                 slot = self._running[request]
                 assert slot.digest == lora.digest and not slot.load, "a slot was taken from a running request"
         assert {slot.digest: slot for slot in self.slots if slot.lora} == self._by_digest
@@ -162,7 +163,7 @@ class AdapterSlots(Part):
         self._num_loads += 1
         return self._num_loads
 
-    def _bring(self, request: Request, lora: LoRARequest) -> None:
+    def _bring(self, request: Request, lora: ModelAdapter) -> None:
         self._running = {user: slot for user, slot in self._running.items() if user.slot >= 0}
         used = Counter(self._running.values())
         marked = next((slot for slot in self.slots if self._is_wanted_for(slot, lora)), None)
@@ -184,11 +185,11 @@ class AdapterSlots(Part):
         was filled still waits."""
         return slot.last_step > self._committed or (slot.kept_for is not None and slot.kept_for.is_waiting)
 
-    def _is_wanted_for(self, slot: AdapterSlot, lora: LoRARequest) -> bool:
+    def _is_wanted_for(self, slot: AdapterSlot, lora: ModelAdapter) -> bool:
         """Return whether a slot is marked for an adapter. First removes the mark of a request that no longer waits."""
         if slot.wanted_by is not None and not slot.wanted_by.is_waiting:
             slot.wanted_by = None
-        return slot.wanted_by is not None and digest_of(lora_of(slot.wanted_by)) == lora.digest
+        return slot.wanted_by is not None and digest_of(adapter_of(slot.wanted_by)) == lora.digest
 
     def _empty(self, slot: AdapterSlot) -> None:
         self._by_digest.pop(slot.digest, None)
@@ -197,4 +198,4 @@ class AdapterSlots(Part):
 
 def names_in(requests: Iterable[Request]) -> list[str]:
     """Return the names of the requests' adapters, each once."""
-    return list(dict.fromkeys(lora.lora_name for each in requests if (lora := lora_of(each)) is not None))
+    return list(dict.fromkeys(lora.name for each in requests if (lora := adapter_of(each)) is not None))

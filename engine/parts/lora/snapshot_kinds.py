@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.lora.messages import AdapterLoad, SequenceAdapter
 from engine.parts.lora.adapter_slots import AdapterSlot, AdapterSlots, NoAdapterSlots
 from engine.parts.snapshot_kinds import SnapshotKinds
-from engine.wire.parts.lora import AdapterLoad, LoRARequest, SequenceAdapter
+from engine.wire.parts.adapter import ModelAdapter
 
 
 def load_without_path(load: AdapterLoad) -> AdapterLoad:
@@ -15,6 +16,6 @@ def load_without_path(load: AdapterLoad) -> AdapterLoad:
 
 KINDS = SnapshotKinds(
     objects=(AdapterSlot, AdapterSlots, NoAdapterSlots),
-    messages=(AdapterLoad, LoRARequest, SequenceAdapter),
-    stands_for={AdapterLoad: load_without_path, LoRARequest: LoRARequest.without_text},
+    messages=(AdapterLoad, ModelAdapter, SequenceAdapter),
+    stands_for={AdapterLoad: load_without_path, ModelAdapter: ModelAdapter.without_text},
 )

@@ -17,7 +17,6 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_handoffs import ImageHandoffs
 from engine.parts.images.inputs import ImageWentOn
 from engine.parts.kv_tiers.inputs import TiersAnswered
-from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.parts.snapshot_kinds import ORDINARY
 from engine.parts.tape.answers import Answers, ReplayedGrammar
 from engine.parts.tape.object_graph import MAX_ZEROS
@@ -25,15 +24,15 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, Received
 from engine.wire.handoff import Closed as ClosedEvent
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages, images_in
 from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from engine.wire.token_delta import FinishReason
 
-REMOTE = (LoRARequest, PromptImages)
+REMOTE = (ModelAdapter, PromptImages)
 """Records of requests to other engines."""
 SOME_FORM = StructuredOutputsParams(regex=".*")
 
@@ -264,22 +263,6 @@ class ImageShape(Shape, frozen=True):
         return ImageWentOn(Failed(handoff_id, self.failed, 0, retry=False))
 
 
-class AdapterNumberedShape(Shape, frozen=True):
-    lora: LoRARequest
-    """Without its path."""
-
-    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterNumbered:
-        return AdapterNumbered(self.lora)
-
-
-class AdapterReadShape(Shape, frozen=True):
-    number: int
-    error: ErrorKind
-
-    def live(self, scheduler: Scheduler, answers: Answers) -> AdapterRead:
-        return AdapterRead(self.number, error_of(self.error))
-
-
 class SavedShape(msgspec.Struct, frozen=True, array_like=True):
     """A hold in the store."""
 
@@ -375,7 +358,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 SHAPED = {
-    Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, AdapterNumbered, AdapterRead, TiersAnswered,
+    Added, AddedRemote, GrammarSet, Aborted, HandoffWentOn, ImageWentOn, TiersAnswered,
 }  # fmt: skip
 """Inputs that are on a tape in another form."""
 Detail = CommitDetails | Ended

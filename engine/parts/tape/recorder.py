@@ -27,18 +27,16 @@ from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.handoffs.inputs import AddedRemote, HandoffWentOn
 from engine.parts.images.image_handoffs import number_of
 from engine.parts.images.inputs import ImageWentOn
+from engine.parts.input_with_text import InputWithText
 from engine.parts.kv_fetching.kv_fetching import split_names
 from engine.parts.kv_tiers.inputs import TiersAnswered
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
-from engine.parts.lora.inputs import AdapterNumbered, AdapterRead
 from engine.parts.snapshot_kinds import NO_TOKEN, ORDINARY
 from engine.parts.speculation.speculator import Speculator, unwatched
 from engine.parts.tape.answers import DrafterWatch, TapedGrammar, TapedNames
 from engine.parts.tape.digest import NOTHING, UNFINISHED, WHOLE, digest, digest_of_last
 from engine.parts.tape.inputs import (
     AbortedShape,
-    AdapterNumberedShape,
-    AdapterReadShape,
     AddedRemoteShape,
     AddedShape,
     CommitDetails,
@@ -329,16 +327,14 @@ class Tape(Journal):
                 return ImageShape(number_of(handoff_id), reason)
             case ImageWentOn():
                 return None
-            case AdapterNumbered(lora):
-                return AdapterNumberedShape(lora.without_text())
-            case AdapterRead(number, error):
-                return AdapterReadShape(number, kind_of(error))
             case TiersAnswered(answers):
                 listings = [one for one in answers if isinstance(one, StoreListing)]  # these come first
                 return TiersAnsweredShape(
                     [StoreShape.of(one, self._hashes_of(StoreShape.names_of(one))) for one in listings],
                     [one for one in answers if isinstance(one, TierAnswer)],
                 )
+            case InputWithText():
+                return given.without_text()
             case _:
                 return given
 

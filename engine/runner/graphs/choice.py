@@ -25,8 +25,8 @@ def can_capture(setup: RankSetup) -> bool:
         why = "they would keep the connections to an engine that is lost"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"
-    elif not asynchronous and config.enable_lora and (model.moe is not None or model.latent is not None):
-        why = "adapters of experts and of heads are added step by step"
+    elif not asynchronous and config.added_to_layers and (model.moe is not None or model.latent is not None):
+        why = f"{' and '.join(config.added_to_layers)} of experts and of heads are added step by step"
     elif not asynchronous and model.gemma is not None:
         why = "its layers need more inputs than the output of the previous layer"
     elif asynchronous and model.recurrent is not None and not dispatch.gpu_kernels(setup.dtype, setup.torch_device):

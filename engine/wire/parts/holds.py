@@ -6,17 +6,14 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.wire.messages import Command, Notice
+from engine.wire.messages import Command, Question
 from engine.wire.part_record import PartRecord
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.remote_request import Peer
 
 HoldEnd = Literal["expired", "released", "cleared", "invalid", "lost"]
 # cleared: the prefix cache was emptied. invalid: the numbers in its blocks may not be finite. lost: a tier lost a
 # block.
-HoldRefusal = Literal["off", "ttl", "short", "not_cached", "client_full", "full"]
-# off: the engine keeps no holds. ttl: longer than max_hold_s. short: no full block before the mark. not_cached: the
-# engine does not keep the blocks. client_full, full: the share of the client, or of all clients, is taken.
 
 
 class HoldMark(msgspec.Struct, frozen=True, array_like=True):
@@ -40,20 +37,6 @@ class PromptHold(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
     """Id of the response, by which the holds can be released."""
     name: str = ""
     """Name that the client gives to its conversation; the holds can be released by it too."""
-
-
-class HoldOutcome(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine's answer to a HoldMark, told with the request's first token."""
-
-    part: ClassVar[str] = "holds"
-
-    tokens: int
-    """Tokens that are kept; those that the mark asked for if the hold is refused."""
-    ttl_s: float
-    refusal: HoldRefusal | None = None
-    """None if the hold is granted."""
-    reason: str = ""
-    """A sentence about the refusal."""
 
 
 class HoldStats(PartRecord, frozen=True, kw_only=True):
@@ -82,11 +65,10 @@ class HoldStats(PartRecord, frozen=True, kw_only=True):
     request has used."""
 
 
-class GiveHolds(Command, frozen=True):
+class GiveHolds(Question, frozen=True):
     """Ask for up to `limit` holds that no GiveHolds has returned since their last use, those that last longest first.
     Answered by HeldPrompts. The holds stay here as well."""
 
-    call_id: str
     limit: int
 
 
@@ -103,7 +85,7 @@ class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     cache_salt: str
-    lora: LoRARequest | None
+    adapter: ModelAdapter | None
     client: str
     name: str
     response_id: str
@@ -112,10 +94,9 @@ class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the end of the hold."""
 
 
-class HeldPrompts(Notice, frozen=True):
+class HeldPrompts(msgspec.Struct, frozen=True):
     """Answers GiveHolds."""
 
-    call_id: str
     peer: Peer | None
     """The engine itself, if others can fetch blocks from it."""
     prompts: list[HeldPrompt]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from engine.wire.messages import Command, Notice
+from engine.wire.messages import Question
 from engine.wire.part_record import PartRecord
 from engine.wire.remote_request import Peer
 
@@ -34,11 +34,10 @@ class FetchStats(PartRecord, frozen=True):
     """Prompt tokens whose KV was fetched."""
 
 
-class ListHotPrefixes(Command, frozen=True):
+class ListHotPrefixes(Question, frozen=True):
     """Ask for the most used cached prefixes, at most `limit` of them. Answered by HotPrefixes, unless other engines
     cannot fetch from this one."""
 
-    call_id: str
     limit: int
 
 
@@ -53,10 +52,9 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
     """Size of its KV on all ranks."""
 
 
-class HotPrefixes(Notice, frozen=True):
+class HotPrefixes(msgspec.Struct, frozen=True):
     """Answers ListHotPrefixes."""
 
-    call_id: str
     peer: Peer
     prefixes: list[HotPrefix]
     """The most used first."""

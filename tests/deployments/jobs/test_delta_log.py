@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from deployments.jobs.delta_log import DeltaLog
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import SequenceCost
 from engine.wire.parts.handoffs import HandoffTimes
-from engine.wire.parts.holds import HoldOutcome
 from engine.wire.parts.speculation import Verified
 from engine.wire.token_delta import TokenDelta
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from deployments.parts.table import PARTS
+from deployments.parts.table import PARTS, spec_of
 from tests.left_out import command
 
 CHATS = ["tests/deployments/test_app.py", "-k", "chat or stream or choices or stop or logprobs"]
@@ -14,13 +14,13 @@ CHATS = ["tests/deployments/test_app.py", "-k", "chat or stream or choices or st
 
 def with_those_that_need(part: str) -> list[str]:
     names = {part}
-    while more := {spec.name for spec in PARTS if names & set(spec.needs)} - names:
+    while more := {name for name in PARTS if names & set(spec_of(name).needs)} - names:
         names |= more
     return sorted(names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [spec.name for spec in PARTS])
+@pytest.mark.parametrize("part", PARTS)
 def test_chats_are_answered_without_a_part(part: str) -> None:
     packages = [f"deployments.parts.{name}" for name in with_those_that_need(part)]
     tests = [*CHATS, "-p", "deployments.ingress"]  # imports it, as clusters do

@@ -20,7 +20,7 @@ from deployments.poison.sequence_trial import SequenceTrial
 from engine.black_box import compile_key, compute_key, ended_key, read_key
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.generate_request import TRIAL_S, TRIAL_TOKENS, GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -28,7 +28,7 @@ from engine.wire.token_delta import TokenBatch
 from tests.deployments.replicas.mortal_pool import Heard, Ingress, Outcome, answer, ingress, listen
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-SQL = LoRARequest("sql", 0, "/adapters/sql", "d1")
+SQL = ModelAdapter("sql", "/adapters/sql", "d1")
 FORM = StructuredOutputsParams(regex="[ab]")
 
 
@@ -78,7 +78,7 @@ class Engines:
         doing = [ended_key(str(self.num_ended))]
         for name, (message, _) in engine.items():
             doing.append(compute_key(name))
-            if (lora := message.record(LoRARequest)) is not None:
+            if (lora := message.record(ModelAdapter)) is not None:
                 doing.append(read_key(lora.digest))
         for _, ended in engine.values():
             ended.set_exception(EngineUnavailable("rank 0 died", [] if self._outside else doing))
@@ -125,7 +125,7 @@ async def test_what_ends_two_engines_is_refused_and_what_ran_beside_it_goes_on(s
 
 async def test_all_that_name_an_adapter_with_which_engines_end_are_refused_after_two():
     async with ingress() as one:
-        engines = Engines(one.channel.address, 1, lambda r, at: r.record(LoRARequest) == SQL and at >= 3)
+        engines = Engines(one.channel.address, 1, lambda r, at: r.record(ModelAdapter) == SQL and at >= 3)
         wrong, right = [request(f"sql-{i}").asking(SQL) for i in range(4)], [request(f"other-{i}") for i in range(4)]
         found = await asyncio.gather(*(heard(one, engines, r) for r in [*wrong, *right]))
         assert all(isinstance(error, PoisonRequest) and "read adapter 'sql'" in str(error) for error in found[:4])

@@ -13,12 +13,11 @@ from deployments.ray_compat import engine_ids
 from deployments.replicas import engine_control, replica_engines
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
-from engine.errors import EngineLost, EngineUnavailable, Overloaded
-from engine.wire.messages import EngineStatus
+from engine.errors import EngineLost, EngineUnavailable
+from engine.wire.messages import Answer, EngineStatus, ResetPrefixCache
 from engine.wire.part_record import encoded
 from engine.wire.parts.experts import SharedSteps
-from engine.wire.parts.lora import AdapterLoaded, LoRARequest
-from engine.wire.token_delta import ErrorInfo
+from engine.wire.parts.tape import TakeTape
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 
@@ -88,18 +87,18 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_an_adapter_is_loaded_by_all_engines_and_the_first_error_counts():
+def test_all_engines_are_asked_and_their_answers_come_in_their_order():
     async def scenario() -> None:
         engines = made()
-        loading = asyncio.create_task(engines.load_adapter(LoRARequest("a", 0, "/a", "digest")))
+        asked = asyncio.create_task(engines.ask(TakeTape()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first, second = engines.all
-        error = ErrorInfo.of(Overloaded("no room"))
-        first.handle(AdapterLoaded("0"))
-        assert not loading.done()
-        second.handle(AdapterLoaded("0", error))
-        assert await loading == error
+        [question] = [msgspec.msgpack.decode(sent, type=TakeTape) for sent in second.sent]
+        second.handle(Answer.to(question, b"second"))
+        assert not asked.done()
+        first.handle(Answer.to(question, b"first"))
+        assert [msgspec.msgpack.decode(answer) for answer in await asked] == [b"first", b"second"]
 
     asyncio.run(scenario())
 
@@ -118,10 +117,9 @@ def test_only_engines_of_other_replicas_are_others():
 def test_the_end_of_one_engine_ends_the_calls_of_all_and_commands_reach_all():
     async def scenario() -> None:
         engines = made()
-        engines.reset_prefix_cache()
-        engines.release_holds("name", None)
+        engines.tell(ResetPrefixCache())
         engines.set_role("prefill")
-        assert all(len(engine.sent) == 3 for engine in engines.all)
+        assert all(len(engine.sent) == 2 for engine in engines.all)
         calls = [asyncio.create_task(engine.run_request(request(str(i)))) for i, engine in enumerate(engines.all)]
         await asyncio.sleep(0)
         assert engines.num_answers == 2
@@ -212,7 +210,7 @@ def test_an_engine_that_hangs_is_lost_and_the_replica_ends_only_if_none_is_found
 def test_what_an_engine_is_asked_ends_with_the_engine():
     async def scenario() -> None:
         engines = made()
-        asked = asyncio.create_task(engines.all[0].hot_prefixes(1, timeout_s=600.0))
+        asked = asyncio.create_task(engines.all[0].ask(TakeTape(), timeout_s=600.0))
         await asyncio.sleep(0)
         engines.lose(0, "rank 0 died")
         with pytest.raises(EngineLost, match="rank 0 died"):

@@ -30,7 +30,7 @@ def prefix(first: int, length: int, uses: int, salt: str = "") -> HotPrefix:
 
 
 def told(peer: Peer, *prefixes: HotPrefix) -> HotPrefixes:
-    return HotPrefixes("", peer, list(prefixes))
+    return HotPrefixes(peer, list(prefixes))
 
 
 def lengths(found: Sequence[tuple[HotPrefix, Peer]]) -> list[int]:

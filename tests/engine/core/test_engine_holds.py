@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenDelta
 from tests.deltas import deltas_of

@@ -14,6 +14,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Add, Command, EngineStatus, EngineUpdate, Notice, Subscribe, kinds_of
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.handoffs import (
     CancelDispatch,
     CancelPrefill,
@@ -24,7 +25,6 @@ from engine.wire.parts.handoffs import (
     RemoteRequestFailed,
 )
 from engine.wire.parts.kv_fetching import KVHolder
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
@@ -171,7 +171,7 @@ class FaultyPair:
         prompt: list[int],
         to: str = "decode",
         holder: KVHolder | None = None,
-        lora: LoRARequest | None = None,
+        lora: ModelAdapter | None = None,
         **params: Any,
     ) -> Asked:
         settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -13,7 +14,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Add, Notice
+from engine.wire.messages import Add, Answer, Notice
 from engine.wire.parts.handoffs import HandoffTotals
 from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, KVHolder, ListHotPrefixes
 from engine.wire.parts.kv_offload import KVOffloadStats
@@ -98,13 +99,13 @@ class Caches(Pair):
     def hottest(self, engine: Engine) -> HotPrefixes:
         """What an engine answers to a new replica."""
         self.lists.clear()
-        engine.send(ListHotPrefixes("call", 4))
+        engine.send(ListHotPrefixes(4))
         self.wait_for(lambda: bool(self.lists))
         return self.lists[0]
 
     def _handle(self, engine: Engine, notice: Notice) -> None:
-        if isinstance(notice, HotPrefixes):
-            self.lists.append(notice)
+        if isinstance(notice, Answer):
+            self.lists.append(msgspec.msgpack.decode(notice.answer, type=HotPrefixes))
         super()._handle(engine, notice)
 
     def check(self, config: EngineConfig) -> None:

@@ -19,8 +19,8 @@ from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.speculation.speculator import Speculator
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import PromptImages
-from engine.wire.parts.lora import LoRARequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.remote_request import KVSource
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -169,7 +169,7 @@ def test_a_draft_model_goes_on_drafting_for_what_comes(ranks, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_keeps_its_adapter(ranks, dtype):
     config = make_config("pocket", enable_lora=True, dtype=dtype)
-    pirate = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
+    pirate = ModelAdapter("pirate", str(PIRATE), open_adapter(PIRATE).digest)
     with Movers(config, config, ranks) as movers:
         movers.start("with", prompt(40), pirate, max_tokens=NUM_TOKENS)
         movers.start("random", prompt(40), pirate, max_tokens=NUM_TOKENS, **RANDOM)
@@ -191,7 +191,7 @@ def test_a_request_whose_adapter_the_next_engine_cannot_read_ends_there_with_the
         movers.start(
             "with",
             prompt(40),
-            LoRARequest("pirate", 0, str(gone), open_adapter(gone).digest),
+            ModelAdapter("pirate", str(gone), open_adapter(gone).digest),
             max_tokens=NUM_TOKENS,
         )
         movers.leave(0)

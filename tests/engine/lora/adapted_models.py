@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from tests.engine.lora.peft_adapters import Reference, load, make_adapter
 from tests.models import FAMILIES, HYBRIDS, make_model
 from tests.transformers_models import make_transformers_model
@@ -40,9 +40,9 @@ class AdaptedModel:
         ]
 
     @property
-    def requests(self) -> dict[str, tuple[list[int], LoRARequest | None]]:
+    def requests(self) -> dict[str, tuple[list[int], ModelAdapter | None]]:
         """Two prompts with each adapter and without one."""
-        names = [(lora.lora_name, lora) for lora in self.adapters]
+        names = [(lora.name, lora) for lora in self.adapters]
         return {f"{name} {i}": (prompt(9 + 9 * i), lora) for i in range(2) for name, lora in [*names, ("none", None)]}
 
     @cached_property

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine.lora.adapter_files import open_adapter
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 
 ATTENTION = r".*\.layers\.\d+\.self_attn\.(q|k|v|o|qkv|q_a|q_b|kv_a|kv_b)_proj(_with_mqa)?"
 
@@ -24,7 +24,7 @@ def load(folder: Path, auto: Any = transformers.AutoModelForCausalLM) -> transfo
 
 def make_adapter(
     target: Path, model: Path, seed: int, rank: int = 4, auto: Any = transformers.AutoModelForCausalLM, **config: Any
-) -> LoRARequest:
+) -> ModelAdapter:
     """Write an adapter for a model, and return what names it. Its weights are such that every token feels it.
 
     auto: transformers' class that loads the model.
@@ -39,7 +39,7 @@ def make_adapter(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape) * (0.5 / parameter.shape[1] ** 0.5))
     adapted.save_pretrained(target)
-    return LoRARequest(target.name, 0, str(target), open_adapter(target).digest)
+    return ModelAdapter(target.name, str(target), open_adapter(target).digest)
 
 
 def with_adapter(model: transformers.PreTrainedModel, path: str) -> Any:
@@ -63,9 +63,9 @@ class Reference:
         adapted = with_adapter(model, path)
         return adapted.merge_and_unload() if merged else adapted
 
-    def tokens(self, prompt: list[int], lora: LoRARequest | None, merged: bool = True) -> list[int]:
+    def tokens(self, prompt: list[int], lora: ModelAdapter | None, merged: bool = True) -> list[int]:
         ids = torch.tensor([prompt])
-        model = self._model(None if lora is None else lora.lora_path, merged)
+        model = self._model(None if lora is None else lora.path, merged)
         found = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=self._max_tokens, do_sample=False
         )

@@ -9,6 +9,7 @@ import pytest
 
 from deployments.parts.adapters import dynamic_folder, places
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
+from engine import bucket_url
 from engine.lora import bucket
 from engine.lora.adapter_files import open_adapter
 from engine.lora.errors import AdapterError, AdapterNotFound
@@ -17,7 +18,7 @@ from tests.adapter_folders import write_adapter
 
 @pytest.fixture
 def copies(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(bucket, "SCHEMES", (*bucket.SCHEMES, "memory"))
+    monkeypatch.setattr(bucket_url, "SCHEMES", (*bucket_url.SCHEMES, "memory"))
     monkeypatch.setattr(bucket, "COPIES", str(tmp_path / "copies"))
     fsspec.filesystem("memory").store.clear()
     return tmp_path / "copies"

@@ -22,7 +22,7 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.lora.adapter_courier import AdapterCourier
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.speculation import SpecDecodeStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -71,7 +71,7 @@ class Answers:
             self.errors[name] = delta.error.message
 
 
-def ask(core: EngineCore, requests: dict[str, tuple[list[int], LoRARequest | None]], **params: Any) -> Answers:
+def ask(core: EngineCore, requests: dict[str, tuple[list[int], ModelAdapter | None]], **params: Any) -> Answers:
     settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, **params}
     answers = Answers()
     for name, (tokens, lora) in requests.items():
@@ -142,16 +142,16 @@ def test_bits_do_not_depend_on_the_company(family, dtype, adapted, tmp_path, ope
     assert len({tuple(logprob.logprob for logprob in answer) for answer in together.logprobs.values()}) == 18
 
 
-def scaled(target: Path, lora: LoRARequest, alpha: int) -> LoRARequest:
+def scaled(target: Path, lora: ModelAdapter, alpha: int) -> ModelAdapter:
     """Write the same weights with another factor."""
-    shutil.copytree(lora.lora_path, target)
+    shutil.copytree(lora.path, target)
     file = target / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
     return named(target)
 
 
-def named(folder: Path) -> LoRARequest:
-    return LoRARequest(folder.name, 0, str(folder), open_adapter(folder).digest)
+def named(folder: Path) -> ModelAdapter:
+    return ModelAdapter(folder.name, str(folder), open_adapter(folder).digest)
 
 
 def test_blocks_are_shared_by_requests_of_one_adapter_only(adapted, opened):
@@ -168,12 +168,12 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_and_no_others(adapted,
     opened.append(core := build_engine(config(model.folder)))
     expected = ask(core, {"good": (prompt(9), one)}).tokens["good"]
     cut = tmp_path / "cut"
-    shutil.copytree(one.lora_path, cut)
+    shutil.copytree(one.path, cut)
     (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-8])
-    wrong = LoRARequest("gone", 0, str(tmp_path / "none"), "0" * 32)
-    changed = LoRARequest("changed", 0, one.lora_path, "1" * 32)
+    wrong = ModelAdapter("gone", str(tmp_path / "none"), "0" * 32)
+    changed = ModelAdapter("changed", one.path, "1" * 32)
     requests = {"good": (prompt(9), one), "gone": (prompt(9), wrong), "changed": (prompt(9), changed)}
-    answers = ask(core, requests | {"cut": (prompt(9), LoRARequest("cut", 0, str(cut), "2" * 32))})
+    answers = ask(core, requests | {"cut": (prompt(9), ModelAdapter("cut", str(cut), "2" * 32))})
     assert answers.tokens["good"] == expected and answers.errors.keys() == {"gone", "changed", "cut"}
     assert "adapter 'gone': path must be a folder" in answers.errors["gone"]
     assert "has changed" in answers.errors["changed"] and "whole" in answers.errors["cut"]
@@ -189,7 +189,7 @@ def test_adapters_that_do_not_fit_the_model_are_refused(adapted, tmp_path, opene
     head = tmp_path / "head" / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(head).items() if "lora_" in name}, head)
     lost = tmp_path / "lost"
-    shutil.copytree(one.lora_path, lost)
+    shutil.copytree(one.path, lost)
     tensors = load_file(lost / "adapter_model.safetensors")
     renamed = {
         name.replace("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"): tensors[name] for name in tensors

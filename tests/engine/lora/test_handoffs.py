@@ -14,7 +14,7 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.engine.kv_transfer.faulty_pair import FaultyPair
@@ -24,7 +24,7 @@ from tests.products import slow
 from tests.rank_pool import RankPool
 
 PROMPT = list(range(100, 150))
-LORA = LoRARequest("pirate", 0, str(PIRATE), open_adapter(PIRATE).digest)
+LORA = ModelAdapter("pirate", str(PIRATE), open_adapter(PIRATE).digest)
 
 
 def make_config(role: str | None, **options: Any) -> EngineConfig:
@@ -55,7 +55,7 @@ def test_a_prompt_computed_elsewhere_has_the_adapter_there_too_and_shares_no_blo
             pair.ingress.add(turn, PROMPT, lora)
             assert pair.ingress.tokens(turn) == alone[name]
         pair.settle()
-        assert [request.record(LoRARequest) for request in pair.remote_requests] == [LORA, None, LORA]
+        assert [request.record(ModelAdapter) for request in pair.remote_requests] == [LORA, None, LORA]
         assert [request.skip for request in pair.remote_requests] == [0, 0, 48], "each finds only its own blocks"
         assert pair.prefill.scheduler.parts[AdapterSlots].digests == [LORA.digest]
 

@@ -24,6 +24,7 @@ from engine.model.fixed_order import in_fixed_order
 from engine.model.low_rank import row_table
 from engine.model.shard import ShardPlan
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import PromptImages
 from tests.batches import ByHand, load_by_hand
 from tests.deltas import deltas_of
@@ -46,12 +47,12 @@ STRICT = ("qwen3_moe", "gpt_oss", "mixtral", "minicpm3")
 QUICK = ("llama", "qwen3_moe", "minicpm3", "qwen3_next", *BACKEND[:1])
 
 
-def with_adapters(folder: Path, adapters: list[LoRARequest], tp: Any = None, **options: Any) -> ByHand:
+def with_adapters(folder: Path, adapters: list[ModelAdapter], tp: Any = None, **options: Any) -> ByHand:
     """The model of a folder, of which the first sequence has no adapter, and sequence i the one before i."""
     hand = load_by_hand(folder, tp, **options)
     slots = ModelAdapters(hand.model, len(adapters), 16, 256, torch.device("cpu"))
     for slot, lora in enumerate(adapters):
-        slots.write(slot, slots.factors(open_adapter(lora.lora_path)))
+        slots.write(slot, slots.factors(open_adapter(lora.path)))
     rows = np.repeat(np.arange(-1, len(adapters), dtype=np.int32), len(PROMPT))
     slots.rows.begin(torch.from_numpy(row_table(rows, slots.rows.tile_rows)))
     return hand
@@ -62,12 +63,12 @@ def step(hand: ByHand, count: int) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def expected(folder: Path, adapters: list[LoRARequest], merged: bool = False) -> list[torch.Tensor]:
+def expected(folder: Path, adapters: list[ModelAdapter], merged: bool = False) -> list[torch.Tensor]:
     answers = []
     for lora in (None, *adapters):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         if lora is not None:
-            model = with_adapter(model, lora.lora_path)
+            model = with_adapter(model, lora.path)
             model = model.merge_and_unload() if merged else model
         answers.append(model(torch.tensor([PROMPT])).logits[0])
     return answers
@@ -79,7 +80,7 @@ def check(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: floa
     assert min(changes) > 0.05, "the adapters do nothing"
 
 
-def two_adapters(root: Path, folder: Path, **config: Any) -> list[LoRARequest]:
+def two_adapters(root: Path, folder: Path, **config: Any) -> list[ModelAdapter]:
     config = {"target_modules": "all-linear"} | config
     return [make_adapter(root / str(seed), folder, seed, **config) for seed in (1, 2)]
 
@@ -105,7 +106,7 @@ def test_experts_are_read_in_the_forms_that_other_trainers_write(form, tmp_path)
     parameters = ["mlp.experts.down_proj"] if form == "down" else ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     (lora, other) = two_adapters(tmp_path, folder, target_modules=[], target_parameters=parameters)
     wanted = expected(folder, [lora, other])
-    for name in (lora.lora_path, other.lora_path):
+    for name in (lora.path, other.path):
         file = Path(name) / "adapter_model.safetensors"
         tensors = load_file(file)
         without_version(Path(name))
@@ -120,7 +121,7 @@ def test_experts_are_read_in_the_forms_that_other_trainers_write(form, tmp_path)
 def test_an_adapter_of_an_expert_that_the_model_lacks_is_refused_by_every_rank(tmp_path):
     folder = make_model(tmp_path / "model", "qwen3_moe")
     lora, _ = two_adapters(tmp_path, folder, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    file = Path(lora.lora_path) / "adapter_model.safetensors"
+    file = Path(lora.path) / "adapter_model.safetensors"
     tensors = {name.replace("experts.5.", "experts.6."): x for name, x in rewritten(load_file(file), "each").items()}
     save_file(tensors, file)
     for rank in make_plans(2, expert_parallel=True):
@@ -157,7 +158,7 @@ def test_experts_of_sizes_that_do_not_tell_the_parameter_and_of_other_models_are
     other = make_model(tmp_path / "other", "qwen3_moe")
     lora = make_adapter(tmp_path / "a", ambiguous, 1, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     with_adapters(ambiguous, [lora])  # PEFT's version tells which way round it is
-    without_version(Path(lora.lora_path))
+    without_version(Path(lora.path))
     with pytest.raises(AdapterError, match="fit more than one"):
         with_adapters(ambiguous, [lora])
     with pytest.raises(AdapterError, match="must be of 6 experts with 48 inputs and 64 outputs, or 32 and 48"):
@@ -224,7 +225,7 @@ def test_answers_about_images_are_those_of_the_merged_model(name, tmp_path):
     lora = make_adapter(
         tmp_path / "lora", folder, 1, auto=auto, target_modules=r".*language_model.*_proj", lora_alpha=16
     )
-    merged = with_adapter(auto.from_pretrained(folder, dtype=torch.float32), lora.lora_path)
+    merged = with_adapter(auto.from_pretrained(folder, dtype=torch.float32), lora.path)
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     core, wanted = engine(folder, enable_lora=True), prompts(name)
     outputs: dict[str, list[int]] = {}
@@ -251,7 +252,7 @@ def test_embeddings_are_those_of_the_merged_model(name, tmp_path):
     merged = tmp_path / "merged"
     shutil.copytree(folder, merged)
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    with_adapter(model, lora.lora_path).merge_and_unload().save_pretrained(merged)
+    with_adapter(model, lora.path).merge_and_unload().save_pretrained(merged)
     options = {
         "block_size": 4,
         "num_gpu_blocks_override": 128,
@@ -261,7 +262,7 @@ def test_embeddings_are_those_of_the_merged_model(name, tmp_path):
     }
     with LLM(folder, dtype="float32", enable_lora=True, **options) as llm:
         texts = [text for text in TEXTS[:4] for _ in range(2)]
-        found = llm.embed(texts, lora_request=[None, lora] * 4, use_tqdm=False)
+        found = llm.embed(texts, lora_request=[None, LoRARequest(lora.name, 1, lora.path)] * 4, use_tqdm=False)
     vectors = [torch.tensor(output.outputs.embedding) for output in found]
     for text, plain, adapted in zip(TEXTS[:4], vectors[::2], vectors[1::2], strict=True):
         torch.testing.assert_close(plain, Reference(folder, kind).embed(text), atol=1e-5, rtol=1e-5)

@@ -30,7 +30,8 @@ from engine.serving.kv_events import KVEventPublisher
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Subscribe
-from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of

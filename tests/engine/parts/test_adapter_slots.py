@@ -6,17 +6,17 @@ from random import Random
 
 import pytest
 
-from engine.errors import RequestError
 from engine.lora.errors import AdapterError
-from engine.parts.kept import lora_of
+from engine.lora.messages import SequenceAdapter
+from engine.parts.kept import adapter_of
 from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.lora.inputs import AdapterRead
-from engine.wire.parts.lora import LoRARequest, SequenceAdapter, digest_of
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from tests.fake_runner import Harness
 
 
-def adapter(name: str) -> LoRARequest:
-    return LoRARequest(name, 0, f"/adapters/{name}", f"digest of {name}")
+def adapter(name: str) -> ModelAdapter:
+    return ModelAdapter(name, f"/adapters/{name}", f"digest of {name}")
 
 
 class Adapted(Harness):
@@ -42,7 +42,7 @@ class Adapted(Harness):
             for new in plan.added:
                 request = running[new.slot]
                 adapter = new.record(SequenceAdapter)
-                self.of_sequences[new.slot] = (-1 if adapter is None else adapter.slot, digest_of(lora_of(request)))
+                self.of_sequences[new.slot] = (-1 if adapter is None else adapter.slot, digest_of(adapter_of(request)))
                 self.started.append(request.request_id)
             self.read.append([self.of_sequences[slot] for slot in plan.slots])
             self.check_reads(self.read[-1])
@@ -58,11 +58,10 @@ class Adapted(Harness):
 
     def finish_load(self) -> None:
         load = self.loads.pop(0)
-        failed = load.lora.lora_name == self.failing
+        failed = load.lora.name == self.failing
         if not failed:
             self.device[load.slot] = load.lora.digest
-        error = RequestError("cannot be loaded") if failed else None
-        self.scheduler.apply(AdapterRead(load.number, error), 0.0)
+        self.scheduler.apply(AdapterRead(load.number, "cannot be loaded" if failed else None), 0.0)
         self.record()
 
     def check_reads(self, read: list[tuple[int, str]]) -> None:
@@ -95,7 +94,7 @@ def test_steps_read_the_adapters_of_their_requests_and_everyone_ends(seed):
     assert len(h.finished) == 30 and not h.slots.loading
     for name, event in h.finished.items():
         failed = event.delta.error is not None
-        assert failed == (lora_of(event.request) == adapter("a5")) or event.delta.finish_reason == "abort", name
+        assert failed == (adapter_of(event.request) == adapter("a5")) or event.delta.finish_reason == "abort", name
 
 
 def test_requests_with_other_adapters_do_not_wait_for_one_that_is_loaded():
@@ -130,4 +129,4 @@ def test_the_adapter_that_was_used_longest_ago_makes_room():
 
 def test_an_adapter_without_a_digest_is_refused():
     with pytest.raises(AdapterError, match="digest"):
-        Adapted(1).add("x", [1], lora=LoRARequest("a", 0, "/adapters/a"))
+        Adapted(1).add("x", [1], lora=ModelAdapter("a", "/adapters/a"))

@@ -17,8 +17,8 @@ from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
 from engine.parts.kv_tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import SequenceCost
-from engine.wire.parts.holds import HoldOutcome
 from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.engine.parts.test_kv_offloading import TierMachine
 from tests.examples import examples

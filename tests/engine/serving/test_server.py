@@ -25,8 +25,9 @@ from engine.wire.messages import (
     Subscribe,
     kinds_of,
 )
+from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.handoffs import CancelPrefill, DispatchRemote, Prefill, PrefillReplicas, RemoteRequestFailed
-from engine.wire.parts.holds import HoldMark, HoldOutcome, HoldStats, PromptHold
+from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.engine_stats import EngineLoad

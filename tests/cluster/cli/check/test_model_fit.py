@@ -210,7 +210,7 @@ def test_adapters_that_are_listed_are_compared_with_the_model_and_slots_with_mem
     assert "was trained on acme/llama" in found["adapter theirs of tiny"].message
     assert "of a layer with 48 inputs and 64 outputs, got 16 and 32" in found["adapter wrong of tiny"].message
     assert any("4 slots for adapters of rank 16: 0.00 GiB per rank" in line for line in told(configured))
-    monkeypatch.setattr("cluster.cli.check.adapters.ModelAdapters.slot_bytes", 20 * GIB)
+    monkeypatch.setattr("cluster.cli.check.parts.lora.layers.ModelAdapters.slot_bytes", 20 * GIB)
     monkeypatch.setattr(model_fit, "free_host_memory", lambda: FreeMemory(10 * GIB, "the box"))
     assert any("do not fit into memory" in line for line in told(configured))
 

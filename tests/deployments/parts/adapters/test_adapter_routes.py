@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
+from deployments.parts.adapters.files import open_served
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.served_adapter import ServedAdapter
 from deployments.storage.config import StoreConfig
-from engine.wire.parts.lora import LoRARequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import FakeApi, fake_api, until
@@ -25,11 +26,11 @@ OPEN = AuthConfig(allow_runtime_lora_updating=True)
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Adapter:
-    return Adapter.open("own", str(write_adapter(tmp_path_factory.mktemp("own"))), "fake", 16)
+def own(tmp_path_factory) -> ServedAdapter:
+    return open_served("own", str(write_adapter(tmp_path_factory.mktemp("own"))), "fake", 16)
 
 
-def config(own: Adapter, folder: Path | None = None) -> AdapterSources:
+def config(own: ServedAdapter, folder: Path | None = None) -> AdapterSources:
     return AdapterSources(modules=(own,), dynamic_folder=folder and str(folder), max_rank=16)
 
 
@@ -52,12 +53,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("route", REQUESTS)
 async def test_a_request_names_an_adapter_as_its_model(own, route):
-    async with fake_api(adapters=config(own)) as api:
-        for name, lora in (("own", own.lora), ("fake:own", own.lora), ("fake", None)):
+    async with fake_api(of={"adapters": config(own)}) as api:
+        for name, lora in (("own", own.record), ("fake:own", own.record), ("fake", None)):
             api.engine.added.clear()
             answer = await api.client.post(route, json={"model": name, **REQUESTS[route]})
             assert answer.status_code == 200, answer.text
-            assert {request.record(LoRARequest) for request in api.engine.added} <= {lora}
+            assert {request.record(ModelAdapter) for request in api.engine.added} <= {lora}
             assert answer.json().get("model", "own") in ("own", "fake")
             assert bool(api.engine.added) == (route != "/tokenize")
         answer = await api.client.post(route, json={"model": "other", **REQUESTS[route]})
@@ -66,7 +67,7 @@ async def test_a_request_names_an_adapter_as_its_model(own, route):
 
 async def test_the_list_of_models_has_adapters_with_their_parents(own, tmp_path):
     write_adapter(tmp_path / "found")
-    async with fake_api(adapters=config(own, tmp_path), auth=OPEN) as api:
+    async with fake_api(of={"adapters": config(own, tmp_path)}, auth=OPEN) as api:
         assert await load(api, own.path) == (200, "Success: LoRA adapter 'sql' added successfully.")
         cards = {card["id"]: card for card in (await api.client.get("/v1/models")).json()["data"]}
         assert {name: (card["root"], card["parent"]) for name, card in cards.items()} == {
@@ -81,7 +82,7 @@ async def test_the_list_of_models_has_adapters_with_their_parents(own, tmp_path)
 
 
 async def test_an_adapter_is_loaded_replaced_and_unloaded_while_the_server_runs(own, tmp_path):
-    async with fake_api(adapters=config(own), auth=OPEN) as api:
+    async with fake_api(of={"adapters": config(own)}, auth=OPEN) as api:
         first, second = write_adapter(tmp_path / "1", seed=1), write_adapter(tmp_path / "2", seed=2)
         assert (await load(api, first))[0] == 200
         status, text = await load(api, second)
@@ -91,7 +92,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded_while_the_server_runs(
         assert len(set(loaded)) == 2
         stats = api.telemetry.stats.model("fake")
         await api.post("completions", prompt="a", max_tokens=1, model="sql")
-        assert api.engine.added[-1].record(LoRARequest) == api.engine.loaded[-1] and stats.adapters == {"sql": 1}
+        assert api.engine.added[-1].record(ModelAdapter) == api.engine.loaded[-1] and stats.adapters == {"sql": 1}
         gone = await api.post("unload_lora_adapter", lora_name="sql")
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert (await api.post("completions", prompt="a", model="sql")).status_code == 404
@@ -100,7 +101,7 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded_while_the_server_runs(
 
 
 async def test_what_is_unloaded_ends_for_those_who_have_begun_and_for_nobody_else(own):
-    async with fake_api(adapters=config(own), auth=OPEN) as api:
+    async with fake_api(of={"adapters": config(own)}, auth=OPEN) as api:
         api.engine.paused.set()
         begun = asyncio.create_task(api.post("completions", prompt="a", max_tokens=3, model="own"))
         await until(lambda: api.engine.num_live)
@@ -113,7 +114,7 @@ async def test_what_is_unloaded_ends_for_those_who_have_begun_and_for_nobody_els
 
 
 async def test_each_refusal_has_its_status(own, tmp_path):
-    async with fake_api(adapters=config(own), auth=OPEN) as api:
+    async with fake_api(of={"adapters": config(own)}, auth=OPEN) as api:
         for name, path in (("", "x"), ("x", "")):
             status, text = await load(api, path, name)
             assert status == 400 and "Both 'lora_name' and 'lora_path' must be provided." in text
@@ -137,11 +138,11 @@ async def test_each_refusal_has_its_status(own, tmp_path):
 
 
 async def test_nobody_changes_adapters_where_that_is_not_allowed(own):
-    async with fake_api(adapters=config(own)) as api:
+    async with fake_api(of={"adapters": config(own)}) as api:
         assert (await load(api, own.path))[0] == 404
     keys = (key_line("admin", "sk-a"), key_line("user", "sk-u"))
     auth = AuthConfig(allow_runtime_lora_updating=True, api_keys=keys, admin_keys=("admin",))
-    async with fake_api(adapters=config(own), auth=auth) as api:
+    async with fake_api(of={"adapters": config(own)}, auth=auth) as api:
         body = {"lora_name": "sql", "lora_path": own.path}
         for key, status in (("sk-u", 403), ("sk-a", 200)):
             headers = {"authorization": f"Bearer {key}"}
@@ -152,7 +153,7 @@ async def test_nobody_changes_adapters_where_that_is_not_allowed(own):
 async def test_a_key_may_be_limited_to_some_models_and_adapters(own, tmp_path):
     write_adapter(tmp_path / "found")
     auth = AuthConfig(api_keys=(key_line("all", "sk-all"), key_line("some", "sk-some", "own")))
-    async with fake_api(adapters=config(own, tmp_path), auth=auth) as api:
+    async with fake_api(of={"adapters": config(own, tmp_path)}, auth=auth) as api:
 
         async def status(key: str, model: str | None) -> int:
             body = {"model": model, "prompt": "a", "max_tokens": 1}
@@ -168,7 +169,7 @@ async def test_a_key_may_be_limited_to_some_models_and_adapters(own, tmp_path):
 
 
 async def test_an_answer_says_by_its_fingerprint_which_weights_it_has(own, tmp_path):
-    async with fake_api(adapters=config(own), auth=OPEN, fingerprint="fp_a_b_c_d") as api:
+    async with fake_api(of={"adapters": config(own)}, auth=OPEN, fingerprint="fp_a_b_c_d") as api:
 
         async def fingerprint(model: str) -> str:
             answer = await api.post("completions", prompt="a", max_tokens=1, model=model)
@@ -184,7 +185,7 @@ async def test_an_answer_says_by_its_fingerprint_which_weights_it_has(own, tmp_p
 
 async def test_logs_timelines_and_metrics_name_the_adapter(own, caplog):
     caplog.set_level("INFO")
-    async with fake_api(adapters=config(own)) as api:
+    async with fake_api(of={"adapters": config(own)}) as api:
         await api.post("completions", prompt="a", max_tokens=1, model="own", request_id="x")
         assert any("model=fake adapter=own" in line for line in caplog.messages if "request ended" in line)
         (timeline,) = (await api.client.get("/debug/requests/x")).json()["sequences"]
@@ -193,7 +194,7 @@ async def test_logs_timelines_and_metrics_name_the_adapter(own, caplog):
         assert 'manta_adapter_requests_total{adapter="own",ingress="ingress-1",model_name="fake"} 1.0' in metrics
 
 
-KEEPING: dict[str, Any] = {"adapters": AdapterSources(max_rank=16), "auth": OPEN, "fingerprint": "fp"}
+KEEPING: dict[str, Any] = {"of": {"adapters": AdapterSources(max_rank=16)}, "auth": OPEN, "fingerprint": "fp"}
 KEYED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
@@ -239,7 +240,7 @@ async def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_bega
     async with fake_api(**options) as api:
         await load(api, folder)
         whole = events_of((await keyed(api, route, stream=True)).text)
-        began = api.engine.added[-1].record(LoRARequest)
+        began = api.engine.added[-1].record(ModelAdapter)
     stream_id = whole[0][0][:32]
     for known in (False, True):
         await change_record(store, stream_id, outputs=None)  # as if it had died before the end
@@ -247,7 +248,7 @@ async def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_bega
             if known:  # other weights have the name now
                 await load(api, write_adapter(tmp_path / "2", seed=2))
             assert events_of((await keyed(api, route, stream=True)).text) == whole
-            assert [request.record(LoRARequest) for request in api.engine.added] == [began]
+            assert [request.record(ModelAdapter) for request in api.engine.added] == [began]
     write_adapter(folder, seed=3)  # nothing has the weights any more
     await change_record(store, stream_id, outputs=None)
     async with fake_api(**options) as api:
@@ -261,7 +262,7 @@ async def test_an_answer_that_another_ingress_takes_over_has_the_weights_it_bega
 async def test_a_batch_may_be_for_an_adapter(own, tmp_path):
     from deployments.openai.batches.config import BatchConfig
 
-    async with fake_api(adapters=config(own), batches=BatchConfig(folder=str(tmp_path))) as api:
+    async with fake_api(of={"adapters": config(own)}, batches=BatchConfig(folder=str(tmp_path))) as api:
         body = {"model": "own", "prompt": "a", "max_tokens": 1}
         line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
         files = {"file": ("in.jsonl", json.dumps(line).encode())}
@@ -274,4 +275,4 @@ async def test_a_batch_may_be_for_an_adapter(own, tmp_path):
             while (found := (await api.client.get(url)).json())["status"] not in ("completed", "failed"):
                 await asyncio.sleep(0.02)
         assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1), found
-        assert api.engine.added[-1].record(LoRARequest) == own.lora
+        assert api.engine.added[-1].record(ModelAdapter) == own.record

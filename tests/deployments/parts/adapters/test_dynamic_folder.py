@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from deployments.adapters.adapter import Adapter
 from deployments.parts.adapters import dynamic_folder
 from deployments.parts.adapters.dynamic_folder import DynamicFolder
+from deployments.parts.adapters.files import open_served
+from deployments.served_adapter import ServedAdapter
 from engine.lora.errors import AdapterError
 from tests.adapter_folders import write_adapter
 
 
-def find(folder: DynamicFolder, name: str) -> Adapter | None:
+def find(folder: DynamicFolder, name: str) -> ServedAdapter | None:
     return asyncio.run(folder.find(name))
 
 
@@ -86,8 +87,8 @@ def test_what_is_missing_is_not_looked_for_again_for_a_while(root, monkeypatch):
 def test_an_adapter_that_cannot_be_used_is_refused_each_time_and_read_once(root, monkeypatch):
     write_adapter(root / "large", rank=8)
     folder, opened = DynamicFolder(str(root), "base", max_rank=4), []
-    opener = Adapter.open
-    monkeypatch.setattr(dynamic_folder.Adapter, "open", lambda *args: opened.append(args) or opener(*args))
+    opener = open_served
+    monkeypatch.setattr(dynamic_folder, "open_served", lambda *args: opened.append(args) or opener(*args))
     for _ in range(3):
         with pytest.raises(AdapterError, match=r"rank must be at most max_lora_rank \(4\), got 8"):
             find(folder, "large")

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from deployments import ray_compat
-from deployments.adapters import gcs_table
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.gcs_table import GcsTable
+from deployments.parts.adapters import gcs_table
+from deployments.parts.adapters.gcs_table import GcsTable
+from deployments.served_adapter import ServedAdapter
 from tests.examples import examples
 
 
@@ -56,8 +56,8 @@ class Store(dict[str, bytes]):
         return mock.patch.multiple(ray_compat, **functions)
 
 
-def adapter(digest: str) -> Adapter:
-    return Adapter("sql", "/adapters/sql", digest, "base", 1)
+def adapter(digest: str) -> ServedAdapter:
+    return ServedAdapter("sql", "/adapters/sql", digest, "base", 1)
 
 
 async def nobody() -> None:

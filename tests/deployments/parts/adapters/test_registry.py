@@ -4,22 +4,25 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.sources import AdapterSources
-from deployments.adapters.table import MemoryTable
 from deployments.errors import PoisonRequest
 from deployments.frontend.sequence import ReportedError
 from deployments.parts.adapters import registry as registry_module
 from deployments.parts.adapters.errors import AdapterAlreadyLoaded
+from deployments.parts.adapters.files import open_served
 from deployments.parts.adapters.registry import AdapterRegistry
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.parts.adapters.table import MemoryTable
 from deployments.poison.poison import Poison
 from deployments.replicas.engine_replica import EngineReplica
+from deployments.served_adapter import ServedAdapter
 from engine.black_box import ended_key, read_key
 from engine.errors import EngineUnavailable, InvalidParameter
 from engine.lora.errors import AdapterError, AdapterNotFound
-from engine.wire.parts.lora import LoRARequest
+from engine.lora.messages import AdapterLoaded, LoadAdapter
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.token_delta import ErrorInfo
 from tests.adapter_folders import write_adapter
 
@@ -28,17 +31,17 @@ class Pool:
     """Replicas that say of every adapter what `error` is."""
 
     def __init__(self) -> None:
-        self.loaded: list[LoRARequest] = []
+        self.loaded: list[ModelAdapter] = []
         self.error: ErrorInfo | None = None
         self.sleeps = False
 
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        self.loaded.append(lora)
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
+        self.loaded.append(question.lora)
         await asyncio.sleep(0)
-        return self.error
+        return [AdapterLoaded(), AdapterLoaded(self.error)]
 
 
 class DyingPool(Pool):
@@ -48,15 +51,15 @@ class DyingPool(Pool):
         super().__init__()
         self.replicas = [EngineReplica("127.0.0.1") for _ in range(deaths)]
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
         if not self.replicas:
-            return await super().load_adapter(lora)
+            return await super().ask_one(question, kind, adapter)
         replica = self.replicas.pop(0)
         replica.connect("tcp://127.0.0.1:9")
         running = asyncio.create_task(replica.run())
         asyncio.get_running_loop().call_soon(replica.fail, "rank 0 died")
         try:
-            return await replica.load_adapter(lora)
+            return [msgspec.msgpack.decode(await replica.ask(question), type=kind)]
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -67,8 +70,8 @@ def make(table: MemoryTable | None = None, pool: Pool | None = None, **config: A
     return AdapterRegistry("base", ("base", "alias"), given, table or MemoryTable(), pool or Pool(), Poison())  # type: ignore[arg-type]
 
 
-def configured(folder: Path) -> Adapter:
-    return Adapter.open("own", str(write_adapter(folder / "own")), "base", 16)
+def configured(folder: Path) -> ServedAdapter:
+    return open_served("own", str(write_adapter(folder / "own")), "base", 16)
 
 
 async def test_an_adapter_is_found_by_its_name_alone_and_behind_that_of_its_model(tmp_path):
@@ -171,7 +174,7 @@ async def test_a_load_whose_engine_dies_is_asked_of_another_one(tmp_path, monkey
     if deaths < registry_module.LOAD_ATTEMPTS:
         await registry.load("sql", path, in_place=False)
         found = await registry.find("sql")
-        assert found is not None and pool.loaded == [found.lora]
+        assert found is not None and pool.loaded == [found.record]
     else:
         with pytest.raises(EngineUnavailable, match="rank 0 died"):
             await registry.load("sql", path, in_place=False)
@@ -182,7 +185,7 @@ async def test_a_load_whose_engine_dies_is_asked_of_another_one(tmp_path, monkey
 async def test_a_load_that_no_engine_answers_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(registry_module, "LOAD_TIMEOUT_S", 0.01)
     pool = Pool()
-    pool.load_adapter = lambda _: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    pool.ask_one = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
     registry = make(pool=pool)
     with pytest.raises(EngineUnavailable, match=r"within 0\.01 s"):
         await registry.load("sql", str(write_adapter(tmp_path / "sql")), in_place=False)
@@ -209,9 +212,9 @@ class EndingPool(Pool):
         super().__init__()
         self.by_itself = by_itself
 
-    async def load_adapter(self, lora: LoRARequest) -> ErrorInfo | None:
-        self.loaded.append(lora)
-        doing = [ended_key(str(len(self.loaded))), read_key(lora.digest)]
+    async def ask_one(self, question: LoadAdapter, kind: type[AdapterLoaded], adapter: str) -> list[AdapterLoaded]:
+        self.loaded.append(question.lora)
+        doing = [ended_key(str(len(self.loaded))), read_key(adapter)]
         raise EngineUnavailable("rank 0 died", doing if self.by_itself else [])
 
 

@@ -117,7 +117,7 @@ async def test_admins_see_what_keys_have_used_in_all_ingresses():
     async with fake_api(says("hello"), auth=auth, prices=Prices(engine_hour=3600.0)) as api:
         await api.until_status()
         api.engine.cost = SequenceCost(2.0, 0.0, 0.0)
-        api.telemetry._peers = OtherIngress()
+        api.telemetry.peers = OtherIngress()
         headers = {"authorization": "Bearer sk-alice"}
         await api.client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
         assert (await api.client.get("/console/costs", headers=headers)).status_code == 403

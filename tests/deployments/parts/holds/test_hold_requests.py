@@ -10,7 +10,8 @@ from openai import AsyncOpenAI
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.sequence import RequestUsage
 from deployments.http.middleware import AuthConfig
-from engine.wire.parts.holds import HoldMark, HoldOutcome, PromptHold, ReleaseHolds
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import HoldMark, PromptHold, ReleaseHolds
 from engine.wire.token_delta import TokenDelta
 from tests.deployments.anthropic.test_messages import TOOLS, serving, text_block
 from tests.deployments.fake_api import FakeApi, fake_api, says, until

@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.serving.server import EngineServer
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Command
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import TokenLogprob
@@ -55,8 +56,7 @@ class Replicas:
     async def asleep(self) -> bool:
         return False
 
-    async def reset_prefix_cache(self) -> None: ...
-    async def release_holds(self, name: str, client: str | None) -> None: ...
+    async def tell(self, command: Command, peers: bool = False) -> None: ...
 
     async def tapes(self, key: bytes) -> PoolTapes:
         return PoolTapes([], [])

@@ -142,16 +142,16 @@ ADD_SHARED = each_dtype(add_shared_rows)
 
 def mix_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], experts: Tensor, weights: Tensor,
-    biases: tuple[Tensor, Tensor] | None = None, adapters: Sequence[Callable[..., None]] = (),
+    biases: tuple[Tensor, Tensor] | None = None, addends: Sequence[Callable[..., None]] = (),
 ) -> Tensor:  # fmt: skip
     """Compute the same as `mix_experts_plain` in ops/moe.py. gate_up, down: the packed weights of all experts, one
     after another."""
-    return combine(*pair_products(x, gate_up, down, activation, experts, biases, adapters), weights)
+    return combine(*pair_products(x, gate_up, down, activation, experts, biases, addends), weights)
 
 
 def pair_products(
     x: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], experts: Tensor,
-    biases: tuple[Tensor, Tensor] | None, adapters: Sequence[Callable[..., None]],
+    biases: tuple[Tensor, Tensor] | None, addends: Sequence[Callable[..., None]],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the products of all pairs, [pairs, hidden], sorted by expert, and each pair's place among them, [tokens,
     k]. Pairs of an expert of another rank have the place -1."""
@@ -164,14 +164,14 @@ def pair_products(
     GATHER.launch(x.dtype, -(-tokens * k // TOKENS), x, order, rows, TokenCount(tokens * k), x.stride(0), size, k)
     first, second = biases or (None, None)
     hidden = products(rows, gate_up, first, segments)
-    if adapters:
+    if addends:
         chosen, of_tokens = experts.flatten()[order.flatten()], order.flatten() // k
         chosen[chosen == len(gate_up)] = -1
-        adapters[0](hidden, rows, chosen, of_tokens)
+        addends[0](hidden, rows, chosen, of_tokens)
     hidden = activation(hidden)
     mixed = products(hidden, down, second, segments)
-    if adapters:
-        adapters[1](mixed, hidden, chosen, of_tokens)
+    if addends:
+        addends[1](mixed, hidden, chosen, of_tokens)
     return mixed, place
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.ops.gpu.compile_target import variants
-from engine.offline.precompile import Step, compute, first_steps
+from engine.offline.precompile import Step, compute, extend_layers, first_steps
 from engine.offline.weightless_model import BLOCKS, META, WeightlessModel, as_on_a_gpu
 from engine.options.speculation import SpeculativeConfig
 from engine.runner.graphs.cuda_graphs import CudaGraphs, StepShape, decode_sizes
@@ -131,12 +132,11 @@ def missing(case: str, *, warm: bool = True) -> list[str]:
     images are among the steps before."""
     shape, options, engine = CASES[case]
     config = shape_config(shape, num_hidden_layers=2, **options)
-    adapters = (engine.lora_slots, engine.max_lora_rank) if engine.enable_lora else None
     sizes = config, engine.tensor_parallel_size
     if engine.speculative_config is not None and engine.speculative_config.method != "ngram":
         model: WeightlessModel = Drafting(engine, *sizes)
     else:
-        model = WeightlessModel(*sizes, adapters=adapters)
+        model = WeightlessModel(*sizes, extend=partial(extend_layers, engine))
     chance = random.Random(0)
     with variants(90) as known:
         for step in first_steps(engine, MAX_TOKENS, images=warm and case == "images"):

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.kernel_trial.twins import Product, rounding_twins, twins
 from engine.model.ops import gpu
+from engine.parts.lora.rank.adapters import Adapters
 
 
 def modules() -> Iterator[ModuleType]:
@@ -56,7 +57,8 @@ def launched_by(functions: list[FunctionType]) -> set[str]:
 def tried() -> list[FunctionType]:
     """The functions that a trial compares, and the methods of products."""
     methods = [value for kind in Product.__args__ for value in vars(kind).values()]
-    return [value for value in (*twins(), *rounding_twins(), *methods) if isinstance(value, FunctionType)]
+    compared = *twins(), *Adapters.twins(), *rounding_twins(), *methods
+    return [value for value in compared if isinstance(value, FunctionType)]
 
 
 def test_every_kernel_is_launched_by_an_op_that_a_trial_compares():

@@ -10,8 +10,8 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from deployments import ray_compat
-from deployments.adapters.adapter import Adapter
-from deployments.adapters.table import Changes
+from deployments.parts.adapters.table import Changes
+from deployments.served_adapter import ServedAdapter
 from engine.errors import EngineUnavailable
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ class GcsTable:
             self._read = version, await _call(self._read_all)
         return self._read[1]
 
-    async def add(self, adapter: Adapter) -> bool:
+    async def add(self, adapter: ServedAdapter) -> bool:
         added = await _call(ray_compat.share_first, self._entries + adapter.name, msgspec.msgpack.encode(adapter))
         await self._changed()
         return added
 
-    async def replace(self, adapter: Adapter) -> None:
+    async def replace(self, adapter: ServedAdapter) -> None:
         await _call(ray_compat.share, self._entries + adapter.name, msgspec.msgpack.encode(adapter))
         await self._changed()
 
@@ -62,7 +62,7 @@ class GcsTable:
         loaded = ray_compat.shared_below(self._entries)
         return {
             **dict.fromkeys(ray_compat.shared_below(self._unloaded)),
-            **{name: msgspec.msgpack.decode(value, type=Adapter) for name, value in loaded.items()},
+            **{name: msgspec.msgpack.decode(value, type=ServedAdapter) for name, value in loaded.items()},
         }
 
 

@@ -109,15 +109,3 @@ class GroupedAdapters:
             for b, size in zip(as_matrix(factors.b).split(widths, dim=-1), self._outputs, strict=True)
         ]
         return [replace(factors, b=torch.cat(own, dim=1)) for own in zip(*slices, strict=True)]
-
-
-class NoAdapters:
-    """Stand-in for a layer's adapters in an engine without adapters. Adds nothing."""
-
-    def add(self, *_: object, **__: object) -> None:
-        pass
-
-    add_each = add
-
-
-NO_ADAPTERS = NoAdapters()

@@ -10,9 +10,10 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
-from deployments.replicas import hold_moves
+from deployments.parts.holds import hold_moves
+from deployments.parts.holds.hold_moves import move_holds
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.hold_moves import move_holds
+from deployments.replicas.replica_part import OtherReplicas
 from engine.errors import EngineUnavailable, Overloaded
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.messages import EngineStatus
@@ -31,7 +32,7 @@ def prompt(number: int) -> HeldPrompt:
     return HeldPrompt(
         token_ids=[number] * 32,
         cache_salt="salt",
-        lora=None,
+        adapter=None,
         client="alice",
         name=f"talk {number}",
         response_id=f"resp-{number}",
@@ -70,7 +71,8 @@ def leave(
                     await asyncio.get_running_loop().create_future()
                 await taking.run_request(EncodedRequest.of(request))
 
-            await move_holds(leaving, statuses, send, model=MODEL, host="127.0.0.1", key=None)
+            there = OtherReplicas(statuses=statuses, send=send, model=MODEL, host="127.0.0.1", key=None)
+            await move_holds(leaving, there)
             return other
 
     return asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from deployments.adapters.adapter import Adapter
+from deployments.served_adapter import ServedAdapter
 
-Changes = dict[str, Adapter | None]
+Changes = dict[str, ServedAdapter | None]
 """Adapters by name; None for an adapter of the configuration that was unloaded."""
 
 
@@ -18,10 +18,10 @@ class AdapterTable(Protocol):
 
     async def changes(self) -> Changes: ...
 
-    async def add(self, adapter: Adapter) -> bool:
+    async def add(self, adapter: ServedAdapter) -> bool:
         """Add an adapter, unless another ingress has just added one of the same name. Returns whether it was added."""
 
-    async def replace(self, adapter: Adapter) -> None:
+    async def replace(self, adapter: ServedAdapter) -> None:
         """Add an adapter, replacing any other of the same name."""
 
     async def delete(self, name: str, *, configured: bool) -> None:
@@ -38,13 +38,13 @@ class MemoryTable:
     async def changes(self) -> Changes:
         return dict(self._changes)
 
-    async def add(self, adapter: Adapter) -> bool:
+    async def add(self, adapter: ServedAdapter) -> bool:
         if self._changes.get(adapter.name) is not None:
             return False
         self._changes[adapter.name] = adapter
         return True
 
-    async def replace(self, adapter: Adapter) -> None:
+    async def replace(self, adapter: ServedAdapter) -> None:
         self._changes[adapter.name] = adapter
 
     async def delete(self, name: str, *, configured: bool) -> None:

@@ -6,17 +6,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 
+import msgspec
 import zmq.asyncio
 
 from deployments.replicas.departure import Statuses, takes_requests_of
 from deployments.replicas.engine_control import EngineControl
-from engine.distributed.cluster_key import ClusterKey
+from deployments.replicas.replica_part import OtherReplicas
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
-from engine.wire.parts.holds import HeldPrompt, HoldMark, HoldOutcome, PromptHold
+from engine.wire.parts.cache_writes import HoldOutcome
+from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.remote_request import Peer
 from engine.wire.sampling_params import SamplingParams
@@ -29,22 +30,16 @@ ASK_TIMEOUT_S = 2.0  # for the engine to list its holds
 MOVE_S = 10.0  # for one group to move
 POLL_INTERVAL_S = 0.01
 
-Send = Callable[..., Awaitable[None]]  # (request, avoid=...)
 
-
-async def move_holds(
-    engine: EngineControl, statuses: Statuses, send: Send, *, model: ModelIdentity, host: str, key: ClusterKey | None
-) -> None:
+async def move_holds(engine: EngineControl, others: OtherReplicas) -> None:
     """Ask other replicas to hold the prompts that an engine holds, until all have been asked for or one group fails.
 
     Each hold becomes an ordinary request for one token, which asks for the hold with its remaining time, and names the
     engine from which its KV can be fetched. So the other engine computes what it cannot fetch, and refuses what it has
-    no room for. statuses: as for `depart`. send: function that sends a request to a replica, and returns when the
-    request has ended; `avoid` are ids of engines that should not get it. model: model of the engine. host, key: as for
-    `warm_start`.
+    no room for.
     """
     began, asked, answered, granted = time.monotonic(), 0, 0, 0
-    avoid = await _unfit(engine, statuses)
+    avoid = await _unfit(engine, others.statuses)
     if avoid is None:
         return
 
@@ -54,14 +49,14 @@ async def move_holds(
         granted += sum(outcome.refusal is None for delta in batch.deltas for outcome in delta.records(HoldOutcome))
 
     context = zmq.asyncio.Context()
-    tokens: PullSocket[TokenBatch] = PullSocket(context, host, TokenBatch, name="hold_moves", key=key)
+    tokens: PullSocket[TokenBatch] = PullSocket(context, others.host, TokenBatch, name="hold_moves", key=others.key)
     receiving = asyncio.create_task(tokens.serve(receive))
     try:
-        while prompts := (given := await engine.give_holds(GROUP, ASK_TIMEOUT_S)).prompts:
+        while prompts := (given := await _given(engine)).prompts:
             asked += len(prompts)
-            requests = [request_of(prompt, given.peer, model, tokens.address) for prompt in prompts]
+            requests = [request_of(prompt, given.peer, others.model, tokens.address) for prompt in prompts]
             async with asyncio.timeout(MOVE_S):
-                await asyncio.gather(*(send(request, avoid=avoid) for request in requests))
+                await asyncio.gather(*(others.send(request, avoid=avoid) for request in requests))
                 while answered < asked:  # a request can end before its tokens have arrived here
                     await asyncio.sleep(POLL_INTERVAL_S)
     except Exception as error:  # noqa: BLE001 - of Serve or Ray, or a ServingError; requests still have to leave
@@ -71,6 +66,10 @@ async def move_holds(
         context.destroy(linger=0)
     if asked:
         logger.info("holds have moved granted=%d of=%d seconds=%.1f", granted, asked, time.monotonic() - began)
+
+
+async def _given(engine: EngineControl) -> HeldPrompts:
+    return msgspec.msgpack.decode(await engine.ask(GiveHolds(GROUP), ASK_TIMEOUT_S), type=HeldPrompts)
 
 
 async def _unfit(engine: EngineControl, statuses: Statuses) -> list[str] | None:
@@ -98,7 +97,7 @@ def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, repl
         model=model,
         reply_to=reply_to,
     ).asking(
-        prompt.lora,
+        prompt.adapter,
         PromptHold(marks=[mark], response_id=prompt.response_id, name=prompt.name),
         None if peer is None else KVHolder(peer, num_tokens),
     )

@@ -1,0 +1,1 @@
+"""Checks of the LoRA adapters of a configuration."""
