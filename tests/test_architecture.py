@@ -162,6 +162,7 @@ def test_what_may_be_left_out_is_imported_by_its_door_only_and_says_in_a_readme_
     assert (ROOT / room / "README.md").is_file()
 
 
+NEEDS = {name: set(spec_of(name).needs) for name in PARTS}
 APPLICATION = ("app.py", "ingress.py", "decode.py", "prefill.py", "prefill_decode.py")
 
 
@@ -176,15 +177,14 @@ def test_only_what_starts_an_application_or_a_replica_imports_parts_of_the_edge(
 
 def test_each_part_of_the_edge_is_a_folder_that_says_what_it_is_and_imports_only_parts_that_it_needs():
     room = ROOT / "deployments" / "parts"
-    needs = {name: set(spec_of(name).needs) for name in PARTS}
-    assert needs.keys() == {file.parent.name for file in room.glob("*/README.md")}
-    assert needs.keys() == {file.parent.name for file in room.glob("*/__init__.py")}
-    for name in needs:
+    assert NEEDS.keys() == {file.parent.name for file in room.glob("*/README.md")}
+    assert NEEDS.keys() == {file.parent.name for file in room.glob("*/__init__.py")}
+    for name in NEEDS:
         assert len((room / name / "README.md").read_text(encoding="utf-8").splitlines()) <= 12, name
         files = [file for file in FILES["deployments"] if room / name in file.parents]
         imported = {other for file in files for other in imported_files(file) if room in other.parents}
         others = {other.relative_to(room).parts[0] for other in imported}
-        assert others - {name, "setup.py"} == needs[name], name
+        assert others - {name, "setup.py"} == NEEDS[name], name
 
 
 def test_nothing_that_serves_comes_near_the_lab():
