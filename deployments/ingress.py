@@ -165,7 +165,7 @@ class Ingress:
 
     async def report(self, what: str, *args: str) -> bytes:
         """Return one of this ingress's reports to the others (NoPeers.ask), in msgpack."""
-        own = self._router_tapes if what == "router_tapes" else getattr(self._telemetry, f"own_{what}")
+        own = self._telemetry.reports.get(what) or getattr(self._telemetry, f"own_{what}")
         return msgspec.msgpack.encode(own(*args))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -174,11 +174,6 @@ class Ingress:
         for name, model in self._models.items():
             numbers |= queue_report(name, model.admission.num_waiting, model.admission.waiting_tokens)
         return numbers
-
-    def _router_tapes(self, but: str) -> list[bytes]:
-        """Return the tapes of this ingress's routers, unless it has this id."""
-        own = self._telemetry.stats.ingress_id
-        return [] if own == but else [tape for model in self._models.values() for tape in model.pool.own_tape(own)]
 
     async def refuse(self, model: str, digest: str, what: str) -> bytes:
         """Refuse something with which engines have ended, as this or another ingress has noticed. digest, what: as in

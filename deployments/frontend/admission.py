@@ -22,7 +22,7 @@ from deployments.frontend.first_token import LIMIT_HEADER, FirstTokenDeadline, F
 from deployments.frontend.latency_forecast import LatencyForecast
 from deployments.frontend.slo_alarm import SloAlarm
 from deployments.observability.stats import ModelStats
-from deployments.replicas.pools import EnginePool
+from deployments.replicas.pools import EnginePool, FirstTokensLate
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import EngineStatus
@@ -33,6 +33,7 @@ POLL_INTERVAL_S = 1.0  # between polls of the engines, while they work for this 
 CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are assumed to wait for blocks
 MAX_DURATIONS = 64  # newest requests over whose durations Retry-After is averaged
 MAX_RETRY_AFTER_S = 60.0
+LATE_TIMEOUT_S = 30.0  # for replicas to keep what they know of late first tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ class AdmissionLimits:
     max_waiting_tokens: int
     """Maximum number of prompt tokens of the sequences that wait in one ingress."""
     ttft_s: float | None = None
-    """Target for the time to the first token; if many requests miss it, the tapes of the engines are kept. None for no
-    target."""
+    """Target for the time to the first token; if many requests miss it, replicas are told. None for no target."""
 
 
 class Admission:
@@ -69,7 +69,7 @@ class Admission:
         self._watch: asyncio.Task[None] | None = None
         self.forecast = LatencyForecast()  #: costs and load of the engines at the last report
         self._calibration = Calibration(stats)
-        self._alarm, self._keeping = SloAlarm(limits.ttft_s), set[asyncio.Task[None]]()
+        self._alarm, self._telling = SloAlarm(limits.ttft_s), set[asyncio.Task[list[object]]]()
         self._forecasts: dict[QueuedRequest, ForecastRequest] = {}  # of running requests
         self._uncomputed_tokens = 0  # prompt tokens of running requests without a token
 
@@ -207,12 +207,12 @@ class Admission:
             raise FirstTokenLate(limit_s, deadline.bound_s, LIMIT_HEADER if by_header else None, retry_after_s)
 
     def _check_slo(self, first_token_s: float, now: float) -> None:
-        """Have the tapes of the engines kept when first tokens begin to be late."""
+        """Tell the replicas when first tokens begin to be late."""
         if reason := self._alarm.observe(first_token_s, now):
             logger.warning("first tokens are late: %s", reason)
-            keeping = asyncio.create_task(self._pool.keep_tapes(reason))
-            self._keeping.add(keeping)
-            keeping.add_done_callback(self._keeping.discard)
+            telling = asyncio.create_task(self._pool.ask(FirstTokensLate(reason), object, LATE_TIMEOUT_S))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     def _overloaded(self) -> Overloaded:
         self.stats.refused += 1

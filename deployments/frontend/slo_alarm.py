@@ -1,4 +1,4 @@
-"""Tells when first tokens begin to be late, so that the tapes of that time are kept. Pure: no clock."""
+"""Tells when first tokens begin to be late, so that replicas can keep what they know of that time. Pure: no clock."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import MutableHeaders
@@ -50,7 +51,7 @@ class NoPeers:
 
     async def ask(self, what: str, kind: type[T], *args: str) -> list[T]:
         """Return the reports of all ingresses that answer; the asking one may be among them. what: a method
-        Telemetry.own_*, or `router_tapes`. kind: type of a report."""
+        Telemetry.own_*, or a key of `reports`. kind: type of a report."""
         return []
 
     async def scaling_changes(self) -> list[ScalingChange]:
@@ -102,6 +103,8 @@ class Telemetry:
         self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
+        #: Functions of parts that return a report of this ingress to the others, by its name.
+        self.reports: dict[str, Callable[..., Any]] = {}
         self.peers = peers or NoPeers()
 
     def close(self) -> None:
@@ -142,10 +145,9 @@ class Telemetry:
         """Return the newest changes of all pools, oldest first."""
         return await self.peers.scaling_changes()
 
-    async def router_tapes(self, own: list[bytes]) -> list[bytes]:
-        """Return the tapes of the routers in all ingresses that answer. own: those in this ingress."""
-        others = await self.peers.ask("router_tapes", list[bytes], self.stats.ingress_id)
-        return [*own, *(tape for tapes in others for tape in tapes)]
+    async def reports_of_others(self, what: str, kind: type[T], *args: str) -> list[T]:
+        """Return the reports of a part in all ingresses that answer; this one may be among them (NoPeers.ask)."""
+        return await self.peers.ask(what, kind, *args)
 
     def own_timelines(self, name: str) -> list[SequenceTimeline]:
         return self.timelines.of(name)

@@ -21,15 +21,13 @@ from deployments.drain.orphaned_node import end_orphaned_node
 from deployments.replicas.departure import POLL_INTERVAL_S, depart
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.left_tapes import LeftTapes
-from deployments.replicas.pools import KeptTape, PoolTapes
+from deployments.replicas.pools import ReplicaQuestion
 from deployments.replicas.rebalancing import rebalance
 from deployments.replicas.replica_engines import ReplicaEngines
 from deployments.replicas.replica_part import OtherReplicas, ReplicaPart, ReplicaSetup
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServePool, ServeRemotePool
 from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
-from deployments.routing.choice_log import NoChoiceLog
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -38,7 +36,6 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
 from engine.wire.messages import Command, Question
 from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
-from engine.wire.parts.tape import TakeTape
 from engine.wire.stats.handoff_stats import PeerPool
 from placement.console_log import log_to_console
 from placement.rank_actor import EngineTask
@@ -49,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken back give 30 s
 ASK_TIMEOUT_S = 2.0  # for an engine to list its prefixes
-TAPE_TIMEOUT_S = 20.0  # for an engine to send its tape
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
@@ -65,8 +61,6 @@ class EngineDeployment:
     _engines: ReplicaEngines[EngineReplica]
     _engine: EngineReplica  # the only engine, or the first
     _parts: Sequence[ReplicaPart]
-    _left_tapes: LeftTapes
-    _choices: Sequence[NoChoiceLog]  # of the routers to the pools that compute for this replica
     _ranks: RankGroup | None = None  # until the constructor starts them
     _commands_to: list[str]  # addresses on which the engines take commands
     _model: ModelIdentity
@@ -113,9 +107,8 @@ class EngineDeployment:
         }
         self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]
-        self._parts = parts(ReplicaSetup(config=config))
-        self._left_tapes = LeftTapes(config, self._engines.ids)
-        self._choices = [pool.choices for pool in pools.values()]
+        choices = [pool.choices for pool in pools.values()]
+        self._parts = parts(ReplicaSetup(config=config, engines=self._engines, choices=choices))
         self._ranks = ranks = RankGroup(spec)
         tasks = [EngineTask(engine_id, engine.status_to) for engine_id, engine in engines.items()]
         self._commands_to = await ranks.start(config, replica, tasks, key)
@@ -143,38 +136,21 @@ class EngineDeployment:
         return msgspec.msgpack.encode(self._engines.statuses())
 
     async def ask(
-        self, question: Question, timeout_s: float | None = None, context: RoutingContext | None = None
+        self,
+        question: Question | ReplicaQuestion,
+        timeout_s: float | None = None,
+        context: RoutingContext | None = None,
     ) -> list[bytes]:
-        """Return the answers of all engines (EngineControl.ask). context: of a call to one replica, for the router.
-        Raises EngineUnavailable."""
-        return await self._engines.ask(question, timeout_s)
+        """Return the answers of all engines (EngineControl.ask), or of the parts that have one. context: of a call to
+        one replica, for the router. Raises EngineUnavailable."""
+        if isinstance(question, Question):
+            return await self._engines.ask(question, timeout_s)
+        answers = await asyncio.gather(*(part.answer(question) for part in self._parts))
+        return [msgspec.msgpack.encode(answer) for answer in answers if answer is not None]
 
     async def tell(self, command: Command) -> None:
         """Send a command to all engines. Raises EngineUnavailable."""
         self._engines.tell(command)
-
-    async def tapes(self, key: bytes) -> PoolTapes:
-        """Return the tape of each engine that records one, its hashes with this key, and those of this replica's
-        routers. Raises EngineUnavailable."""
-        from engine.parts.tape.ring import tape_with_key  # only an operator needs it, so replicas start without it
-
-        taken = [msgspec.msgpack.decode(tape) for tape in await self._engines.ask(TakeTape(), TAPE_TIMEOUT_S)]
-        keyed = (asyncio.to_thread(tape_with_key, tape, key) for tape in taken if tape)
-        found = await asyncio.gather(*keyed)
-        routers = [tape for log in self._choices for tape in log.take(self._engines.ids[0])]
-        return PoolTapes(found, routers)
-
-    async def keep_tapes(self, reason: str) -> None:
-        """Write the tape of each engine that records one to a file. Raises EngineUnavailable."""
-        await self._left_tapes.write((await self.tapes(b"")).engines, reason)
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        """Return the files of kept tapes on this machine."""
-        return await self._left_tapes.files()
-
-    async def kept_tape(self, name: str) -> bytes:
-        """Return the content of such a file; empty if there is none with this name."""
-        return await self._left_tapes.read(name)
 
     async def _warm_start(self, config: EngineConfig) -> None:
         """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""
@@ -237,7 +213,7 @@ class EngineDeployment:
         ranks.kill()  # those whose `run` failed still live
         # Serve replaces the group at once when the process exits; failing health checks would take much longer
         try:
-            await self._left_tapes.keep(reason)
+            await asyncio.gather(*(part.ended(reason) for part in self._parts))
         finally:
             asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
@@ -295,4 +271,5 @@ class EngineDeployment:
             task.cancel()
         if self._ranks is not None:
             self._ranks.kill()
-            self._left_tapes.remove()
+            for part in self._parts:
+                part.stopped()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from deployments.routing.choice_log import NoChoiceLog
 from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
@@ -33,23 +34,14 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
         return cls(**msgspec.structs.asdict(status), routing=routing, node=node)
 
 
-class PoolTapes(NamedTuple):
-    """Tapes of one model."""
-
-    engines: list[bytes]
-    """An EngineTape in msgpack each (parts/tape/)."""
-    routers: list[bytes]
-    """A RouterTape in msgpack each (routing/choice_record.py)."""
+class ReplicaQuestion(msgspec.Struct, frozen=True):
+    """What the parts of a replica are asked, and not its engines."""
 
 
-class KeptTape(msgspec.Struct, frozen=True):
-    """A file in the folder of kept tapes of a replica's machine."""
+class FirstTokensLate(ReplicaQuestion, frozen=True):
+    """Tells parts that first tokens begin to be late. It has no answer."""
 
-    name: str
-    size: int
-    """In bytes."""
-    written_at: float
-    """Seconds since 1970."""
+    reason: str
 
 
 class EngineClient(Protocol):
@@ -62,6 +54,9 @@ class EngineClient(Protocol):
 
 
 class EnginePool(EngineClient, Protocol):
+    choices: NoChoiceLog
+    """Of this process's router to the pool."""
+
     async def statuses(self) -> list[ReplicaStatus]:
         """Return one status per healthy replica. Raises EngineUnavailable if there is none."""
 
@@ -76,22 +71,9 @@ class EnginePool(EngineClient, Protocol):
         """Send a command to all engines. peers: whether those that compute for the pool get it too. Raises
         EngineUnavailable if a replica does not answer."""
 
-    async def tapes(self, key: bytes) -> PoolTapes:
-        """Return the tapes of the replicas in all pools that record some and answer. key: that of the hashes of
-        blocks."""
-
-    async def keep_tapes(self, reason: str) -> None:
-        """Make the replicas in all pools that record tapes write them to files, for this reason."""
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        """Return the files of kept tapes on the machines of the replicas in all pools, the newest first."""
-
-    async def kept_tape(self, name: str) -> bytes:
-        """Return the content of such a file; empty if there is none with this name."""
-
-    def own_tape(self, router: str) -> list[bytes]:
-        """Return the tape of this process's router to the pool, as in PoolTapes; nothing if it records none. router:
-        name of the process."""
+    async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
+        """Ask the engines, or the parts, of the replicas in all pools, and return the answers of those that answer.
+        kind: of the answers."""
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         """Return one status per healthy replica that computes prompts or images for this pool, by pool of the

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
+from deployments.replicas.pools import ReplicaQuestion
+from deployments.replicas.replica_engines import ReplicaEngines
+from deployments.routing.choice_log import NoChoiceLog
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.wire.generate_request import ModelIdentity
@@ -17,6 +21,9 @@ class ReplicaSetup:
     """What a replica's parts are made of."""
 
     config: EngineConfig
+    engines: ReplicaEngines[Any]
+    choices: Sequence[NoChoiceLog]
+    """Of the routers to the pools that compute for this replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +46,13 @@ class ReplicaPart:
 
     async def leave(self, engine: EngineControl, others: OtherReplicas) -> None:
         """Move what an engine keeps besides requests, because its replica is about to stop or to restart."""
+
+    async def answer(self, question: ReplicaQuestion) -> Any:
+        """Return the answer to a question, for msgpack; None if it is not for this part, or has no answer."""
+        return None
+
+    async def ended(self, reason: str) -> None:
+        """The engines have ended or hang, and the replica is about to exit."""
+
+    def stopped(self) -> None:
+        """The engines end as they should."""

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.pools import A, KeptTape, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
 from deployments.routing.choice_log import choice_log
 from deployments.routing.config import Role
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
 CALL_S = 1.0  # for a call to a replica, besides the time of its engine
-TAPE_TIMEOUT_S = 30.0
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
@@ -59,7 +58,7 @@ class ServePool:
         note: function called from any thread, with each request id and a sentence that says to which replica the
         request is sent.
         tape_mib: MiB for the newest choices of replicas; 0 for none."""
-        self._may_sleep, self._choices = may_sleep, choice_log(tape_mib)
+        self._may_sleep, self.choices = may_sleep, choice_log(tape_mib)
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
@@ -83,7 +82,7 @@ class ServePool:
         if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of the prompt is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
-        call = RoutingContext(prompt, self.routing, avoid, first.model, note, log=self._choices)
+        call = RoutingContext(prompt, self.routing, avoid, first.model, note, log=self.choices)
         with ray_compat.apart_from_http_request():
             response = self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call)
         await _answer(response, call)
@@ -118,30 +117,9 @@ class ServePool:
             if missing or not (answers or await self.asleep()):
                 raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
 
-    async def tapes(self, key: bytes) -> PoolTapes:
-        found: list[PoolTapes] = await self._of_all("tapes", key)
-        return PoolTapes(
-            [tape for tapes in found for tape in tapes.engines], [tape for tapes in found for tape in tapes.routers]
-        )
-
-    async def keep_tapes(self, reason: str) -> None:
-        await self._of_all("keep_tapes", reason)
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        found = {each for some in await self._of_all("kept_tapes") for each in some}
-        return sorted(found, key=lambda each: -each.written_at)
-
-    async def kept_tape(self, name: str) -> bytes:
-        return max(await self._of_all("kept_tape", name), key=len, default=b"")
-
-    async def _of_all(self, method: str, *args: Any) -> list[Any]:
-        """Return the answers of the replicas in all pools that answer."""
-        calls = (ray_compat.broadcast(handle, method, TAPE_TIMEOUT_S, *args) for handle in self._all)
-        answers = [answer for some in await asyncio.gather(*calls) for answer in some]
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    def own_tape(self, router: str) -> list[bytes]:
-        return self._choices.take(router)
+    async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
+        asked = (_ask(handle, question, kind, timeout_s) for handle in self._all)
+        return [answer for some in await asyncio.gather(*asked) for answer in some]
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return dict(zip(self._peers, await asyncio.gather(*map(_statuses, self._peers.values())), strict=True))
@@ -178,9 +156,7 @@ class ServeRemotePool:
         deployment = await _deployment_status(self._handle)
         if deployment is None or not deployment.replica_states.get("RUNNING"):
             return []
-        found = await ray_compat.broadcast(self._handle, "ask", timeout_s + CALL_S, question, timeout_s)
-        answers = (answer for of_replica in found if isinstance(of_replica, list) for answer in of_replica)
-        return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
+        return await _ask(self._handle, question, kind, timeout_s)
 
     async def state(self) -> PoolState:
         deployment = await _deployment_status(self._handle)
@@ -207,6 +183,15 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
         raise translated from error
     finally:
         call.close(outcome)
+
+
+async def _ask(
+    handle: DeploymentHandle, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float
+) -> list[A]:
+    """Return the answers of all replicas of a deployment that answer."""
+    found = await ray_compat.broadcast(handle, "ask", timeout_s + CALL_S, question, timeout_s)
+    answers = (answer for of_replica in found if isinstance(of_replica, list) for answer in of_replica)
+    return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
 
 async def _deployment_status(handle: DeploymentHandle) -> Any:

@@ -21,7 +21,8 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.options.console import ConsoleConfig
-from deployments.replicas.pools import KeptTape, ReplicaStatus
+from deployments.parts.tape.questions import KeptTape, ReadKeptTape
+from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.costs import SequenceCost
@@ -91,11 +92,11 @@ class StagedPool:
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {"prefill": [self._status(PREFILL)], "encode": [self._status(name) for name in self.encode]}
 
-    async def kept_tapes(self) -> list[KeptTape]:
-        return [KeptTape(file.name, file.stat().st_size, 1e9) for file in self.tape_files]
-
-    async def kept_tape(self, name: str) -> bytes:
-        return next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
+    async def ask(self, question: ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
+        answer: Any = [KeptTape(file.name, file.stat().st_size, 1e9) for file in self.tape_files]
+        if isinstance(question, ReadKeptTape):
+            answer = next((file.read_bytes() for file in self.tape_files if file.name == question.name), b"")
+        return [answer]
 
     async def asleep(self) -> bool:
         return False

@@ -26,9 +26,11 @@ from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.table import model_parts
+from deployments.parts.tape.questions import KeptTape, ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import A, KeptTape, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import A, FirstTokensLate, ReplicaQuestion, ReplicaStatus
+from deployments.routing.choice_log import NoChoiceLog
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.parts.tape.ring import tape_with_key
@@ -58,13 +60,15 @@ def tokenizer() -> ChatTokenizer:
 class LocalPool:
     """An EnginePool of one replica in this process.
 
-    sleeps: what it says of a replica that is not there. kept: why it was to keep tapes. tape_files: kept tapes.
+    sleeps: what it says of a replica that is not there. late: what it was told of late first tokens. tape_files: kept
+    tapes.
     """
 
     def __init__(self, replica: EngineReplica):
         self.sleeps = False
-        self.kept: list[str] = []
+        self.late: list[str] = []
         self.tape_files: list[Path] = []
+        self.choices = NoChoiceLog()
         self._replica = replica
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -82,21 +86,19 @@ class LocalPool:
     async def tell(self, command: Command, peers: bool = False) -> None:
         self._replica.tell(command)
 
-    async def tapes(self, key: bytes) -> PoolTapes:
-        tape = msgspec.msgpack.decode(await self._replica.ask(TakeTape()))
-        return PoolTapes([tape_with_key(tape, key)] if tape else [], [])
-
-    async def keep_tapes(self, reason: str) -> None:
-        self.kept.append(reason)
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        return [KeptTape(file.name, file.stat().st_size, 0.0) for file in self.tape_files]
-
-    async def kept_tape(self, name: str) -> bytes:
-        return next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
-
-    def own_tape(self, router: str) -> list[bytes]:
-        return []
+    async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
+        match question:
+            case FirstTokensLate(reason):
+                self.late.append(reason)
+                return []
+            case TakeTapes(key):
+                tape = msgspec.msgpack.decode(await self._replica.ask(TakeTape()))
+                answer: Any = PoolTapes([tape_with_key(tape, key)] if tape else [], [])
+            case ListKeptTapes():
+                answer = [KeptTape(file.name, file.stat().st_size, 0.0) for file in self.tape_files]
+            case ReadKeptTape(name):
+                answer = next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
+        return [answer]
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}

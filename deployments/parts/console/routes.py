@@ -8,7 +8,6 @@ import mimetypes
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from deployments.http.debug import VERSION
 from deployments.http.json_body import json_response
 from deployments.http.route import ADMIN, KEY, OPEN, Route
 from deployments.http.streaming import EventStream
-from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_models import ServedModels
 from deployments.options.console import ConsoleConfig
@@ -29,10 +27,7 @@ from deployments.parts.console.cluster_watcher import ClusterWatcher
 from deployments.parts.console.costs_view import CostsView
 from deployments.parts.console.engine_hours import EngineHours
 from deployments.parts.console.feed import ClusterFeed
-from deployments.parts.console.tape_viewer import TapeQuestion, TapeViewer
-from deployments.replicas.pools import KeptTape
 
-DECISIONS = "what schedulers and routers have decided, without text"
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
     # only this server's scripts, styles and connections, and images that users add (`data:`); the browser itself
@@ -70,11 +65,6 @@ class ConsoleFacts(msgspec.Struct, frozen=True):
     configuration: dict[str, Any]
 
 
-class TapeList(msgspec.Struct, frozen=True):
-    tapes: list[KeptTape]
-    """The newest first."""
-
-
 class PageFile:
     """A file of the page, with its headers."""
 
@@ -95,11 +85,10 @@ class ConsoleRoutes(EdgePart):
         self._models, self._telemetry, self._config = models, telemetry, config
         self._feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
         self._engine_hours = EngineHours(models.pools())
-        self._tape_viewer = TapeViewer()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        async with self._engine_hours.watched(), self._tape_viewer.served():
+        async with self._engine_hours.watched():
             yield
 
     def routes(self) -> list[Route]:
@@ -118,8 +107,6 @@ class ConsoleRoutes(EdgePart):
             ),
             Route(KEY, "GET", "/console/facts", self.facts, of_others=facts),
             Route(ADMIN, "GET", "/console/costs", self.costs, of_others="what every key has used"),
-            Route(ADMIN, "GET", "/console/tapes", self.tapes, of_others=DECISIONS),
-            Route(ADMIN, "GET", "/console/tapes/{name}", self.tape, of_others=DECISIONS),
         ]
 
     async def state(self, request: Request) -> Response:
@@ -129,27 +116,6 @@ class ConsoleRoutes(EdgePart):
         lines, _ = await asyncio.gather(self._telemetry.all_usage(), self._engine_hours.look())
         hours, rates = self._engine_hours.hours, self._engine_hours.prompt_token_s
         return json_response(CostsView.of(lines, hours, rates, time.time(), self._config.currency))
-
-    async def tapes(self) -> Response:
-        """Return the files of kept tapes on the machines of all replicas."""
-        kept = await asyncio.gather(*(pool.kept_tapes() for pool in self._models.pools().values()))
-        newest_first = sorted({each for some in kept for each in some}, key=lambda each: -each.written_at)
-        return json_response(TapeList(newest_first))
-
-    async def tape(
-        self, name: str, engine: str = "", seconds: float | None = None, position: int | None = None
-    ) -> Response:
-        """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
-        have when this name is first asked for."""
-        question = TapeQuestion(engine, seconds, position)
-        answer = await self._tape_viewer.look(name, question, partial(self._file_of_tapes, name))
-        return Response(answer, media_type="application/json")
-
-    async def _file_of_tapes(self, name: str) -> bytes:
-        pools = self._models.pools().values()
-        if name.startswith("now"):
-            return await cluster_tapes(pools, self._telemetry)
-        return max(await asyncio.gather(*(pool.kept_tape(name) for pool in pools)), key=len, default=b"")
 
     async def facts(self, request: Request) -> Response:
         found = [

@@ -13,7 +13,6 @@ from deployments.http.debug import LiveHandoffs, ServerLoad, Version, live_hando
 from deployments.http.json_body import json_response
 from deployments.http.route import ADMIN, KEY, OPEN, OWNER, Route
 from deployments.http.server_header import NODE_HEADER
-from deployments.observability.cluster_tapes import cluster_tapes
 from deployments.observability.engine_metrics import PartMetrics
 from deployments.observability.prometheus import CONTENT_TYPE, Metrics
 from deployments.observability.telemetry import Telemetry
@@ -22,7 +21,6 @@ from deployments.openai.served.served_models import ServedModels
 from engine.wire.messages import ResetPrefixCache
 
 COUNTS = "counts by model, adapter and route; by API key to admins only"
-DECISIONS = "what schedulers and routers have decided, without text"
 PROGRESS = "whether the engines make progress"
 
 
@@ -36,7 +34,6 @@ class OperatorRoutes(EdgePart):
         healthy = "200 if every model has an engine that makes progress."
         forget = "Empty the prefix caches of all engines."
         of_node = "Prometheus metrics of the node whose proxy was asked."
-        taped = "What the schedulers and routers have decided, for `manta replay`; no text."
         explained = "The timeline of a request; never its text."
         return [
             Route(OPEN, "GET", "/health", self.health, healthy, of_others=PROGRESS),
@@ -70,9 +67,6 @@ class OperatorRoutes(EdgePart):
                 "KV in transfer between engines.",
                 result=LiveHandoffs,
                 of_others="ids of requests that have KV under way",
-            ),
-            Route(
-                ADMIN, "GET", "/debug/tape", self.tape, taped, result="application/octet-stream", of_others=DECISIONS
             ),
             Route(
                 OWNER,
@@ -112,11 +106,6 @@ class OperatorRoutes(EdgePart):
 
     async def handoffs(self) -> Response:
         return json_response(await live_handoffs(self._models.pools()))
-
-    async def tape(self) -> Response:
-        """Return the tapes of all engines and routers, as a file of tapes."""
-        data = await cluster_tapes(self._models.pools().values(), self._telemetry)
-        return Response(data, media_type="application/octet-stream")
 
     async def explain(self, request: Request, name: str) -> Response:
         """Return the timeline of a request of the caller's API key, or, to an admin, of any request."""

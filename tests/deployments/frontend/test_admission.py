@@ -271,14 +271,14 @@ async def test_what_engines_had_queued_before_the_ingress_was_idle_is_not_ahead_
         assert api.model.admission.forecast.prompt_token_s == 0.001
 
 
-async def test_tapes_are_kept_when_first_tokens_begin_to_be_late():
+async def test_replicas_are_told_when_first_tokens_begin_to_be_late():
     async with fake_api(ttft_s=1e-9) as api:
         pool = api.model.pool
         assert isinstance(pool, LocalPool)
         for _ in range(LATE):
             await ask(api)
-        assert pool.kept == []
+        assert pool.late == []
         for _ in range(LATE):
             await ask(api)
-        await until(lambda: pool.kept)
-        assert pool.kept == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]
+        await until(lambda: pool.late)
+        assert pool.late == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]

@@ -22,7 +22,7 @@ from deployments.parts.sdc_check import sdc_check
 from deployments.parts.sdc_check.sdc_check import MANY, SampledAnswer, SdcCheck, far_difference
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import KeptTape, PoolTapes, ReplicaStatus
+from deployments.replicas.pools import ReplicaStatus
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.serving.server import EngineServer
@@ -57,20 +57,6 @@ class Replicas:
         return False
 
     async def tell(self, command: Command, peers: bool = False) -> None: ...
-
-    async def tapes(self, key: bytes) -> PoolTapes:
-        return PoolTapes([], [])
-
-    async def keep_tapes(self, reason: str) -> None: ...
-
-    async def kept_tapes(self) -> list[KeptTape]:
-        return []
-
-    async def kept_tape(self, name: str) -> bytes:
-        return b""
-
-    def own_tape(self, router: str) -> list[bytes]:
-        return []
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}

@@ -10,8 +10,8 @@ import pytest
 from cluster.lab.tape.viewer_process import TapeAnswer
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
-from deployments.parts.console import tape_viewer
-from deployments.replicas.pools import PoolTapes
+from deployments.parts.tape import tape_viewer
+from deployments.parts.tape.questions import PoolTapes, TakeTapes
 from engine.parts.tape.file import read_file
 from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 from tests.deployments.fake_api import FakeApi, fake_api
@@ -48,12 +48,12 @@ async def test_a_kept_tape_is_found_and_shows_queue_blocks_and_batch_at_any_mome
 async def test_what_engines_have_now_is_taken_when_its_name_is_new(file, api):
     taken = PoolTapes(read_file(file).engines, [])
 
-    async def tapes(key: bytes) -> PoolTapes:
+    async def ask(question: TakeTapes, kind: type[PoolTapes], timeout_s: float) -> list[PoolTapes]:
         nonlocal times
         times += 1
-        return taken
+        return [taken]
 
-    times, api.pool.tapes = 0, tapes
+    times, api.pool.ask = 0, ask
     for name in ("now-1", "now-1", "now-2"):
         assert (await look(api, name, position=5)).moment.position == 5
     assert times == 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from deployments.replicas.pools import KeptTape
+from deployments.parts.tape.questions import KeptTape
 from engine.config import EngineConfig
 
 if TYPE_CHECKING:

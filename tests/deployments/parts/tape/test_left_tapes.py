@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from deployments.replicas.left_tapes import LeftTapes
+from deployments.parts.tape.left_tapes import LeftTapes
 from engine.config import EngineConfig
 from engine.parts.tape.file import read_tapes
 from engine.parts.tape.ring import EngineTape

@@ -1,0 +1,1 @@
+"""Tapes of schedulers and routers."""
