@@ -57,7 +57,7 @@ from engine.wire.token_delta import TokenDelta
 
 if TYPE_CHECKING:
     from engine.multimodal.processor import ImageProcessor
-    from engine.offline.engine_group import Answer, EngineGroup
+    from engine.offline.engine_group import EngineGroup, StepOutput
 
 
 Message = dict[str, Any]
@@ -482,7 +482,7 @@ class LLM:
                     output.finish_reason, output.error = "error", str(error)
                 yield request
 
-    def _record(self, event: Event | Answer, live: dict[str, _Sequence]) -> RequestOutput | None:
+    def _record(self, event: Event | StepOutput, live: dict[str, _Sequence]) -> RequestOutput | None:
         """Add a delta to its request. Returns the request once all its sequences have ended."""
         delta = event.delta
         sequence = live[delta.request_id]
