@@ -31,9 +31,10 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
+from engine.offline.adapters import LoRARequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
+from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
