@@ -26,11 +26,18 @@ from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.table import model_parts
-from deployments.parts.tape.questions import KeptTape, ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
+from deployments.parts.tape.questions import (
+    FirstTokensLate,
+    KeptTape,
+    ListKeptTapes,
+    PoolTapes,
+    ReadKeptTape,
+    TakeTapes,
+)
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import A, FirstTokensLate, ReplicaQuestion, ReplicaStatus
-from deployments.routing.choice_log import NoChoiceLog
+from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
+from deployments.routing.choice_observer import ChoiceObserver
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.parts.tape.ring import tape_with_key
@@ -68,7 +75,7 @@ class LocalPool:
         self.sleeps = False
         self.late: list[str] = []
         self.tape_files: list[Path] = []
-        self.choices = NoChoiceLog()
+        self.observer = ChoiceObserver()
         self._replica = replica
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -166,8 +173,7 @@ async def fake_api(
     await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0,
               "supported_tasks": ALL_TASKS}  # fmt: skip
-    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000,
-              "ttft_s": None}  # fmt: skip
+    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
     models, pool = {}, LocalPool(replica)
     for name in names:

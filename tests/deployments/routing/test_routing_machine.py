@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from deployments.parts.tape.choice_log import ChoiceLog
+from deployments.parts.tape.choice_record import RouterTape, choose_again
 from deployments.routing.balancer import Balancer
-from deployments.routing.choice_log import ChoiceLog
-from deployments.routing.choice_record import RouterTape, choose_again
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prefix_index import block_keys
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
@@ -28,7 +28,7 @@ class RoutingMachine(RuleBasedStateMachine):
         super().__init__()
         self.router = Balancer(RoutingConfig(policy=self.policy), "decode", BLOCK, random.Random(0))
         self.log = ChoiceLog(2**20)
-        self.router.use_log(self.log)
+        self.router.use_observer(self.log)
         self.engines = {name: PoolEngine(name, num_blocks=16) for name in ENGINES}
         self.on_way: dict[str, tuple[str, list[int]]] = {}  # requests that were sent and have not arrived
         self.there: dict[str, tuple[str, list[int]]] = {}  # that their engine has
