@@ -11,7 +11,8 @@ from deployments.parts.tape.choice_log import ChoiceLog
 from deployments.parts.tape.slo_alarm import LATE
 from deployments.parts.tape.tape_settings import TapeSettings, settings_of
 from engine.pocket import PATH
-from tests.deployments.fake_api import FakeApi, LocalPool, fake_api, until
+from tests.deployments.fake_api import FakeApi, fake_api, until
+from tests.deployments.parts.tape.fake_tapes import FakeTapes
 
 LATE_AT_ONCE = {"tape": TapeSettings(max_mib=1, ttft_s=1e-9)}
 
@@ -35,15 +36,14 @@ async def test_a_router_tells_its_choices_to_a_log_if_the_model_has_a_tape():
 
 async def test_replicas_are_told_when_first_tokens_begin_to_be_late():
     async with fake_api(of=LATE_AT_ONCE) as api:
-        pool = api.model.pool
-        assert isinstance(pool, LocalPool)
+        tapes = FakeTapes(api)
         for _ in range(LATE):
             await ask(api)
-        assert pool.late == []
+        assert tapes.late == []
         for _ in range(LATE):
             await ask(api)
-        await until(lambda: pool.late)
-        assert pool.late == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]
+        await until(lambda: tapes.late)
+        assert tapes.late == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]
 
 
 async def test_without_a_tape_late_first_tokens_are_told_to_no_one():
