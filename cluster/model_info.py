@@ -73,7 +73,6 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
-            ttft_s=model.slo.ttft_ms / 1000 if engine.tape_mib else None,
         ),
         block_size=engine.shared_block_size if shares_prefixes else None,
         supported_tasks=config.supported_tasks,
@@ -88,7 +87,6 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         closed_objects=engine.structured_outputs.disable_additional_properties,
         of=configured(ModelSource(model.name, model.model_dump(), engine)),
         prices=model.price_list(),
-        tape_mib=engine.tape_mib,
     )
 
 

@@ -120,7 +120,7 @@ class Ingress:
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [
-            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note, info.tape_mib)
+            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._telling: set[asyncio.Task[None]] = set()

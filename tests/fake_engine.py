@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ import zmq
 from engine.core.stats import RequestMetrics
 from engine.lora.messages import AdapterLoaded, LoadAdapter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, ResetPrefixCache, kinds_of
+from engine.wire.messages import Abort, Add, Answer, Command, EngineStatus, Notice, Question, ResetPrefixCache, kinds_of
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import ReportCost, SequenceCost
@@ -30,7 +31,6 @@ from engine.wire.parts.handoffs import (
 from engine.wire.parts.holds import GiveHolds, HeldPrompt, HeldPrompts, HoldMark, PromptHold, ReleaseHolds
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.parts.speculation import Prediction, Verified
-from engine.wire.parts.tape import TakeTape
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.stats.handoff_stats import HandoffStats
 from engine.wire.timeline import TimelineEvent
@@ -59,6 +59,7 @@ class FakeEngine:
     cost: of every request; its last delta tells it, and with `ReportCost` every one.
     hold_answer: what becomes of each hold. released: commands to end holds. held: what it gives to other engines, which
     fetch from `peer`.
+    answers: to questions of a kind.
     remote_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -83,7 +84,7 @@ class FakeEngine:
         self.hold_answer: Callable[[HoldMark], HoldOutcome] = granted
         self.held: list[HeldPrompt] = []
         self.peer: Peer | None = None
-        self.tape = b""
+        self.answers: dict[type[Question], Any] = {}
         self.cached_tokens = 0
         self.loaded: list[ModelAdapter] = []
         self.adapter_error: ErrorInfo | None = None
@@ -157,13 +158,13 @@ class FakeEngine:
                 self.released.append(command)
             case ResetPrefixCache():
                 self.resets += 1
-            case TakeTape():
-                self._notices.put(Answer.to(command, self.tape))
             case LoadAdapter(lora):
                 self.loaded.append(lora)
                 self._notices.put(Answer.to(command, AdapterLoaded(self.adapter_error)))
             case RemoteRequestFailed() | PrefillReplicas():
                 self.told.append(command)
+            case Question() if type(command) in self.answers:
+                self._notices.put(Answer.to(command, self.answers[type(command)]))
 
     def _step(self) -> None:
         self._steps += 1

@@ -199,7 +199,7 @@ def test_nothing_that_serves_comes_near_the_lab():
             todo += imported_files(file)
     assert not [file for file in reached if file.is_relative_to(ROOT / "cluster" / "lab")]
     names = {file for file in reached if "cluster.lab" in file.read_text(encoding="utf-8")}
-    assert names == {ROOT / "deployments" / "parts" / "tape" / "tape_viewer.py"}
+    assert names <= {ROOT / "deployments" / "parts" / "tape" / "tape_viewer.py"}
 
 
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():

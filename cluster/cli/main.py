@@ -14,10 +14,9 @@ import typer
 from typer.exceptions import TyperException
 
 from cluster.cli.bench.commands import bench
-from cluster.cli.replay import replay, tape
+from cluster.cli.parts import add_commands
 from cluster.cli.serve import TakesVllmFlags, serve
 from cluster.cli.simulate import simulate
-from cluster.cli.tune import tune
 from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
@@ -42,9 +41,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
 app.command(rich_help_panel=RUN, cls=TakesVllmFlags)(serve)
 app.add_typer(bench, name="bench", rich_help_panel=INSPECT)
 app.command(rich_help_panel=INSPECT)(simulate)
-app.add_typer(tape, name="tape", rich_help_panel=INSPECT)
-app.command(rich_help_panel=INSPECT)(replay)
-app.command(rich_help_panel=INSPECT)(tune)
+add_commands(app, INSPECT)
 k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 

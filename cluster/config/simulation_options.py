@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -121,16 +121,3 @@ class SimulationOptions:
     kv_gib_hour: float | None = option(
         None, "Money for an hour of a GiB of KV cache, as `prices.kv_gib_hour`.", **PRICES, min=0
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions(SimulationOptions):
-    """Options of `manta tune`. With a tape, traffic, cluster and engines are those of the tape."""
-
-    trace: str = option("", "Traffic, as for `manta simulate`. Default: that of --tape.", **TRAFFIC, show_default=False)
-    requests: int = option(2000, "Number of requests of a simulation: those of the busiest time.", **TRAFFIC, min=1)
-
-    def given(self) -> dict[str, object]:
-        """Return the options that are not at their default, by flag."""
-        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
-        return {f"--{name.replace('_', '-')}": value for name, (value, default) in values.items() if value != default}

@@ -9,10 +9,9 @@ limited to the part of that ingress.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -20,20 +19,16 @@ from deployments.frontend.availability import Availability
 from deployments.frontend.calibration import Calibration, ForecastRequest
 from deployments.frontend.first_token import LIMIT_HEADER, FirstTokenDeadline, FirstTokenLate
 from deployments.frontend.latency_forecast import LatencyForecast
-from deployments.frontend.slo_alarm import SloAlarm
 from deployments.observability.stats import ModelStats
-from deployments.replicas.pools import EnginePool, FirstTokensLate
+from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import EngineStatus
-
-logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0  # between polls of the engines, while they work for this ingress or are down
 CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are assumed to wait for blocks
 MAX_DURATIONS = 64  # newest requests over whose durations Retry-After is averaged
 MAX_RETRY_AFTER_S = 60.0
-LATE_TIMEOUT_S = 30.0  # for replicas to keep what they know of late first tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +46,6 @@ class AdmissionLimits:
     """Maximum number of sequences that wait in one ingress."""
     max_waiting_tokens: int
     """Maximum number of prompt tokens of the sequences that wait in one ingress."""
-    ttft_s: float | None = None
-    """Target for the time to the first token; if many requests miss it, replicas are told. None for no target."""
 
 
 class Admission:
@@ -61,6 +54,8 @@ class Admission:
     def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats, availability: Availability):
         self.stats, self.availability = stats, availability
         self.num_engines = limits.num_engines  #: number of engines at the last report
+        #: called with a request's seconds to its first token, and the loop's time
+        self.first_token_observers: list[Callable[[float, float], None]] = []
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
@@ -69,7 +64,6 @@ class Admission:
         self._watch: asyncio.Task[None] | None = None
         self.forecast = LatencyForecast()  #: costs and load of the engines at the last report
         self._calibration = Calibration(stats)
-        self._alarm, self._telling = SloAlarm(limits.ttft_s), set[asyncio.Task[list[object]]]()
         self._forecasts: dict[QueuedRequest, ForecastRequest] = {}  # of running requests
         self._uncomputed_tokens = 0  # prompt tokens of running requests without a token
 
@@ -133,7 +127,8 @@ class Admission:
             if self._forecasts.pop(queued, None) is not None and forecast.first_at is None:
                 self._uncomputed_tokens -= prompt_tokens
             if forecast.first_at is not None:
-                self._check_slo(forecast.first_at - forecast.asked_at, loop.time())
+                for observe in self.first_token_observers:
+                    observe(forecast.first_at - forecast.asked_at, loop.time())
             if deadline is not None:
                 self._calibration.ended(forecast, loop.time(), one_sequence=sequences == 1)
             self._starts.pop(queued, None)
@@ -205,14 +200,6 @@ class Admission:
             self.stats.refused_late += 1
             retry_after_s = min(max(deadline.bound_s - limit_s, 1.0), MAX_RETRY_AFTER_S)
             raise FirstTokenLate(limit_s, deadline.bound_s, LIMIT_HEADER if by_header else None, retry_after_s)
-
-    def _check_slo(self, first_token_s: float, now: float) -> None:
-        """Tell the replicas when first tokens begin to be late."""
-        if reason := self._alarm.observe(first_token_s, now):
-            logger.warning("first tokens are late: %s", reason)
-            telling = asyncio.create_task(self._pool.ask(FirstTokensLate(reason), object, LATE_TIMEOUT_S))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
 
     def _overloaded(self) -> Overloaded:
         self.stats.refused += 1

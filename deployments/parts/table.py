@@ -25,8 +25,8 @@ PARTS = (
     "kv_fetching", "handoffs", "costs", "stages", "experts", "operators", "tape", "console",
 )  # fmt: skip
 """Folders of deployments/parts, in the order in which they are asked. Their `part.py` has the ends in applications and
-models as SPEC; the `replica.py` of some makes an end in a replica, and the `configured.py` of some reads the
-configuration."""
+models as SPEC; the `replica.py` of some makes an end in a replica, the `configured.py` of some reads the configuration,
+and the `named.py` of some finds a model by a further name."""
 
 
 def spec_of(name: str) -> PartSpec:
@@ -71,7 +71,7 @@ def configured(source: ModelSource) -> dict[str, Any]:
 def named(info: ModelInfo, name: str) -> ModelInfo:
     """Return the facts of a model under a name that requests may use, such as that of an adapter. Raises
     RequestError."""
-    return next((found for _, module in _modules("configured") if (found := module.named(info, name))), info)
+    return next((found for _, module in _modules("named") if (found := module.named(info, name))), info)
 
 
 def replica_parts(setup: ReplicaSetup) -> list[ReplicaPart]:

@@ -95,8 +95,7 @@ class EngineDeployment:
 
         peers: deployments that can compute prompts or encode images for this one. parts: makes the ends of features.
         """
-        size, tape_mib = config.shared_block_size, config.tape_mib
-        pools = {kind: ServeRemotePool(peer, size, kind, tape_mib) for kind, peer in peers.items()}
+        pools = {kind: ServeRemotePool(peer, config.shared_block_size, kind) for kind, peer in peers.items()}
         replica = ray_compat.engine_id_of(serve.get_replica_context().replica_id)
         log_to_console(replica, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
@@ -107,8 +106,7 @@ class EngineDeployment:
         }
         self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
         self._engine = self._engines.all[0]
-        choices = [pool.choices for pool in pools.values()]
-        self._parts = parts(ReplicaSetup(config=config, engines=self._engines, choices=choices))
+        self._parts = parts(ReplicaSetup(config=config, engines=self._engines, pools=[*pools.values()]))
         self._ranks = ranks = RankGroup(spec)
         tasks = [EngineTask(engine_id, engine.status_to) for engine_id, engine in engines.items()]
         self._commands_to = await ranks.start(config, replica, tasks, key)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from deployments.routing.choice_log import NoChoiceLog
+from deployments.routing.choice_observer import ChoiceObserver
 from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
@@ -38,12 +38,6 @@ class ReplicaQuestion(msgspec.Struct, frozen=True):
     """What the parts of a replica are asked, and not its engines."""
 
 
-class FirstTokensLate(ReplicaQuestion, frozen=True):
-    """Tells parts that first tokens begin to be late. It has no answer."""
-
-    reason: str
-
-
 class EngineClient(Protocol):
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         """Run requests in one engine, and return when all have ended there. Cancelling the call aborts them.
@@ -53,10 +47,14 @@ class EngineClient(Protocol):
         """
 
 
-class EnginePool(EngineClient, Protocol):
-    choices: NoChoiceLog
-    """Of this process's router to the pool."""
+class RoutedPool(Protocol):
+    """A pool to which a router of this process sends."""
 
+    observer: ChoiceObserver
+    """Hears of the router's choices."""
+
+
+class EnginePool(EngineClient, RoutedPool, Protocol):
     async def statuses(self) -> list[ReplicaStatus]:
         """Return one status per healthy replica. Raises EngineUnavailable if there is none."""
 

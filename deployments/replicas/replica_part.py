@@ -8,9 +8,8 @@ from typing import Any
 
 from deployments.replicas.departure import Statuses
 from deployments.replicas.engine_control import EngineControl
-from deployments.replicas.pools import ReplicaQuestion
+from deployments.replicas.pools import ReplicaQuestion, RoutedPool
 from deployments.replicas.replica_engines import ReplicaEngines
-from deployments.routing.choice_log import NoChoiceLog
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.wire.generate_request import ModelIdentity
@@ -22,8 +21,8 @@ class ReplicaSetup:
 
     config: EngineConfig
     engines: ReplicaEngines[Any]
-    choices: Sequence[NoChoiceLog]
-    """Of the routers to the pools that compute for this replica."""
+    pools: Sequence[RoutedPool]
+    """The pools that compute for this replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
-from deployments.routing.choice_log import choice_log
+from deployments.routing.choice_observer import ChoiceObserver
 from deployments.routing.config import Role
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
@@ -50,15 +50,13 @@ class ServePool:
         block_size: int | None = None,
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
-        tape_mib: int = 0,
     ):
         """peers: handles of the deployments that compute for this pool.
         block_size: tokens per KV block of the replicas; None if they share no prefixes.
         may_sleep: whether the pool can have no replicas while none is needed.
         note: function called from any thread, with each request id and a sentence that says to which replica the
-        request is sent.
-        tape_mib: MiB for the newest choices of replicas; 0 for none."""
-        self._may_sleep, self.choices = may_sleep, choice_log(tape_mib)
+        request is sent."""
+        self._may_sleep, self.observer = may_sleep, ChoiceObserver()
         self.routing = RoutingStats()
         self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
@@ -82,7 +80,7 @@ class ServePool:
         if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of the prompt is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
-        call = RoutingContext(prompt, self.routing, avoid, first.model, note, log=self.choices)
+        call = RoutingContext(prompt, self.routing, avoid, first.model, note, observer=self.observer)
         with ray_compat.apart_from_http_request():
             response = self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call)
         await _answer(response, call)
@@ -129,11 +127,9 @@ class ServeRemotePool:
     """A RemotePool of the replicas of a `Prefill` deployment, or of those replicas of a `PrefillDecode` deployment that
     compute prompts."""
 
-    def __init__(
-        self, handle: DeploymentHandle, block_size: int | None = None, role: Role = "prefill", tape_mib: int = 0
-    ):
-        """block_size, tape_mib: as for ServePool; needed only to send prefill requests."""
-        self.routing, self._role, self.choices = RoutingStats(), role, choice_log(tape_mib)
+    def __init__(self, handle: DeploymentHandle, block_size: int | None = None, role: Role = "prefill"):
+        """block_size: as for ServePool; needed only to send prefill requests."""
+        self.routing, self._role, self.observer = RoutingStats(), role, ChoiceObserver()
         self._handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, remote_request: RemoteRequest, avoid: list[str]) -> None:
@@ -144,7 +140,7 @@ class ServeRemotePool:
             images=images_in(remote_request),
             adapter=digest_of(remote_request.record(ModelAdapter)),
         )
-        call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, log=self.choices)
+        call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, observer=self.observer)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:

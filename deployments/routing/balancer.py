@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from deployments.routing.choice_log import ChoiceLog, NoChoiceLog
+from deployments.routing.choice_observer import Choice, ChoiceObserver
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.placements import UNKNOWN, Placement, Placements
@@ -43,7 +43,7 @@ class Balancer:
         self._cost = RoutingCost(
             block_size, config.prefix_weight, config.running_weight_of(role), config.adapter_weight
         )
-        self._rng, self._log = rng, NoChoiceLog()
+        self._rng, self._observer = rng, ChoiceObserver()
         self._ranker = Ranker(make_policy(config.policy, self._cost, self, self._order), self._cost, self._order)
         self._role, self._policy_name = role, config.policy
         #: Roles of the engines whose roles can change.
@@ -62,7 +62,7 @@ class Balancer:
         unhealthy = self._unhealthy.intersection(engines)
         healthy = [engine for engine in engines if engine not in unhealthy] if unhealthy else engines
         candidates, home = healthy or engines, self._home(prompt, healthy or engines)
-        watched = self._log.watch(lookup, self._ranker.policy.memory)
+        watched = self._observer.begin(lookup, self._ranker.policy.memory)
         ranked, reason = self._ranker.rank(prompt, candidates, home, watched)
         able = ranked
         if healthy:
@@ -83,28 +83,29 @@ class Balancer:
             if prompt.adapter:
                 self.stats.adapters["held" if best.holds_adapter else "to_load"] += 1
         holder = self._holder(prompt, best)
-        self._log.record(
-            prompt,
-            candidates,
-            able,
+        choice = Choice(
+            prompt=prompt,
+            engines=candidates,
             unhealthy=sorted(unhealthy),
             home=home,
+            ranked=able,
             reason=reason,
             cached_tokens=placement.cached_tokens,
             holder="" if holder is None else holder.engine.engine_id,
             moves=moved,
         )
+        self._observer.chosen(choice)
         return RoutingDecision(ranked, reason, placement.cached_tokens, holder, self._lost_hold(prompt))
 
     def randrange(self, start: int, stop: int | None = None) -> int:
         """Draw a random number for the policy."""
         number = self._rng.randrange(start, stop)
-        self._log.drawn.append(number)
+        self._observer.drawn(number)
         return number
 
     def _order(self, key: str, engines: Iterable[str]) -> list[str]:
         found = rendezvous_order(key, engines)
-        self._log.orders.append(found)
+        self._observer.ordered(found)
         return found
 
     def _holder(self, prompt: PromptDigest, chosen: EngineCandidate) -> KVHolder | None:
@@ -126,12 +127,11 @@ class Balancer:
         if stats is not self.stats:
             stats.policy, self.stats = self.stats.policy, stats
 
-    def use_log(self, log: NoChoiceLog) -> None:
-        """Record choices in `log` from now on."""
-        if log is not self._log:
-            self._log = log
-            if isinstance(log, ChoiceLog):
-                log.describe(role=self._role, policy=self._policy_name, cost=self._cost)
+    def use_observer(self, observer: ChoiceObserver) -> None:
+        """Tell `observer` of choices from now on."""
+        if observer is not self._observer:
+            self._observer = observer
+            observer.watch(self._role, self._policy_name, self._cost)
 
     def update(self, update: EngineUpdate) -> bool:
         """Apply an engine's report. Returns False if an earlier report is missing, so that a snapshot is needed."""

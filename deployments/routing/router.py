@@ -79,7 +79,7 @@ class EngineRouter(CallRouter):
         with_capacity = self.select_available_replicas(eligible) or eligible
         replicas = {engine_id: replica for replica in with_capacity for engine_id in engines_of(replica)}
         self._balancer.use_stats(call.stats)
-        self._balancer.use_log(call.log)
+        self._balancer.use_observer(call.observer)
         decision = self._balancer.choose(call.prompt, list(replicas))
         call.holder = decision.holder
         more = f", {decision.holder.num_tokens} by {decision.holder.engine.engine_id}" if decision.holder else ""

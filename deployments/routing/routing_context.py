@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from deployments.routing.choice_log import NoChoiceLog
+from deployments.routing.choice_observer import ChoiceObserver
 from deployments.routing.config import Role
 from deployments.routing.prompt_digest import EMPTY, PromptDigest
 from deployments.routing.stats import RoutingStats
@@ -32,17 +32,17 @@ class RoutingContext:
         model: ModelIdentity | None = None,
         note: Callable[[str], None] | None = None,
         role: Role = "decode",
-        log: NoChoiceLog | None = None,
+        observer: ChoiceObserver | None = None,
     ):
         """stats: where the router counts.
         avoid: ids of engines that should not get the call if there are others.
         model: model that the call needs, if any engine serves it.
         note: function called with a sentence each time the router chooses a replica.
-        log: where the router records its choice; None for nowhere.
+        observer: hears of the router's choice; None for no one.
         role: role that a replica needs for the call, if any replica has it; the same for all calls of a handle."""
         self.prompt, self.avoid, self.model, self.role = prompt, avoid, model, role
         self.stats = RoutingStats() if stats is None else stats
-        self.log = NoChoiceLog() if log is None else log
+        self.observer = ChoiceObserver() if observer is None else observer
         self.note = note or (lambda _: None)
         self.holder: KVHolder | None = None  #: set by the router: an engine from which the chosen one may fetch KV
         self.engine = ""  #: set by the router: id of the chosen engine

@@ -26,19 +26,17 @@ from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.parts.table import model_parts
-from deployments.parts.tape.questions import KeptTape, ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.pools import A, FirstTokensLate, ReplicaQuestion, ReplicaStatus
-from deployments.routing.choice_log import NoChoiceLog
+from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
+from deployments.replicas.replica_part import ReplicaPart
+from deployments.routing.choice_observer import ChoiceObserver
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
-from engine.parts.tape.ring import tape_with_key
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Command, Question
 from engine.wire.parts.pooling import SupportedTasks
-from engine.wire.parts.tape import TakeTape
 from engine.wire.stats.handoff_stats import PeerPool
 from tests.fake_engine import POLL_MS, FakeEngine, Script
 from tests.models import make_tokenizer
@@ -60,15 +58,13 @@ def tokenizer() -> ChatTokenizer:
 class LocalPool:
     """An EnginePool of one replica in this process.
 
-    sleeps: what it says of a replica that is not there. late: what it was told of late first tokens. tape_files: kept
-    tapes.
+    sleeps: what it says of a replica that is not there. parts: of the replica.
     """
 
     def __init__(self, replica: EngineReplica):
         self.sleeps = False
-        self.late: list[str] = []
-        self.tape_files: list[Path] = []
-        self.choices = NoChoiceLog()
+        self.parts: list[ReplicaPart] = []
+        self.observer = ChoiceObserver()
         self._replica = replica
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -87,18 +83,9 @@ class LocalPool:
         self._replica.tell(command)
 
     async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
-        match question:
-            case FirstTokensLate(reason):
-                self.late.append(reason)
-                return []
-            case TakeTapes(key):
-                tape = msgspec.msgpack.decode(await self._replica.ask(TakeTape()))
-                answer: Any = PoolTapes([tape_with_key(tape, key)] if tape else [], [])
-            case ListKeptTapes():
-                answer = [KeptTape(file.name, file.stat().st_size, 0.0) for file in self.tape_files]
-            case ReadKeptTape(name):
-                answer = next((file.read_bytes() for file in self.tape_files if file.name == name), b"")
-        return [answer]
+        assert isinstance(question, ReplicaQuestion)
+        answers = [await part.answer(question) for part in self.parts]
+        return [answer for answer in answers if answer is not None]
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
         return {}
@@ -166,8 +153,7 @@ async def fake_api(
     await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0,
               "supported_tasks": ALL_TASKS}  # fmt: skip
-    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000,
-              "ttft_s": None}  # fmt: skip
+    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
     models, pool = {}, LocalPool(replica)
     for name in names:

@@ -10,10 +10,9 @@ import msgspec
 
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
-from cluster.lab.recorded.recording import Recording
+from cluster.cli.bench.traces import read_trace
 from cluster.lab.simulator.trace import Trace
 from engine.errors import InvalidParameter
-from engine.parts.tape.file import is_tape
 
 FROM_TRACE = ("num_prompts", "burstiness", "input_len", "output_len", "prefix_len", "prefix_groups", "text", "endpoint")
 
@@ -32,7 +31,7 @@ class TraceLoad(ServeLoad):
             if each.name in FROM_TRACE and own[each.name] != each.default:
                 limit = "left out with --trace, which tells it"
                 raise InvalidParameter(f"--{each.name.replace('_', '-')}", own[each.name], limit)
-        trace = Recording.of_files([path]).trace() if is_tape(path) else Trace.read(path)
+        trace = read_trace(path)
         if load.request_rate != float("inf"):
             trace = trace.at_rate(load.request_rate)
         own["num_prompts"] = len(trace)

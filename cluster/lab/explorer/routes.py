@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.lab.explorer.explore import is_of
-from deployments.routing.choice_record import RecordedChoice, RouterTape, choose_again, prompt_of
+from deployments.parts.tape.choice_record import RecordedChoice, RouterTape, choose_again, prompt_of
 from engine.parts.tape.file import UNREADABLE
 
 SHOWN = 32  # engines of a table

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.lab.tape.replay import Diverged
-from deployments.routing.choice_record import RouterTape
+from deployments.parts.tape.choice_record import RouterTape
 from engine.errors import InvalidParameter, ServingError
 from engine.parts.tape.file import UNREADABLE, not_a_tape, read_file
 from engine.parts.tape.object_graph import UnknownState

@@ -16,8 +16,8 @@ import msgspec
 from cluster.lab.tape.moment_view import MomentView
 from cluster.lab.tape.replay import Diverged, Replay
 from cluster.lab.tape.replay_limits import replay_limits
+from deployments.parts.tape.choice_record import RecordedChoice, RouterTape
 from deployments.parts.tape.tape_viewer import TapeQuestion
-from deployments.routing.choice_record import RecordedChoice, RouterTape
 from engine.parts.tape.file import MAX_RATIO, read_file, read_tapes
 
 NICENESS = 10

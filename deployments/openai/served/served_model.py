@@ -115,8 +115,6 @@ class ModelInfo:
     adapter: ServedAdapter | None = None
     """The adapter with which requests are computed; None for the model itself."""
     prices: Prices = FREE
-    tape_mib: int = 0
-    """MiB for the newest choices of replicas; 0 for none."""
 
     def adapted(self, adapter: ServedAdapter) -> ModelInfo:
         """Return the facts about the model with this adapter, which is listed as a separate model."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from deployments.openai.served.model_source import ModelSource
-from deployments.openai.served.served_model import ModelInfo
 from deployments.parts.adapters.files import open_served
 from deployments.parts.adapters.places import place_of
-from deployments.parts.adapters.registry import AdapterRegistry
-from deployments.parts.adapters.sources import AdapterSources, sources_of
-from deployments.parts.adapters.table import MemoryTable
-from deployments.poison.poison import Poison
+from deployments.parts.adapters.sources import AdapterSources
 from engine.bucket_url import SCHEMES, is_bucket
 from engine.errors import ConfigError, StartupError
 from engine.lora.errors import AdapterError
@@ -42,14 +35,3 @@ def read(source: ModelSource) -> AdapterSources | None:
     except AdapterError as error:
         raise StartupError(f"lora_modules of model {name!r}: {error}") from None
     return AdapterSources(modules=modules, dynamic_folder=folder, max_rank=max_rank)
-
-
-def named(info: ModelInfo, name: str) -> ModelInfo | None:
-    """Return the facts of the model with its adapter of this name, if it has one. Raises AdapterError."""
-    no_engine: Any = SimpleNamespace()
-    names, sources = (info.name, *info.aliases), sources_of(info)
-    if sources is None or name in names:
-        return None
-    registry = AdapterRegistry(info.name, names, sources, MemoryTable(), no_engine, Poison())
-    adapter = asyncio.run(registry.find(name))
-    return None if adapter is None else info.adapted(adapter)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from deployments.observability.telemetry import Telemetry
+from deployments.parts.tape.choice_log import ChoiceLog
 from deployments.parts.tape.questions import TIMEOUT_S, KeptTape, ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
 from deployments.replicas.pools import EnginePool
 
@@ -14,8 +15,9 @@ ROUTER_TAPES = "router_tapes"
 
 
 class ClusterTapes:
-    def __init__(self, pools: Collection[EnginePool], telemetry: Telemetry):
-        self._pools, self._telemetry = pools, telemetry
+    def __init__(self, pools: Collection[EnginePool], choices: Sequence[ChoiceLog], telemetry: Telemetry):
+        """choices: of this ingress's routers."""
+        self._pools, self._choices, self._telemetry = pools, choices, telemetry
         telemetry.reports[ROUTER_TAPES] = self._of_own_routers
 
     async def take(self) -> bytes:
@@ -35,7 +37,7 @@ class ClusterTapes:
     def _of_own_routers(self, but: str) -> list[bytes]:
         """Return the tapes of this ingress's routers, unless it has this id."""
         own = self._telemetry.stats.ingress_id
-        return [] if own == but else [tape for pool in self._pools for tape in pool.choices.take(own)]
+        return [] if own == but else [tape for log in self._choices for tape in log.take(own)]
 
     async def kept(self) -> list[KeptTape]:
         """Return the files of kept tapes on the machines of all replicas, the newest first."""

@@ -16,6 +16,12 @@ class TakeTapes(ReplicaQuestion, frozen=True):
     """Of the hashes of blocks."""
 
 
+class FirstTokensLate(ReplicaQuestion, frozen=True):
+    """Tells replicas that first tokens begin to be late. It has no answer."""
+
+    reason: str
+
+
 class ListKeptTapes(ReplicaQuestion, frozen=True):
     """Answered by a list of KeptTape: the files on the replica's machine."""
 
@@ -32,7 +38,7 @@ class PoolTapes(msgspec.Struct, frozen=True):
     engines: list[bytes]
     """An EngineTape in msgpack each (engine/parts/tape/)."""
     routers: list[bytes]
-    """A RouterTape in msgpack each (routing/choice_record.py)."""
+    """A RouterTape in msgpack each (choice_record.py)."""
 
 
 class KeptTape(msgspec.Struct, frozen=True):

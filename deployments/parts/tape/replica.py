@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from deployments.parts.tape.choice_log import ChoiceLog
 from deployments.parts.tape.left_tapes import LeftTapes
-from deployments.parts.tape.questions import ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
-from deployments.replicas.pools import FirstTokensLate, ReplicaQuestion
+from deployments.parts.tape.questions import FirstTokensLate, ListKeptTapes, PoolTapes, ReadKeptTape, TakeTapes
+from deployments.replicas.pools import ReplicaQuestion
 from deployments.replicas.replica_part import ReplicaPart, ReplicaSetup
 from engine.wire.parts.tape import TakeTape
 
@@ -22,7 +23,9 @@ def make(setup: ReplicaSetup) -> ReplicaPart:
 
 class ReplicaTapes(ReplicaPart):
     def __init__(self, setup: ReplicaSetup):
-        self._engines, self._choices = setup.engines, setup.choices
+        max_mib = setup.config.tape_mib
+        self._engines = setup.engines
+        self._choices = [ChoiceLog.of(pool, max_mib) for pool in setup.pools] if max_mib else []
         self._left = LeftTapes(setup.config, setup.engines.ids)
 
     async def answer(self, question: ReplicaQuestion) -> Any:

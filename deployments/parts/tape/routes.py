@@ -14,8 +14,11 @@ from deployments.http.json_body import json_response
 from deployments.http.route import ADMIN, Route
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_models import ServedModels
+from deployments.parts.tape.choice_log import ChoiceLog
 from deployments.parts.tape.cluster_tapes import ClusterTapes
+from deployments.parts.tape.late_first_tokens import LateFirstTokens
 from deployments.parts.tape.questions import KeptTape
+from deployments.parts.tape.tape_settings import settings_of
 from deployments.parts.tape.tape_viewer import TapeQuestion, TapeViewer
 
 DECISIONS = "what schedulers and routers have decided, without text"
@@ -29,8 +32,13 @@ class TapeList(msgspec.Struct, frozen=True):
 class TapeRoutes(EdgePart):
     def __init__(self, models: ServedModels, telemetry: Telemetry, *, on_console: bool):
         """on_console: whether the console shows tapes."""
-        self._tapes, self._viewer = ClusterTapes(models.pools().values(), telemetry), TapeViewer()
-        self._on_console = on_console
+        choices = []
+        for model in models.values():
+            if (settings := settings_of(model.info)) is not None:
+                choices.append(ChoiceLog.of(model.pool, settings.max_mib))
+                model.admission.first_token_observers.append(LateFirstTokens(model.pool, settings.ttft_s).observe)
+        self._tapes = ClusterTapes(models.pools().values(), choices, telemetry)
+        self._viewer, self._on_console = TapeViewer(), on_console
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

@@ -29,7 +29,7 @@ class TapeFile(msgspec.Struct):
     engines: list[bytes]
     """An EngineTape in msgpack each."""
     routers: list[bytes] = []
-    """A RouterTape in msgpack each (deployments/routing/choice_record.py)."""
+    """A RouterTape in msgpack each (deployments/parts/tape/choice_record.py)."""
 
 
 def read_file(path: Path) -> TapeFile:

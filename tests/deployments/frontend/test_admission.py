@@ -11,10 +11,9 @@ from deployments.frontend import admission
 from deployments.frontend.admission import AdmissionLimits, window
 from deployments.frontend.first_token import FirstTokenDeadline
 from deployments.frontend.latency_forecast import LatencyForecast
-from deployments.frontend.slo_alarm import LATE
 from engine.errors import Overloaded
 from engine.wire.token_delta import ErrorInfo
-from tests.deployments.fake_api import FakeApi, LocalPool, fake_api, until
+from tests.deployments.fake_api import FakeApi, fake_api, until
 
 LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_waiting=100, max_waiting_tokens=1000)
 
@@ -269,16 +268,3 @@ async def test_what_engines_had_queued_before_the_ingress_was_idle_is_not_ahead_
         assert (await first).status_code == 200
         await until(lambda: not api.model.admission.forecast.queued_tokens)
         assert api.model.admission.forecast.prompt_token_s == 0.001
-
-
-async def test_replicas_are_told_when_first_tokens_begin_to_be_late():
-    async with fake_api(ttft_s=1e-9) as api:
-        pool = api.model.pool
-        assert isinstance(pool, LocalPool)
-        for _ in range(LATE):
-            await ask(api)
-        assert pool.late == []
-        for _ in range(LATE):
-            await ask(api)
-        await until(lambda: pool.late)
-        assert pool.late == [f"{LATE + 1} of the newest {LATE + 1} first tokens came after more than 1e-09 s"]

@@ -1,23 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from typing import Any
 
-import msgspec
 import pytest
 
-from deployments.frontend.api_keys import hash_key
 from deployments.http.debug import VERSION
-from deployments.http.middleware import AuthConfig
-from engine.costs.step_cost import StepTimes
-from engine.parts.tape.file import TapeFile
-from engine.parts.tape.object_graph import GraphWriter
-from engine.parts.tape.ring import EngineTape, Segment, hashes_entry
-from engine.parts.tape.snapshot import KINDS
 from tests.deployments.fake_api import fake_api, until
-
-HASH = b"hash of a prompt"
 
 
 async def test_request_is_served_by_the_model_it_names():
@@ -121,19 +110,3 @@ async def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch
     assert response.json()["error"]["code"] == "internal_error"
     assert "secret" not in response.text
     assert "/secret/path" in caplog.text
-
-
-async def test_the_tape_is_fetched_by_admins_only_and_its_hashes_have_a_key():
-    auth = AuthConfig(api_keys=tuple(f"{name}:{hash_key(name)}" for name in ("boss", "user")), admin_keys=("boss",))
-    async with fake_api(auth=auth) as api:
-        await api.until_status()
-        segment = Segment(0.0, GraphWriter(KINDS, {}, {}).write(StepTimes()), hashes_entry(1, [HASH]), b"")
-        tape = EngineTape(engine_id="e", version="v", wall_s=0.0, role="", segments=[segment])
-        api.engine.tape = msgspec.msgpack.encode(tape)
-        for key, status in (("user", 403), ("boss", 200)):
-            response = await api.client.get("/debug/tape", headers={"authorization": f"Bearer {key}"})
-            assert response.status_code == status
-        (keyed,) = msgspec.msgpack.decode(zlib.decompress(response.content), type=TapeFile).engines
-        found = msgspec.msgpack.decode(keyed, type=EngineTape)
-        assert found.engine_id == "e" and HASH not in keyed
-        assert len(found.segments[0].entries) == len(hashes_entry(1, [HASH]))

@@ -17,7 +17,7 @@ from engine.errors import EngineLost, EngineUnavailable
 from engine.wire.messages import Answer, EngineStatus, ResetPrefixCache
 from engine.wire.part_record import encoded
 from engine.wire.parts.experts import SharedSteps
-from engine.wire.parts.tape import TakeTape
+from engine.wire.parts.kv_fetching import ListHotPrefixes
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 
@@ -90,11 +90,11 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
 def test_all_engines_are_asked_and_their_answers_come_in_their_order():
     async def scenario() -> None:
         engines = made()
-        asked = asyncio.create_task(engines.ask(TakeTape()))
+        asked = asyncio.create_task(engines.ask(ListHotPrefixes(4)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first, second = engines.all
-        [question] = [msgspec.msgpack.decode(sent, type=TakeTape) for sent in second.sent]
+        [question] = [msgspec.msgpack.decode(sent, type=ListHotPrefixes) for sent in second.sent]
         second.handle(Answer.to(question, b"second"))
         assert not asked.done()
         first.handle(Answer.to(question, b"first"))
@@ -210,7 +210,7 @@ def test_an_engine_that_hangs_is_lost_and_the_replica_ends_only_if_none_is_found
 def test_what_an_engine_is_asked_ends_with_the_engine():
     async def scenario() -> None:
         engines = made()
-        asked = asyncio.create_task(engines.all[0].ask(TakeTape(), timeout_s=600.0))
+        asked = asyncio.create_task(engines.all[0].ask(ListHotPrefixes(4), timeout_s=600.0))
         await asyncio.sleep(0)
         engines.lose(0, "rank 0 died")
         with pytest.raises(EngineLost, match="rank 0 died"):

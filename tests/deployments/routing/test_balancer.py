@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace as replace_update
 
 from deployments.routing.balancer import BROKEN_S, Balancer
+from deployments.routing.choice_observer import Choice, ChoiceObserver
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.messages import EngineUpdate
@@ -104,6 +105,29 @@ def test_only_blocks_that_are_computed_can_be_fetched():
 
 
 # adapters
+
+
+class Heard(ChoiceObserver):
+    def __init__(self) -> None:
+        self.watched: list[str] = []
+        self.choices: list[Choice] = []
+
+    def watch(self, role: str, policy: str, cost: Any) -> None:
+        self.watched.append(f"{role} {policy}")
+
+    def chosen(self, choice: Choice) -> None:
+        self.choices.append(choice)
+
+
+def test_an_observer_hears_of_the_choices_from_then_on():
+    router, heard = reported(), Heard()
+    router.choose(plain(1), ENGINES)
+    for number in (2, 3):
+        router.use_observer(heard)
+        decision = router.choose(plain(number), ENGINES)
+    assert heard.watched == ["decode prefix_aware"]
+    assert [choice.prompt.request_id for choice in heard.choices] == [plain(2).request_id, plain(3).request_id]
+    assert (heard.choices[-1].ranked, heard.choices[-1].reason) == (decision.engines, decision.reason)
 
 
 def adapted(number: int, adapter: str, tokens: int = 40) -> PromptDigest:

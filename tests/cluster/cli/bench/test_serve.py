@@ -16,7 +16,6 @@ from cluster.cli.bench.openai_client import RequestResult
 from cluster.cli.bench.serve import meets, parse_goodput, send_all, summarise
 from engine.errors import InvalidParameter
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
-from tests.cluster.lab.recorded.taped_engine import record
 
 
 @pytest.fixture
@@ -257,19 +256,6 @@ def test_the_requests_of_a_trace_are_sent_with_their_lengths_and_common_beginnin
     prompts = {body["max_tokens"]: body["prompt"] for _, body in server.requests}
     assert {tokens: len(prompt) for tokens, prompt in prompts.items()} == {3: 600, 5: 700, 2: 9}
     assert prompts[3][:512] == prompts[5][:512] != prompts[3][512:] and prompts[3][512] != prompts[5][512]
-
-
-def test_the_arrivals_of_a_tape_are_sent_again_at_another_rate(server, tmp_path):
-    tape = record(tmp_path, "engine-1")
-    fields = json.loads(
-        bench(
-            "--base-url", server.url, "--json", "--trace", str(tape), "--request-rate", "80", "--num-warmups", "2"
-        ).stdout
-    )
-    assert (fields["completed"], fields["total_output_tokens"]) == (8, 8 * 15)
-    assert fields["request_rate"] == pytest.approx(80)
-    sent = [body["prompt"] for _, body in server.requests[2:]]
-    assert len(sent) == 8 and {len(prompt) for prompt in sent} == {10} and len({tuple(p[:8]) for p in sent}) == 1
 
 
 def test_lengths_beside_a_trace_are_refused(server, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from deployments.routing.choice_record import RecordedChoice, RecordedEngine, RouterTape
+from deployments.parts.tape.choice_record import RecordedChoice, RecordedEngine, RouterTape
 from deployments.routing.cost import RoutingCost
 from engine.assembly.build import build_engine
 from engine.clock import Clock

@@ -9,7 +9,7 @@ from cluster.lab.recorded.prediction import cautions
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.trace import Trace
-from deployments.routing.choice_record import RouterTape
+from deployments.parts.tape.choice_record import RouterTape
 from deployments.routing.cost import RoutingCost
 from engine.parts.tape.file import pack_tapes, read_file
 from tests.cluster.lab.recorded.taped_engine import record

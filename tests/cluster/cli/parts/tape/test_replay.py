@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.lab.explorer.explore import is_of
 from cluster.lab.recorded.metered_replay import MeteredReplay
+from deployments.parts.tape.choice_log import ChoiceLog
+from deployments.parts.tape.choice_record import RouterTape
 from deployments.routing.balancer import Balancer
-from deployments.routing.choice_log import ChoiceLog
-from deployments.routing.choice_record import RouterTape
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
@@ -138,7 +138,7 @@ def routed(file, tmp_path):
     """The same engine, with the router that chose it among two for the request r5."""
     log = ChoiceLog(2**20)
     balancer = Balancer(RoutingConfig(), "decode", 4, random.Random(0))
-    balancer.use_log(log)
+    balancer.use_observer(log)
     for name in ("r4", "r5"):
         balancer.choose(PromptDigest(name, 10, [1, 2]), ["engine-1", "engine-2"])
     path = tmp_path / "routed.tape"

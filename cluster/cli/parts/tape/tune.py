@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cluster.config.simulation_options import TuneOptions
+from cluster.config.tune_options import TuneOptions
 from cluster.flags import JsonOption, with_flags
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deployments.frontend.slo_alarm import LATE, NEWEST, PAUSE_S, SloAlarm
+from deployments.parts.tape.slo_alarm import LATE, NEWEST, PAUSE_S, SloAlarm
 
 
 def alarms(alarm: SloAlarm, seconds: list[float], now: float = PAUSE_S) -> list[str]:
@@ -24,7 +24,3 @@ def test_the_next_alarm_comes_after_it_was_well_and_after_a_pause():
     assert alarms(alarm, [2.0] * NEWEST, 3 * PAUSE_S), "it was well between, and the pause is over"
     assert alarms(alarm, [2.0] * NEWEST, 9 * PAUSE_S) == [], "it has not been well since"
     assert len(alarms(alarm, well + bad, 9 * PAUSE_S)) == 1
-
-
-def test_without_a_target_there_is_no_alarm():
-    assert SloAlarm(None).observe(1e9, 0.0) == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 NEWEST = 100  # requests that are looked at
@@ -11,8 +10,8 @@ PAUSE_S = 600.0  # between two alarms, at least
 
 
 class SloAlarm:
-    def __init__(self, target_s: float | None):
-        self._target_s = math.inf if target_s is None else target_s
+    def __init__(self, target_s: float):
+        self._target_s = target_s
         self._late: deque[bool] = deque(maxlen=NEWEST)
         self._is_on, self._next_at = False, 0.0
 

@@ -1,0 +1,1 @@
+"""Tapes: saving, replaying and simulating them."""
