@@ -9,10 +9,9 @@ import pytest
 
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.lora.adapter_files import open_adapter
+from engine.lora.adapter_files import PIRATE, open_adapter
 from engine.options.handoff import HandoffConfig
 from engine.parts.lora.adapter_slots import AdapterSlots
-from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
