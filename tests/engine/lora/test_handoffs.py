@@ -15,10 +15,11 @@ from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
+from tests.answers import MAX_TOKENS
 from tests.deltas import deltas_of
 from tests.engine.kv_transfer.faulty_pair import FaultyPair
 from tests.engine.kv_transfer.pair import Pair
-from tests.engine.lora.adapted_models import BACKEND, MAX_TOKENS
+from tests.engine.lora.adapted_models import BACKEND
 from tests.products import slow
 from tests.rank_pool import RankPool
 
