@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import typer
 
@@ -26,6 +25,7 @@ from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, perce
 from benchmarks.command import JsonOption, print_report, run
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
+from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
@@ -42,7 +42,7 @@ TIERS = ("holds", "host", "host + holds", "disk", "store", "small host", "small 
 SMALL = 1.5  # size of a small host memory, in caches
 
 
-class Clock:
+class SkippingClock:
     """The clock of an engine, which skips the pauses of agents."""
 
     def __init__(self) -> None:
@@ -50,9 +50,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     def wait_until(self, at: float) -> None:
         self.skipped += max(0.0, at - self.monotonic())
@@ -116,16 +113,16 @@ def order_of_turns(load: Load) -> list[tuple[float, int]]:
     return order
 
 
-def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
+def drive(core: EngineCore, load: Load, tier: str, clock: SkippingClock) -> TierResult:
     draw, vocab_size = random.Random(2), core.model_config.vocab_size
     contexts = [draw.choices(range(3, vocab_size), k=load.first) for _ in range(load.agents)]
     resumed = cached = 0
     first_token_s: list[float] = []
     answers, promises = [], Promises()
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
-    began, start = time.perf_counter(), clock.monotonic()
+    began, start, offloading = time.perf_counter(), clock.monotonic(), core.scheduler.parts.get(KVOffloading)
     for number, (at, agent) in enumerate(order_of_turns(load)):
-        while not core.scheduler.parts[KVOffloading].flushed():
+        while offloading is not None and not offloading.flushed():
             core.step()  # in a pause there is time for it
         clock.wait_until(start + at)
         context, is_first = contexts[agent], len(contexts[agent]) == load.first
@@ -195,15 +192,14 @@ def measure(
                 num_gpu_blocks_override=-(-tokens // block_size),
                 max_num_seqs=4, max_model_len=load.longest + load.tool, **options_of(tier, Path(folder), cache_gib),
             )  # fmt: skip
-            clock = Clock()
-            with mock.patch("engine.core.engine.time", clock):
-                core = build_engine(config)
-                pool = core.scheduler.kv_cache.pool
-                cache_gib = pool.num_blocks * pool.block_bytes / 2**30
-                drive(core, Load(2, 2, 64, 16, 4), tier, clock)  # warms up
-                core.apply(CacheCleared())
-                outcomes.append(drive(core, load, tier, clock))
-                core.close()
+            clock = SkippingClock()
+            core = build_engine(config, clock=Clock(clock.monotonic))
+            pool = core.scheduler.kv_cache.pool
+            cache_gib = pool.num_blocks * pool.block_bytes / 2**30
+            drive(core, Load(2, 2, 64, 16, 4), tier, clock)  # warms up
+            core.apply(CacheCleared())
+            outcomes.append(drive(core, load, tier, clock))
+            core.close()
     equal = all(outcome.answers == outcomes[0].answers for outcome in outcomes)
     return OffloadReport(model, load, tokens, outcomes, equal)
 
