@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 # for milliseconds, so a single other busy process on the cores would make a step ten times longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from engine.offline.adapters import LoRARequest
+from engine.offline.lora_request import LoRARequest
 from engine.wire.parts.pooling import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -88,6 +88,8 @@ class TierHarness(Harness):
         if found is not None:
             self.now, self.disk, self.store, self.written = found.now, found.disk, found.store, found.written
             self.holds = {False: found.holds[False], True: found.holds[True]}
+            for hold in self.holds[False].values():
+                self.offloading.saved.restore(hold)
             for name in self.disk if disk_blocks else ():
                 self.offloading.restore(name, 1, self.now)
             self.scheduler.apply(TimePassed(), self.now)
@@ -117,7 +119,6 @@ class TierHarness(Harness):
             block_bytes=[1] * groups,
             min_tokens=self._min_tokens,
             epoch_s=EPOCH_S,
-            found_holds=list(self.found.holds[False].items()) if self.found else (),
         )
 
     def restarted(self, **changes) -> TierHarness:

@@ -132,7 +132,7 @@ def test_what_failed_or_ran_in_part_is_not_left_out(repository):
             ["engine/core/test_engine.py", "composition/test_pairs.py", "engine/offline/test_llm.py"],
             [
                 "engine/core/test_block_pool.py",
-                "deployments/http/test_middleware.py",
+                "cluster/cli/test_explain.py",
                 "engine/text/test_chat_template.py",
             ],
             id="leaf part, which a table names",

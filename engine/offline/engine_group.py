@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 POLL_MS = 50  # how soon the loss of an engine is noticed while only others compute
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """Output of a step for one request."""
 
     delta: TokenDelta
@@ -137,7 +137,7 @@ class EngineGroup:
         self._live[message.request_id] = LiveRequest(message, engine)
         self._numbers[engine] += 1
 
-    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[Answer]:
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[StepOutput]:
         """End a request, if it is live. Its last delta is returned only by the first engine."""
         engine = self._forget(request_id)
         if engine is None:
@@ -146,9 +146,9 @@ class EngineGroup:
             self._send(engine, Abort(request_id, reason))
             self._aborted[request_id] = engine, self._aborted.get(request_id, (engine, 0))[1] + 1
             return []
-        return [Answer(event.delta) for event in self._core.abort(request_id, reason)]
+        return [StepOutput(event.delta) for event in self._core.abort(request_id, reason)]
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[StepOutput]:
         """Take a step in this process, if there is one, and return what all engines have answered since the last call.
         Raises EngineUnavailable if an engine is lost."""
         if self._lost is not None:
@@ -166,7 +166,7 @@ class EngineGroup:
                 self._forget(delta.request_id)
         while not self._losses.empty():
             self._replay(self._losses.get())
-        return [Answer(delta) for delta in deltas]
+        return [StepOutput(delta) for delta in deltas]
 
     def stats(self) -> EngineStats:
         """Return the state of the first engine."""

@@ -31,9 +31,10 @@ from engine.model.checkpoint.sampling_defaults import default_sampling
 from engine.model.config import ModelConfig
 from engine.model.expert_parallel import check_experts
 from engine.model.stage import check_stages
-from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
+from engine.offline.adapters import LoRARequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
+from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
@@ -57,7 +58,7 @@ from engine.wire.token_delta import TokenDelta
 
 if TYPE_CHECKING:
     from engine.multimodal.processor import ImageProcessor
-    from engine.offline.engine_group import Answer, EngineGroup
+    from engine.offline.engine_group import EngineGroup, StepOutput
 
 
 Message = dict[str, Any]
@@ -482,7 +483,7 @@ class LLM:
                     output.finish_reason, output.error = "error", str(error)
                 yield request
 
-    def _record(self, event: Event | Answer, live: dict[str, _Sequence]) -> RequestOutput | None:
+    def _record(self, event: Event | StepOutput, live: dict[str, _Sequence]) -> RequestOutput | None:
         """Add a delta to its request. Returns the request once all its sequences have ended."""
         delta = event.delta
         sequence = live[delta.request_id]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from engine.offline.adapters import LoRARequest
+from engine.offline.lora_request import LoRARequest
 from engine.wire.parts.images import MultiModalFeatureSpec
 from engine.wire.token_delta import RequestTimes, TokenLogprob
 

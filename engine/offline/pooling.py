@@ -13,7 +13,8 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import NOT_FINITE
 from engine.errors import EngineError, InvalidParameter, RequestError
-from engine.offline.adapters import LoRARequest, LoRARequests, adapter_of, with_digests
+from engine.offline.adapters import LoRARequests, adapter_of, with_digests
+from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ParsedPrompt

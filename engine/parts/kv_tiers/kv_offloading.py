@@ -26,7 +26,6 @@ from engine.wire.parts.kv_offload import (
     FoundBlock,
     KVOffloadStats,
     LoadBlocks,
-    SavedHold,
     StopLoad,
     StoreListing,
     TierAnswer,
@@ -106,11 +105,10 @@ class KVOffloading(Part):
         block_bytes: Sequence[int],
         min_tokens: int = MIN_TOKENS,
         epoch_s: float = 0.0,
-        found_holds: Sequence[tuple[bytes, SavedHold]] = (),
     ):
         """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. block_bytes: bytes of a block of each group,
-        on all ranks together. min_tokens: shortest hit that is loaded. epoch_s, found_holds: as for SavedHolds."""
+        on all ranks together. min_tokens: shortest hit that is loaded. epoch_s: as for SavedHolds."""
         self._kv_cache, self.tiers, self.name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
@@ -120,7 +118,7 @@ class KVOffloading(Part):
         #: The first group's blocks in the tiers.
         self.hashes = TierHashes(kv_cache.pool, self.tiers, name_of)
         #: Holds that are written to disk and store.
-        self.saved = SavedHolds(self.tiers, name_of, self._commands.add, epoch_s, found_holds)
+        self.saved = SavedHolds(self.tiers, name_of, self._commands.add, epoch_s)
         lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
         self._writers = [
             TierWriter(kv_cache, lane, self._commands, self.hashes, name_of=name_of, block_bytes=self._bytes)

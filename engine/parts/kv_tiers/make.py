@@ -39,9 +39,10 @@ def make(setup: PartSetup) -> Made:
         timeout_s=config.kv_offloading_timeout_s,
         block_bytes=tiers.block_bytes,
         epoch_s=setup.clock.wall() - now,
-        found_holds=tiers.found_holds,
     )
     for block in tiers.found:
         offloading.restore(block.name, block.size, now - block.age_s)
+    for _, hold in tiers.found_holds:
+        offloading.saved.restore(hold)
     group = GroupTiers(tiers.worker, setup.group.size, setup.broadcaster, setup.wake)
     return Made([offloading], [TierCourier(offloading, group)])

@@ -50,12 +50,10 @@ class SavedHolds:
         name_of: Callable[[int, bytes], bytes],
         submit: Callable[[TierCommand], None],
         epoch_s: float,
-        on_disk: Sequence[tuple[bytes, SavedHold]] = (),
     ):
-        """submit: sends a command to the ranks. epoch_s: seconds since the epoch when `now` was 0. on_disk: names and
-        holds that an earlier start has left on disk."""
+        """submit: sends a command to the ranks. epoch_s: seconds since the epoch when `now` was 0."""
         self._tiers, self.name_of, self._submit, self._epoch_s = tiers, name_of, submit, epoch_s
-        self._found = [(self._named("disk"), hold, True) for _, hold in on_disk]
+        self._found: list[tuple[Tier, SavedHold, bool]] = []
         self._in_store: dict[bytes, Kept] = {}
         self._dropped: list[SavedHold] = []
         self._listed, self._look_at = False, 0.0
@@ -94,6 +92,10 @@ class SavedHolds:
             self._forget(lease)
 
     # -- holds of others -----------------------------------------------------------------------------------
+
+    def restore(self, hold: SavedHold) -> None:
+        """Note a hold that an earlier start has left on disk."""
+        self._found.append((self._named("disk"), hold, True))
 
     def take_found(self, now: float) -> list[FoundHold]:
         """Return the holds that were found or have changed since the last call."""

@@ -62,7 +62,7 @@ class SwitchedPair(Pair):
 
     def __init__(self, config: EngineConfig, ranks):
         super().__init__(config, config, ranks)
-        self.engines: dict[str, Engine] = {"decode": self.decode, "prefill": self.prefill}
+        self.by_name: dict[str, Engine] = {"decode": self.decode, "prefill": self.prefill}
         self.ingresses = {"decode": self.ingress, "prefill": Ingress(self._context, self.prefill.server)}
         self.answers: dict[str, tuple[str, GenerateRequest]] = {}
 
@@ -72,11 +72,11 @@ class SwitchedPair(Pair):
     def give_roles(self, **roles: Role) -> None:
         """roles: by name of the engine. Each is told of the other as its replica would tell it."""
         for name, role in roles.items():
-            self.engines[name].send(SetRole(role))
+            self.by_name[name].send(SetRole(role))
         for name in roles:
             others = [other for other, role in roles.items() if other != name and role == "prefill"]
-            self.engines[name].send(PrefillReplicas([PrefillReplica(engine_id=other) for other in others]))
-        self.wait_for(lambda: all(e.status and e.status.role == roles[n] for n, e in self.engines.items()))
+            self.by_name[name].send(PrefillReplicas([PrefillReplica(engine_id=other) for other in others]))
+        self.wait_for(lambda: all(e.status and e.status.role == roles[n] for n, e in self.by_name.items()))
 
     def ask(self, where: str, name: str, length: int = 300) -> None:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
@@ -106,7 +106,7 @@ class SwitchedPair(Pair):
                 self.other(engine).send(CancelPrefill(handoff_id))
 
     def _forward(self, remote_request) -> None:
-        engine = next(e for n, e in self.engines.items() if n != remote_request.decode.engine_id)
+        engine = next(e for n, e in self.by_name.items() if n != remote_request.decode.engine_id)
         engine.send(Prefill(remote_request))
 
 
@@ -126,7 +126,7 @@ def test_each_engine_finishes_what_it_has_when_the_roles_change_there_and_back(r
             sent = len(pair.answers) - turn - 1
             pair.wait_for(lambda: len(pair.remote_requests) >= sent)  # noqa: B023
         pair.check(alone)
-        assert [engine.status.role_changes for engine in pair.engines.values()] == [3, 4]
+        assert [engine.status.role_changes for engine in pair.engines] == [3, 4]
         assert len(pair.remote_requests) == 16, "an engine that computes prompts for others computes its own"
 
 
