@@ -1,10 +1,8 @@
-"""Agents whose contexts outgrow the KV cache, with tiers below it, with holds, and without either:
-`python -m benchmarks.kv_offloading`.
+"""Agents whose contexts outgrow the KV cache, with tiers below it and without: `python -m benchmarks.kv_offloading`.
 
 Each agent takes a turn, pauses while a tool runs, and comes back with the answer and the tool's output appended. All
 engines see the same turns in the same order, one after the other: what an agent finds cached depends on the order, and
-not on how fast an engine is. The engines' clocks skip the pauses. With holds, each turn asks that its prompt stays
-cached for five minutes, which is longer than any pause.
+not on how fast an engine is. The engines' clocks skip the pauses.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import typer
 
@@ -26,23 +23,21 @@ from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, perce
 from benchmarks.command import JsonOption, print_report, run
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
+from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.core.door.inputs import CacheCleared
 from engine.core.engine import EngineCore
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.cache_writes import HoldOutcome
-from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.token_delta import TokenDelta
 
-HELD_S = 300.0
-WITH_HOLDS = ("holds", "host + holds")
-TIERS = ("holds", "host", "host + holds", "disk", "store", "small host", "small host + store")
+TIERS = ("host", "disk", "store", "small host", "small host + store")
 SMALL = 1.5  # size of a small host memory, in caches
 
 
-class Clock:
+class SkippingClock:
     """The clock of an engine, which skips the pauses of agents."""
 
     def __init__(self) -> None:
@@ -51,43 +46,41 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
     def wait_until(self, at: float) -> None:
         self.skipped += max(0.0, at - self.monotonic())
 
 
 @dataclass(slots=True)
-class Promises:
-    """Holds that the agents were granted."""
+class Turns:
+    """What turns ask of the engine besides their answers, and what comes of it; here nothing."""
 
-    held: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Tokens and end of each agent's newest hold."""
-    kept: int = 0
-    """Turns that came in time and found all that was promised."""
-    broken: int = 0
-    first_token_s: list[float] = field(default_factory=list)
-    """Of turns that came in time."""
+    def asked(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request of a turn as the engine gets it."""
+        return request
 
-    def resumed(self, agent: int, at: float, hit: int, first_token_s: float) -> None:
-        tokens, until = self.held.pop(agent, (0, 0.0))
-        if tokens and at < until:
-            self.kept += hit >= tokens
-            self.broken += hit < tokens
-            self.first_token_s.append(first_token_s)
+    def answered(self, agent: int, at: float, deltas: Sequence[TokenDelta], first_token_s: float) -> None:
+        """Note the answer to an agent's turn. at: when the turn began, in seconds on the engine's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An engine that is measured."""
+
+    name: str
+    tier: str
+    turns: type[Turns] = Turns
 
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    tier: str
+    row: str
     resumed_tokens: int  #: prompt tokens of all turns but the first ones
     cached_tokens: int  #: of these
     first_token_s: list[float]  #: of these turns
     seconds: float
     errors: dict[str, int]
     answers: list[list[int]]
-    promises: Promises
+    turns: Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,51 +109,45 @@ def order_of_turns(load: Load) -> list[tuple[float, int]]:
     return order
 
 
-def drive(core: EngineCore, load: Load, tier: str, clock: Clock) -> TierResult:
+def drive(core: EngineCore, load: Load, row: Row, clock: SkippingClock) -> TierResult:
     draw, vocab_size = random.Random(2), core.model_config.vocab_size
     contexts = [draw.choices(range(3, vocab_size), k=load.first) for _ in range(load.agents)]
     resumed = cached = 0
     first_token_s: list[float] = []
-    answers, promises = [], Promises()
+    answers, turns = [], row.turns()
     params = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True)
-    began, start = time.perf_counter(), clock.monotonic()
+    began, start, offloading = time.perf_counter(), clock.monotonic(), core.scheduler.parts.get(KVOffloading)
     for number, (at, agent) in enumerate(order_of_turns(load)):
-        while not core.scheduler.parts[KVOffloading].flushed():
+        while offloading is not None and not offloading.flushed():
             core.step()  # in a pause there is time for it
         clock.wait_until(start + at)
         context, is_first = contexts[agent], len(contexts[agent]) == load.first
         tool = draw.choices(range(3, vocab_size), k=load.tool)
         prompt = context if is_first else [*context, *tool]
         started, first, began_at = time.perf_counter(), None, clock.monotonic()
-        hold = PromptHold(marks=[HoldMark(len(prompt), HELD_S)]) if tier in WITH_HOLDS else None
         request = GenerateRequest(request_id=str(number), prompt=prompt, params=params, client=f"agent {agent}")
-        core.add(request.asking(hold))
-        granted = 0
-        answer: list[int] = []
-        hit = 0
+        core.add(turns.asked(request))
+        deltas: list[TokenDelta] = []
         while core.has_work:
             for event in core.step():
                 first = first or time.perf_counter()
-                answer += event.delta.token_ids
-                hit += event.delta.num_cached_tokens
-                outcomes = event.delta.records(HoldOutcome)
-                granted += sum(outcome.tokens for outcome in outcomes if outcome.refusal is None)
+                deltas.append(event.delta)
         assert first is not None
-        promises.resumed(agent, began_at, hit, first - started)
-        if granted:
-            promises.held[agent] = granted, began_at + HELD_S
+        turns.answered(agent, began_at, deltas, first - started)
+        answer = [token for delta in deltas for token in delta.token_ids]
         contexts[agent] = [*prompt, *answer]
         answers.append(answer)
         if not is_first:
             first_token_s.append(first - started)
-            resumed, cached = resumed + len(prompt), cached + hit
+            resumed += len(prompt)
+            cached += sum(delta.num_cached_tokens for delta in deltas)
     tiers = core.stats().record(KVOffloadStats)
     errors = {} if tiers is None else {f"{t} {k}": n for t, s in tiers.tiers.items() for k, n in s.errors.items()}
-    return TierResult(tier, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, promises)
+    return TierResult(row.name, resumed, cached, first_token_s, time.perf_counter() - began, errors, answers, turns)
 
 
 def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
-    """Return the engine's options for a row. cache_gib: size of the KV cache."""
+    """Return the engine's options for a tier. cache_gib: size of the KV cache."""
     store: dict[str, Any] = {
         "kv_offloading_store": str(folder / f"store of {tier}"),
         "kv_offloading_store_size": 1.0,
@@ -168,9 +155,7 @@ def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
     }
     options: dict[str, dict[str, Any]] = {
         "none": {},
-        "holds": {},
         "host": {"kv_offloading_size": 1.0},
-        "host + holds": {"kv_offloading_size": 1.0},
         "disk": {"kv_offloading_disk_size": 1.0, "kv_offloading_dir": str(folder / "kv")},
         "store": store,
         "small host": {"kv_offloading_size": SMALL * cache_gib},
@@ -180,7 +165,7 @@ def options_of(tier: str, folder: Path, cache_gib: float) -> dict[str, Any]:
 
 
 def measure(
-    model: str, load: Load, overcommit: float, threads: int, block_size: int, tiers: Sequence[str]
+    model: str, load: Load, overcommit: float, threads: int, block_size: int, rows: Sequence[Row]
 ) -> OffloadReport:
     """overcommit: tokens of all contexts at the end, per token that fits the cache."""
     tokens = int(load.agents * load.longest / overcommit)
@@ -189,45 +174,42 @@ def measure(
         key_file = Path(folder, "key")
         key_file.write_bytes(os.urandom(32))
         key_file.chmod(0o600)
-        for tier in tiers:
+        for row in rows:
             config = EngineConfig(
                 model=model, num_threads=threads, block_size=block_size,
                 num_gpu_blocks_override=-(-tokens // block_size),
-                max_num_seqs=4, max_model_len=load.longest + load.tool, **options_of(tier, Path(folder), cache_gib),
+                max_num_seqs=4, max_model_len=load.longest + load.tool, **options_of(row.tier, Path(folder), cache_gib),
             )  # fmt: skip
-            clock = Clock()
-            with mock.patch("engine.core.engine.time", clock):
-                core = build_engine(config)
-                pool = core.scheduler.kv_cache.pool
-                cache_gib = pool.num_blocks * pool.block_bytes / 2**30
-                drive(core, Load(2, 2, 64, 16, 4), tier, clock)  # warms up
-                core.apply(CacheCleared())
-                outcomes.append(drive(core, load, tier, clock))
-                core.close()
+            clock = SkippingClock()
+            core = build_engine(config, clock=Clock(clock.monotonic))
+            pool = core.scheduler.kv_cache.pool
+            cache_gib = pool.num_blocks * pool.block_bytes / 2**30
+            drive(core, Load(2, 2, 64, 16, 4), row, clock)  # warms up
+            core.apply(CacheCleared())
+            outcomes.append(drive(core, load, row, clock))
+            core.close()
     equal = all(outcome.answers == outcomes[0].answers for outcome in outcomes)
     return OffloadReport(model, load, tokens, outcomes, equal)
 
 
-def show_report(report: OffloadReport) -> None:
+def show_report(
+    report: OffloadReport, more: Sequence[str] = (), cells_of: Callable[[TierResult], Sequence[str]] = lambda _: ()
+) -> None:
+    """more: further columns, whose cells `cells_of` returns."""
     load = report.load
     columns = ("tokens cached", "first token P50 ms", "P99 ms", "ratio of P50", "s")
-    table = make_table("tier", *columns, "held turns", "their P50 ms", "P99 ms", "broken")
+    table = make_table("tier", *columns, *more)
     plain = statistics.median(report.outcomes[0].first_token_s)
     for outcome in report.outcomes:
         p50, p99 = percentiles(outcome.first_token_s)
-        held, promises = "", outcome.promises
-        if promises.first_token_s:
-            held = f"{len(promises.first_token_s) / len(outcome.first_token_s):.0%}"
         table.add_row(
-            outcome.tier,
+            outcome.row,
             f"{outcome.cached_tokens / outcome.resumed_tokens:.0%}",
             figure(1000 * p50, 1),
             figure(1000 * p99, 1),
             figure(plain / p50, 2),
             figure(outcome.seconds, 1),
-            held,
-            *([figure(1000 * each, 1) for each in percentiles(promises.first_token_s)] if held else ("", "")),
-            str(promises.broken) if held else "",
+            *cells_of(outcome),
         )
     print(f"{load}; {report.cache_tokens} tokens fit the cache")
     show(table)
@@ -248,9 +230,8 @@ def main(
     json_output: JsonOption = False,
 ) -> None:
     """Measure what agents find cached when they come back, and how soon their first token comes."""
-    report = measure(
-        model, Load(agents, turns, first, tool, answer), overcommit, threads, block_size, ["none", *(tier or TIERS)]
-    )
+    rows = [Row(name, name) for name in ("none", *(tier or TIERS))]
+    report = measure(model, Load(agents, turns, first, tool, answer), overcommit, threads, block_size, rows)
     print_report(report, json_output, show_report)
 
 

@@ -23,6 +23,7 @@ from engine.model.checkpoint.resolve import HUB_ID
 from engine.model.checkpoint.safetensors_header import read_header
 
 POCKET_PIRATE = "pocket-pirate"  # path of the adapter that ships with the pocket model
+PIRATE = Path(pocket.__file__).with_name("pirate")  # its folder
 COPIES = 3  # the file, its tensors, and the part that a rank keeps
 DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # the adapter's name is left in by some trainers; PEFT takes it out as it saves
@@ -123,7 +124,7 @@ def _check_size(file: Path, adapter: str) -> None:
 def _folder(path: str | Path, adapter: str) -> Path:
     if is_bucket(str(path)):
         return local_copy(str(path), adapter)
-    folder = pocket.PIRATE if path == POCKET_PIRATE else Path(path).expanduser()
+    folder = PIRATE if path == POCKET_PIRATE else Path(path).expanduser()
     if folder.is_dir():
         return folder
     if (hub := HUB_ID.fullmatch(str(path))) is None or str(path).startswith("."):

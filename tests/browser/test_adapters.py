@@ -9,7 +9,8 @@ import pytest
 from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
-from engine.pocket import PATH, PIRATE
+from engine.lora.adapter_files import PIRATE
+from engine.pocket import PATH
 from tests.browser.real_server import real_server
 from tests.browser.test_console import SLOW_MS, ask
 

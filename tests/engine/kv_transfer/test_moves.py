@@ -11,13 +11,12 @@ import torch
 
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.lora.adapter_files import open_adapter
+from engine.lora.adapter_files import PIRATE, open_adapter
 from engine.options.handoff import HandoffConfig
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.speculation.speculator import Speculator
-from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import PromptImages

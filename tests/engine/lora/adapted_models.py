@@ -6,9 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.wire.parts.adapter import ModelAdapter
+from tests.answers import MAX_TOKENS, prompt
 from tests.engine.lora.peft_adapters import Reference, load, make_adapter
 from tests.models import FAMILIES, HYBRIDS, make_model
 from tests.transformers_models import make_transformers_model
@@ -25,7 +24,6 @@ TARGETS: dict[str, Any] = {
     **dict.fromkeys(("nemotron_h", "falcon_h1"), ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")),
     "kimi_linear": r".*\.(q|k|v|o|kv_a|kv_b|gate|up|down|b|f_a|f_b|g_a|g_b)_proj(_with_mqa)?",
 }
-MAX_TOKENS = 8
 
 
 class AdaptedModel:
@@ -62,7 +60,3 @@ def experts(folder: Path) -> list[str]:
     """Return the parameters that hold a weight for each expert."""
     names = [name for name, parameter in load(folder).named_parameters() if parameter.dim() == 3]
     return sorted({".".join(name.split(".")[-2:]) for name in names if ".experts." in name})
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(100 * seed + length)).tolist()

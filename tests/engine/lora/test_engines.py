@@ -24,11 +24,9 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.speculation import SpecDecodeStats
-from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from engine.wire.token_delta import TokenDelta, TokenLogprob
-from tests.deltas import deltas_of
-from tests.engine.lora.adapted_models import ALL, BACKEND, MAX_TOKENS, NATIVE, prompt
+from tests.answers import ask, prompt
+from tests.engine.lora.adapted_models import ALL, BACKEND, NATIVE
 from tests.engine.lora.peft_adapters import make_adapter
 from tests.engine.spec_decode.draft_checkpoints import make_drafters
 from tests.fake_drafter import WildDrafter, draft_always
@@ -53,32 +51,6 @@ WAYS: dict[str, dict[str, Any]] = {
 def config(folder: Path, **options: Any) -> EngineConfig:
     defaults: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2}
     return EngineConfig(**{"model": str(folder), **defaults, **SIZES, **options})
-
-
-class Answers:
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.logprobs: dict[str, list[TokenLogprob]] = {}
-        self.errors: dict[str, str] = {}
-        self.cached: dict[str, int] = {}
-
-    def add(self, delta: TokenDelta) -> None:
-        name = delta.request_id
-        self.tokens.setdefault(name, []).extend(delta.token_ids)
-        self.logprobs.setdefault(name, []).extend(delta.logprobs or [])
-        self.cached[name] = self.cached.get(name, 0) + delta.num_cached_tokens
-        if delta.error is not None:
-            self.errors[name] = delta.error.message
-
-
-def ask(core: EngineCore, requests: dict[str, tuple[list[int], ModelAdapter | None]], **params: Any) -> Answers:
-    settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, **params}
-    answers = Answers()
-    for name, (tokens, lora) in requests.items():
-        core.add(GenerateRequest(request_id=name, prompt=tokens, params=SamplingParams(**settings)).asking(lora))
-    for delta in deltas_of(core, errors=True):
-        answers.add(delta)
-    return answers
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ import pytest
 
 from engine.assembly.build import build_engine
 from engine.config import EngineConfig
-from engine.lora.adapter_files import open_adapter
+from engine.lora.adapter_files import PIRATE, open_adapter
 from engine.options.handoff import HandoffConfig
 from engine.parts.lora.adapter_slots import AdapterSlots
-from engine.pocket import PIRATE
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.sampling_params import SamplingParams
+from tests.answers import MAX_TOKENS
 from tests.deltas import deltas_of
 from tests.engine.kv_transfer.faulty_pair import FaultyPair
 from tests.engine.kv_transfer.pair import Pair
-from tests.engine.lora.adapted_models import BACKEND, MAX_TOKENS
+from tests.engine.lora.adapted_models import BACKEND
 from tests.products import slow
 from tests.rank_pool import RankPool
 

@@ -13,9 +13,9 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.options.speculation import SpeculativeConfig
 from engine.wire.parts.speculation import SpecDecodeStats
+from tests.answers import Answers, ask, prompt
 from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.lora.peft_adapters import make_adapter
-from tests.engine.lora.test_engines import Answers, ask, prompt
 from tests.engine.spec_decode.draft_checkpoints import write_mtp
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import make_model

@@ -25,8 +25,8 @@ from engine.options.speculation import SpeculativeConfig
 from engine.parts.experts.rank.experts import ExpertLayers
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.experts import ExpertReport
+from tests.answers import ask
 from tests.engine.lora.peft_adapters import make_adapter
-from tests.engine.lora.test_engines import ask
 from tests.engine.offline.test_expert_moves import LATER, check_stop, check_streams, fail, often, run_streams
 from tests.engine.offline.test_rank_processes import wait_until
 from tests.engine.offline.test_tensor_parallel import BUSY, MAX_TOKENS, Outcome, make_config, random_prompt, run

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from engine.pocket import PIRATE
+from engine.lora.adapter_files import PIRATE
 from tests.scrape import Scrape
 from tests.serve.replicas.test_replay import RANK, processes
 from tests.serve.serve_run import ServeRun

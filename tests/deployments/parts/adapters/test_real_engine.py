@@ -11,7 +11,8 @@ from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
 from cluster.model_info import model_info
 from deployments.http.middleware import AuthConfig
-from engine.pocket import PATH, PIRATE
+from engine.lora.adapter_files import PIRATE
+from engine.pocket import PATH
 from tests.adapter_folders import write_adapter
 from tests.deployments.real_api import RealApi, real_api
 
