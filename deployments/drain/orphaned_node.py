@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -47,17 +48,17 @@ async def until_orphaned(
     *,
     poll_s: float = POLL_S,
     gone_s: float = GONE_S,
+    now: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Wait until the node has drained for `gone_s` without a GCS, and without a call of this replica. Then return False
     if this replica should end: there is an older one (with a lower process id). The oldest waits for the others, and
     until no client is connected; then True is returned, for the node to end."""
-    loop = asyncio.get_running_loop()
-    needed_at = loop.time()
+    needed_at = now()
     while True:
         await asyncio.sleep(poll_s)
         if not drains() or open_calls() or await gcs_answers():
-            needed_at = loop.time()
-        elif loop.time() - needed_at >= gone_s:
+            needed_at = now()
+        elif now() - needed_at >= gone_s:
             others = node.replicas() - {os.getpid()}
             if any(other < os.getpid() for other in others):
                 return False

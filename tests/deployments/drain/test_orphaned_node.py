@@ -13,6 +13,7 @@ from deployments.drain.local_node import LocalNode
 from deployments.drain.orphaned_node import answers, until_orphaned
 
 OWN = os.getpid()
+GONE_S = 10
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Node(LocalNode):
     clients: bool = False
     pids: set[int] = field(default_factory=lambda: {OWN})
     looks: int = 0
+    away: range = range(0)  # the looks at which the GCS does not answer, if it does otherwise
 
     def replicas(self) -> set[int]:
         return self.pids
@@ -34,20 +36,23 @@ class Node(LocalNode):
 
     def start(self) -> asyncio.Task[bool]:
         async def gcs_answers() -> bool:
-            return self.gcs
+            return self.gcs and self.looks not in self.away
 
         def drains() -> bool:
             self.looks += 1
             return self.drains
 
-        waits = until_orphaned(self, drains, lambda: self.calls, gcs_answers, poll_s=0.001, gone_s=0.01)
+        waits = until_orphaned(  # a look takes a second
+            self, drains, lambda: self.calls, gcs_answers, poll_s=0.0, gone_s=GONE_S, now=lambda: float(self.looks)
+        )
         return asyncio.create_task(waits)
 
     async def looks_for_long(self) -> None:
         """Wait for many times the time for which the GCS must be away."""
         before = self.looks
-        while self.looks < before + 50:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(30):
+            while self.looks < before + 5 * GONE_S:
+                await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +83,8 @@ async def test_a_younger_replica_ends_alone_and_does_not_wait_for_clients():
 
 
 async def test_a_gcs_that_comes_back_is_waited_for_anew():
-    node = Node(gcs=True)
+    node = Node(gcs=True, away=range(20, 19 + GONE_S))
     waits = node.start()
-    await node.looks_for_long()
-    node.gcs = False
-    await asyncio.sleep(0.003)
-    node.gcs = True
     await node.looks_for_long()
     assert not waits.done()
     node.gcs = False
