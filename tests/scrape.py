@@ -15,6 +15,10 @@ class Series:
     value: float
 
 
+class NoSeries(AssertionError):
+    """What should have been reported is not there."""
+
+
 class Scrape:
     """series: all of them."""
 
@@ -23,9 +27,10 @@ class Scrape:
         self.series = [Series(sample.name, dict(sample.labels), sample.value) for sample in samples]
 
     def sum(self, name: str, **labels: str) -> float:
-        """The sum of all series with these labels; at least one must exist."""
+        """The sum of all series with these labels. Raises NoSeries if there is none."""
         found = [one.value for one in self.series if one.name == name and labels.items() <= one.labels.items()]
-        assert found, f"no series {name} with {labels}"
+        if not found:
+            raise NoSeries(f"no series {name} with {labels}")
         return sum(found)
 
     def select(self, name: str, matchers: list[tuple[str, str, str]]) -> list[Series]:

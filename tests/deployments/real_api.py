@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.stats.handoff_stats import PeerPool
 from tests.deployments.fake_api import LocalPool, until
-from tests.scrape import Scrape
+from tests.scrape import NoSeries, Scrape
 
 MAX_NUM_SEQS = 8
 BLOCK_SIZE = 4
@@ -75,11 +75,14 @@ class RealApi:
         return Scrape((await self.client.get("/metrics")).text)
 
     async def scrape_when(self, condition: Callable[[Scrape], bool], timeout_s: float = 60.0) -> Scrape:
-        """Engines report a moment after their requests have ended."""
+        """Engines report a moment after their start, and after requests have ended."""
         async with asyncio.timeout(timeout_s):
-            while not condition(scrape := await self.scrape()):
+            while True:
+                scrape = await self.scrape()
+                with suppress(NoSeries):
+                    if condition(scrape):
+                        return scrape
                 await asyncio.sleep(0.01)
-        return scrape
 
 
 class LocalRemotePool:
