@@ -12,6 +12,8 @@ import typer
 FirstOption = Annotated[int, typer.Option(help="Tokens of an agent's first prompt.")]
 ToolOption = Annotated[int, typer.Option(help="Tokens that a tool adds.")]
 AnswerOption = Annotated[int, typer.Option(help="Tokens of an answer.")]
+ModelOption = Annotated[str, typer.Option(help="Model folder, or `pocket`.")]
+OvercommitOption = Annotated[float, typer.Option(help="Tokens of all contexts per token that fits the cache.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import typer
-
-from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
+from benchmarks.agents import (
+    AnswerOption,
+    FirstOption,
+    Load,
+    ModelOption,
+    OvercommitOption,
+    ToolOption,
+    percentiles,
+)
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.kv_offloading import OffloadReport, Row, TierResult, Turns, measure, show_report
 from cluster.terminal.tables import figure
@@ -71,13 +76,13 @@ def show_holds(report: OffloadReport) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder, or `pocket`.")] = "pocket",
+    model: ModelOption = "pocket",
     agents: int = 20,
     turns: int = 10,
     first: FirstOption = 400,
     tool: ToolOption = 80,
     answer: AnswerOption = 24,
-    overcommit: Annotated[float, typer.Option(help="Tokens of all contexts per token that fits the cache.")] = 5.0,
+    overcommit: OvercommitOption = 5.0,
     threads: int = 1,
     block_size: int = 16,
     json_output: JsonOption = False,

@@ -19,7 +19,15 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
+from benchmarks.agents import (
+    AnswerOption,
+    FirstOption,
+    Load,
+    ModelOption,
+    OvercommitOption,
+    ToolOption,
+    percentiles,
+)
 from benchmarks.command import JsonOption, print_report, run
 from cluster.terminal.tables import figure, make_table, show
 from engine.assembly.build import build_engine
@@ -217,13 +225,13 @@ def show_report(
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder, or `pocket`.")] = "pocket",
+    model: ModelOption = "pocket",
     agents: int = 20,
     turns: int = 10,
     first: FirstOption = 400,
     tool: ToolOption = 80,
     answer: AnswerOption = 24,
-    overcommit: Annotated[float, typer.Option(help="Tokens of all contexts per token that fits the cache.")] = 5.0,
+    overcommit: OvercommitOption = 5.0,
     threads: int = 1,
     block_size: int = 16,
     tier: Annotated[list[str] | None, typer.Option(help="Row of the table, may be repeated. Default: all.")] = None,

@@ -18,7 +18,7 @@ import typer
 import zmq
 import zmq.asyncio
 
-from benchmarks.agents import AnswerOption, FirstOption, Load, ToolOption, percentiles
+from benchmarks.agents import AnswerOption, FirstOption, Load, ModelOption, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.engine_process import Engines
 from cluster.terminal.tables import figure, make_table, show
@@ -210,7 +210,7 @@ def show_report(report: FetchReport) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder, or `pocket`.")] = "pocket",
+    model: ModelOption = "pocket",
     replicas: int = 4,
     agents: int = 20,
     turns: int = 6,
