@@ -6,11 +6,9 @@ another machine: `load` makes only objects of the classes below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -37,7 +35,7 @@ from engine.hooks import overrides
 from engine.model.kv_groups import KVCacheSpec
 from engine.parts.images.snapshot_kinds import without_data
 from engine.parts.snapshot_kinds import ORDINARY, SnapshotKinds, Zeros
-from engine.parts.table import PARTS
+from engine.parts.table import part_modules
 from engine.parts.tape.answers import STAND_INS, Answers, DrafterWatch, TapedDrafter, TapedGrammar, TapedNames
 from engine.parts.tape.inputs import params_without_text, remote_without_text
 from engine.parts.tape.object_graph import (
@@ -56,15 +54,8 @@ from engine.wire.remote_request import NOBODY, KVSource, Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.histogram import Histogram
 
-
-def kinds_of_parts() -> Iterator[SnapshotKinds]:
-    """Yield what each part adds that keeps something of a request or a step."""
-    for name in PARTS:
-        if find_spec(place := f"..{name}.snapshot_kinds", __package__) is not None:
-            yield import_module(place, __package__).KINDS
-
-
-OF_PARTS = [*kinds_of_parts()]
+OF_PARTS: list[SnapshotKinds] = [module.KINDS for module in part_modules("snapshot_kinds")]
+"""What each part adds that keeps something of a request or a step."""
 KINDS = Kinds()
 KINDS.add_objects(
     BlockAllocator, BlockPool, BlockTable, DecodeCost, KVCacheManager, LinearCost, ModelLimits, Offers, Outputs, Parts,
