@@ -27,7 +27,7 @@ class Addend(Protocol):
         """Add to `outs`, the products of parts of the inputs x [tokens, inputs]: each is [tokens, outputs or more]."""
 
 
-class Unpacked(Protocol):
+class UnpackedWeight(Protocol):
     """The weights of a layer in the checkpoint's format."""
 
     shards: Shards
@@ -60,7 +60,7 @@ class Linear(Product):
         super().__init__()
         self.weights = weights
         self.weight: nn.Parameter | None = None
-        self.stored: Unpacked | None = None
+        self.stored: UnpackedWeight | None = None
         self.kernel: Callable[[Tensor, Tensor | None], Tensor] | None = None
         if format is not None:
             self.stored = stored = quantized().StoredWeight(weights, format)
