@@ -66,7 +66,7 @@ def http_app(
     bodies = Bodies(auth.unknown_fields, part_fields())
     batch_routes = BatchRoutes(app, served, batches, auth, bodies, values if values.shared else None)
     stored = ResponseStore(values, store.response_ttl_s)
-    parts = edge_parts(
+    parts_by_name = edge_parts(
         EdgeSetup(
             models=served,
             telemetry=telemetry,
@@ -80,6 +80,7 @@ def http_app(
             metrics=part_metrics(),
         )
     )
+    parts = parts_by_name.values()
     served.further += [found for part in parts if (found := part.further_models()) is not None]
     routes = [
         *OpenAIRoutes(served, idempotent, bodies).routes(),
@@ -112,7 +113,7 @@ def http_app(
     routes.append(Route(KEY, "GET", "/openapi.json", openapi))
     add_routes(app, routes)
     app.state.routes = routes  # for the table in docs/security.md
-    app.state.parts = parts
+    app.state.parts = parts_by_name
     if api_keys is not None and not auth.admin_keys:
         logger.warning("no key may call the routes for admins, since ingress.admin_keys has no name (docs/security.md)")
 

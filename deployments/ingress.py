@@ -165,8 +165,7 @@ class Ingress:
 
     async def report(self, what: str, *args: str) -> bytes:
         """Return one of this ingress's reports to the others (NoPeers.ask), in msgpack."""
-        own = self._telemetry.reports.get(what) or getattr(self._telemetry, f"own_{what}")
-        return msgspec.msgpack.encode(own(*args))
+        return msgspec.msgpack.encode(self._telemetry.reports[what](*args))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the queue reports of all models. Serve calls it once a second if a model is autoscaled."""
@@ -188,10 +187,8 @@ class Ingress:
         telling.add_done_callback(self._telling.discard)
 
     async def told(self, part: str) -> bytes:
-        """Note that this part of another ingress has changed what all share. part: name of its class."""
-        for each in self._app.state.parts:
-            if type(each).__name__ == part:
-                each.told()
+        """Note that this part of another ingress has changed what all share. part: name of its folder."""
+        self._app.state.parts[part].told()
         return b""
 
     def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:

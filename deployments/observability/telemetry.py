@@ -50,8 +50,8 @@ class NoPeers:
     """The other ingresses of an application that has only one."""
 
     async def ask(self, what: str, kind: type[T], *args: str) -> list[T]:
-        """Return the reports of all ingresses that answer; the asking one may be among them. what: a method
-        Telemetry.own_*, or a key of `reports`. kind: type of a report."""
+        """Return the reports of all ingresses that answer; the asking one may be among them. what: a key of
+        `Telemetry.reports`. kind: type of a report."""
         return []
 
     async def scaling_changes(self) -> list[ScalingChange]:
@@ -59,8 +59,7 @@ class NoPeers:
         return []
 
     async def tell(self, part: str) -> None:
-        """Tell the ends of a part in all ingresses that what they share has changed. part: name of its class, an
-        EdgePart."""
+        """Tell the ends of a part in all ingresses that what they share has changed. part: name of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,13 @@ class Telemetry:
         self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
-        #: Functions of parts that return a report of this ingress to the others, by its name.
-        self.reports: dict[str, Callable[..., Any]] = {}
+        #: Functions that return a report of this ingress to the others, by its name. Parts add theirs.
+        self.reports: dict[str, Callable[..., Any]] = {
+            "stats": self.own_stats,
+            "overview": self.own_overview,
+            "usage": self.own_usage,
+            "timelines": self.own_timelines,
+        }
         self.peers = peers or NoPeers()
 
     def close(self) -> None:
@@ -144,10 +148,6 @@ class Telemetry:
     async def scaling_changes(self) -> list[ScalingChange]:
         """Return the newest changes of all pools, oldest first."""
         return await self.peers.scaling_changes()
-
-    async def reports_of_others(self, what: str, kind: type[T], *args: str) -> list[T]:
-        """Return the reports of a part in all ingresses that answer; this one may be among them (NoPeers.ask)."""
-        return await self.peers.ask(what, kind, *args)
 
     def own_timelines(self, name: str) -> list[SequenceTimeline]:
         return self.timelines.of(name)

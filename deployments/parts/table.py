@@ -42,8 +42,9 @@ def part_metrics() -> list[PartMetrics]:
     return [metrics for name in PARTS for metrics in spec_of(name).metrics]
 
 
-def edge_parts(setup: EdgeSetup) -> list[EdgePart]:
-    return [part for name in PARTS if (part := spec_of(name).edge(setup)) is not None]
+def edge_parts(setup: EdgeSetup) -> dict[str, EdgePart]:
+    """Return an application's parts by the names of their folders."""
+    return {name: part for name in PARTS if (part := spec_of(name).edge(setup)) is not None}
 
 
 def open_images(info: ModelInfo, tokenizer: ChatTokenizer, options: ImageConfig) -> ImageLoader | None:

@@ -15,7 +15,7 @@ from deployments.parts.adapters.registry import AdapterRegistry
 from deployments.parts.adapters.sources import sources_of
 from deployments.parts.adapters.table import AdapterTable, MemoryTable
 
-TOLD = "AdapterRoutes"  # the end of the part that other ingresses tell
+FOLDER = "adapters"  # by which ingresses tell each other of changes
 
 
 class AdapterModels(FurtherModels):
@@ -63,5 +63,5 @@ class AdapterModels(FurtherModels):
         from deployments.parts.adapters.gcs_table import GcsTable  # needs Ray
 
         weights = info.identity.weights if info.identity else ""
-        tell = partial(self._peers.tell, TOLD)
+        tell = partial(self._peers.tell, FOLDER)
         return GcsTable(f"{self._scope}/{info.name}/{weights}", tell)

@@ -28,7 +28,7 @@ class ClusterTapes:
         key, own = secrets.token_bytes(16), self._telemetry.stats.ingress_id
         found = await asyncio.gather(*(pool.ask(TakeTapes(key), PoolTapes, TIMEOUT_S) for pool in self._pools))
         tapes = [each for some in found for each in some]
-        others = await self._telemetry.reports_of_others(ROUTER_TAPES, list[bytes], own)
+        others = await self._telemetry.peers.ask(ROUTER_TAPES, list[bytes], own)
         routers = [*self._of_own_routers(""), *(tape for some in others for tape in some)]
         routers += [tape for each in tapes for tape in each.routers]
         engines = [tape for each in tapes for tape in each.engines]
